@@ -260,7 +260,7 @@ dist_tests() {  # name, arguments of pytest...
 
 stage_dist_test() {
   local files=(tests/test_cuda_dist_{matrix,streams,rendezvous}.py)
-  files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
+  files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_graph_replay.py)
   dist_tests dist-test "${files[@]}"
 }
 

@@ -22,7 +22,7 @@ ABOUT = ("gpu", "driver", "cuda", "torch", "commit")
 def merged(record: dict[str, Any], name: str, run: dict[str, Any]) -> dict[str, Any]:
     """Return the record with this run added; the fields of ABOUT are those of the latest run."""
     about = {key: run[key] for key in ABOUT}
-    return {"schema": layout.SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
+    return {"schema": result_format.SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
 
 
 def load(file: str) -> ModuleType:
@@ -37,19 +37,19 @@ def load(file: str) -> ModuleType:
 
 
 files = load("pycollect/_files.py")
-layout = load("bench/pycollect_bench/layout.py")
+result_format = load("bench/pycollect_bench/result_format.py")
 
 
 def read(what: str, path: Path) -> dict[str, Any]:
     """Read a JSON object; raise ValueError if the file has none."""
     files.check_input(what, path)
-    found: dict[str, Any] = layout.read(what, path)
+    found: dict[str, Any] = result_format.read(what, path)
     return found
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Replace the file atomically: after an interruption, it has the old or the new content."""
-    content = layout.text(record).encode()
+    content = result_format.text(record).encode()
     with files.writing("record", path):
         files.replace(path, lambda file: file.write(content))
 

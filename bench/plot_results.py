@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycollect._files import check_input, check_picture
-from pycollect_bench import layout, scripts
+from pycollect_bench import result_format, scripts
 from pycollect_bench.plot import plot
 from pycollect_bench.training.picture import draw
 
@@ -28,7 +28,7 @@ def redraw(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     check_picture(args.picture)
     check_input("record", args.record)
-    record = layout.read("record", args.record)
+    record = result_format.read("record", args.record)
     if "cases" in record:
         plot(record, args.picture)
     elif "training" in record:

@@ -1,4 +1,4 @@
-"""Measure the fold kernel with other constants against the rate of a copy, with L2 hot and cold.
+"""Measure the reduction kernel with other constants against the rate of a copy, L2 hot and cold.
 
 The constants are bytes per access, loads in flight, blocks per multiprocessor and waves of a grid.
 For each size the table has the best variant and the library's. The script builds

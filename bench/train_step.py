@@ -15,9 +15,9 @@ import pycollect
 from pycollect._command import Interruption
 from pycollect._timing import Effort
 from pycollect_bench import environment, scripts, table
+from pycollect_bench.lenet_step import NAIVE, measure_steps
 from pycollect_bench.output import write_json
 from pycollect_bench.record import call_record, target_record
-from pycollect_bench.steps import NAIVE, measure_steps
 from pycollect_bench.targets import status
 
 

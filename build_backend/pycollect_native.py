@@ -294,5 +294,5 @@ def commit(root: Path) -> str | None:
 def build_info_text(build: Mapping[str, Any]) -> str:
     """Return the source of pycollect/_build_info_*.py."""
     lines = [f"    {name!r}: {value!r}," for name, value in build.items()]
-    head = '"""The record of this build; written by setup.py, read by pycollect._compat."""'
+    head = '"""The record of this build; written by setup.py, read by pycollect._build_check."""'
     return "\n".join([head, "", "BUILD = {", *lines, "}", ""])

@@ -10,7 +10,7 @@ from ._command import quiet_imports as _quiet_imports
 
 _quiet_imports()
 
-from ._compat import check as _check  # noqa: E402
+from ._build_check import check as _check  # noqa: E402
 
 _check()
 
@@ -42,17 +42,17 @@ _atexit.register(_C.drain)  # frees the tensors of running collectives before to
 
 if _dist.is_available():  # not in every build of torch
     from . import distributed
-    from .memory import Allocator, empty
+    from .symmetric_memory import SymmetricAllocator, symmetric_empty
 
     distributed.register()
 
 __all__ = [
-    "Allocator",
     "CollectiveError",
     "Communicator",
     "CostModel",
     "PeerLost",
     "Plan",
+    "SymmetricAllocator",
     "Timeout",
     "Work",
     "__version__",
@@ -68,11 +68,11 @@ __all__ = [
     "copy_",
     "devices",
     "distributed",
-    "empty",
     "gather",
     "plan",
     "reduce",
     "reduce_scatter",
     "replicate",
     "scatter",
+    "symmetric_empty",
 ]

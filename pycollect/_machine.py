@@ -15,7 +15,7 @@ import torch
 
 import pycollect
 
-from ._compat import build_info
+from ._build_check import build_info
 
 
 def describe(command: str) -> dict[str, Any]:

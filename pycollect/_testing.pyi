@@ -31,7 +31,7 @@ def copy_rows(
     pitches: bytes from one row to the next, in ``dst`` and in ``src``.
     """
 
-# The CUDA executor on emulated devices (bind_streams.cpp).
+# The CUDA executor on emulated devices (bind_emulated_run.cpp).
 
 StreamIdsTuple: TypeAlias = tuple[int, int, int, int]  # caller, worker, d2h, h2d
 # stream, tasks as (rank, index), indices of launches to wait for, whether an event is recorded
@@ -298,7 +298,7 @@ def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> Emulated
     shares: processes can map each other's device memory.
     """
 
-# The device's kernels on host memory (bind_cuda_probe.cpp).
+# The device's kernels on host memory (bind_kernels.cpp).
 
 # destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` scales
 LaunchWorkTuple: TypeAlias = tuple[

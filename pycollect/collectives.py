@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 import torch
 
 from . import _C
-from ._eager import eager
+from ._skip_compile import skip_compile
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -53,26 +53,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Unpack
 
-    from ._options import OnStreams, Tunable
+    from ._keyword_types import OnStreams, Tunable
 
 Work: TypeAlias = _C.Work
-# The compiled class has no docstrings; `help(pycollect.Work)` shows this one.
-Work.__doc__ = """A collective that was called with ``async_op=True``.
-
-wait(timeout=None) returns the result of the call: None for a collective in place, else its tensors.
-Without CUDA tensors, the host waits until the collective has finished; errors of the collective are
-raised. With CUDA tensors, the stream of each GPU that is current when wait() is called waits for
-the collective, but the host does not: results may be used on these streams at once. Results in host
-memory of a call with CUDA tensors are complete when the call returns, except during the capture of
-a CUDA graph. With a ``timeout`` in seconds, the host waits for CUDA tensors too, and raises
-pycollect.Timeout if the collective has not finished by then; it keeps running, and wait() may be
-called again. None, and more than 1e9 seconds, are no limit. Raises ValueError for a negative
-timeout, and TypeError for one that is not a number. result(timeout=None) does the same.
-
-is_completed() returns whether the collective has finished or failed, without waiting. exception()
-returns a RuntimeError with the message of a collective that failed, else None: always None with
-CUDA tensors, whose errors are raised when the collective is called.
-"""
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 
@@ -99,7 +82,7 @@ def all_reduce(
 def all_reduce(
     tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@eager
+@skip_compile
 def all_reduce(
     tensors: TensorList,
     op: Op = "sum",
@@ -143,7 +126,7 @@ def all_reduce_coalesced(
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@eager
+@skip_compile
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
     op: Op = "sum",
@@ -190,7 +173,7 @@ def reduce(
 def reduce(
     tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@eager
+@skip_compile
 def reduce(
     tensors: TensorList,
     dst: int = 0,
@@ -230,7 +213,7 @@ def broadcast(
 def broadcast(
     tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@eager
+@skip_compile
 def broadcast(
     tensors: TensorList,
     src: int = 0,
@@ -277,7 +260,7 @@ def broadcast_coalesced(
     async_op: bool,
     **options: Unpack[OnStreams],
 ) -> Work | None: ...
-@eager
+@skip_compile
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
     src: int = 0,
@@ -301,7 +284,7 @@ def broadcast_coalesced(
     return _C.broadcast_coalesced(tensor_lists, src, async_op, streams, peer_access)
 
 
-@eager
+@skip_compile
 def replicate(
     tensors: TensorList, devices: DeviceSpec, *, peer_access: bool = True
 ) -> list[list[torch.Tensor]]:
@@ -333,7 +316,7 @@ def copy_(
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool, peer_access: bool = ...
 ) -> Work | None: ...
-@eager
+@skip_compile
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool = False, peer_access: bool = True
 ) -> Work | None:
@@ -352,7 +335,7 @@ def copy_(
     return _C.copy_(dst, src, async_op, peer_access)
 
 
-@eager
+@skip_compile
 def barrier(devices: DeviceSpec) -> None:
     """Wait until all earlier collectives, including asynchronous ones, have finished.
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from . import _C
-from ._eager import eager
+from ._skip_compile import skip_compile
 from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ._options import AlongDim, Chunks, Splits
+    from ._keyword_types import AlongDim, Chunks, Splits
 
 
 @overload
@@ -35,7 +35,7 @@ def all_gather(
 def all_gather(
     tensors: TensorList, *, async_op: bool, **options: Unpack[AlongDim]
 ) -> list[torch.Tensor] | Work: ...
-@eager
+@skip_compile
 def all_gather(
     tensors: TensorList,
     *,
@@ -75,7 +75,7 @@ def reduce_scatter(
 def reduce_scatter(
     tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[AlongDim]
 ) -> list[torch.Tensor] | Work: ...
-@eager
+@skip_compile
 def reduce_scatter(
     tensors: TensorList,
     op: Op = "sum",
@@ -112,7 +112,7 @@ def all_to_all(
 def all_to_all(
     tensors: TensorList, *, async_op: bool, **options: Unpack[Splits]
 ) -> list[torch.Tensor] | Work: ...
-@eager
+@skip_compile
 def all_to_all(
     tensors: TensorList,
     *,
@@ -155,7 +155,7 @@ def scatter(
 def scatter(
     tensor: TensorLike, devices: DeviceSpec, *, async_op: bool, **options: Unpack[Chunks]
 ) -> list[torch.Tensor] | Work: ...
-@eager
+@skip_compile
 def scatter(
     tensor: TensorLike,
     devices: DeviceSpec,
@@ -183,7 +183,7 @@ def scatter(
     return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams, peer_access)
 
 
-@eager
+@skip_compile
 def gather(
     tensors: TensorList,
     device: torch.device | str | None = None,

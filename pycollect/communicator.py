@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 
 from . import _C, collectives, collectives_along_dim
-from ._eager import eager
+from ._skip_compile import skip_compile
 from .collectives import ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -39,7 +39,7 @@ def _bound(
             kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
         return function(ranks, *args, **self._with_peer_access(kwargs))
 
-    return eager(method)
+    return skip_compile(method)
 
 
 def _bound_with_devices(
@@ -51,7 +51,7 @@ def _bound_with_devices(
     def method(self: Communicator, data: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(data, self.devices, *args, **self._with_peer_access(kwargs))
 
-    return eager(method)
+    return skip_compile(method)
 
 
 def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], R]:
@@ -61,7 +61,7 @@ def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Co
     def method(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **self._with_peer_access(kwargs))
 
-    return eager(method)
+    return skip_compile(method)
 
 
 class Communicator:

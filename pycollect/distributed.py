@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a str
 
-from . import _C, _coalescing
+from . import _C, _coalescing_patch
 from .plans import algorithms
 
 NAME = "pycollect"
@@ -64,7 +64,7 @@ def options(
     Messages of CUDA tensors between two ranks go through pinned memory, in fragments if larger than
     1 MiB. Their `wait()` blocks the host until the data has been sent or received.
 
-    If all CUDA tensors of a collective are in symmetric memory (`pycollect.empty(...,
+    If all CUDA tensors of a collective are in symmetric memory (`pycollect.symmetric_empty(...,
     device="cuda")`), peers read and write them in place, without staging.
 
     All options must be the same on all ranks; a group has at most 64. Raises ValueError for an
@@ -152,5 +152,5 @@ def _end_groups() -> None:
 def register() -> None:
     """Register the backend with torch.distributed, for CPU and CUDA tensors."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    _coalescing.install()
+    _coalescing_patch.install()
     atexit.register(_end_groups)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C, _machine, gpus
-from ._compat import build_info
+from ._build_check import build_info
 from .plans import algorithms
 
 

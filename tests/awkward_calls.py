@@ -27,7 +27,7 @@ from torch import nn
 
 import pycollect as pc
 from pycollect import autograd
-from pycollect.train import GluonTrainer, Replicas, sgd_optimizer
+from pycollect.train import GluonTrainer, ReplicaTrainer, sgd_factory
 
 MEMORY = 3 << 30  # bytes of address space allowed beyond the process's size after initialisation
 SECONDS = 120.0  # time limit of one call, on a machine whose cores are shared with other tests
@@ -167,7 +167,7 @@ def planned(**numbers: Any) -> object:
 
 
 def trained(**numbers: Any) -> object:
-    replicas = Replicas(nn.Linear(1, 1), "cpu*2", optimizer=sgd_optimizer(0.1))
+    replicas = ReplicaTrainer(nn.Linear(1, 1), "cpu*2", optimizer=sgd_factory(0.1))
     trainer = GluonTrainer([list(module.parameters()) for module in replicas.modules], "sgd")
     for module in replicas.modules:
         module(torch.ones(1, 1)).sum().backward()
@@ -194,8 +194,12 @@ def cases() -> Iterator[Case]:
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
     yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
     yield "Plan.plot", made.plot, lambda: {"path": FOLDER / "a.svg", "model": "nvlink"}
-    yield "Allocator", pc.Allocator, lambda: {"group": None, "device": None}
-    yield "empty", lambda size, **how: pc.empty(size, **how), lambda: {"size": [2], "dtype": None}
+    yield "SymmetricAllocator", pc.SymmetricAllocator, lambda: {"group": None, "device": None}
+    yield (
+        "empty",
+        lambda size, **how: pc.symmetric_empty(size, **how),
+        lambda: {"size": [2], "dtype": None},
+    )
     yield "train.Trainer", trained, lambda: {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
 
 

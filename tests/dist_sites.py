@@ -75,7 +75,7 @@ class Site:
     """Host memory as a site, and the interface of all sites."""
 
     device = "cpu"  # device of tensors
-    gpu = GPU  # device name for pycollect.empty and pycollect.Allocator
+    gpu = GPU  # device name for pycollect.symmetric_empty and pycollect.SymmetricAllocator
     real, streams = False, False
     options: Any = None  # pg_options of groups on the site
     fake: Any = None
@@ -92,10 +92,10 @@ class Site:
         return torch.empty(count)
 
     def symmetric(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor in memory that all processes of the group can access (pycollect.empty)."""
+        """A tensor in memory that all processes can access (pycollect.symmetric_empty)."""
         import pycollect
 
-        return pycollect.empty(*size, dtype=dtype, device=self.gpu)
+        return pycollect.symmetric_empty(*size, dtype=dtype, device=self.gpu)
 
     def reaches(self, x: Tensor) -> bool:
         """Whether the tensor lies in memory that the peers of the default group can access."""
@@ -107,7 +107,7 @@ class Site:
     def usage(self) -> Any:
         import pycollect
 
-        return pycollect.Allocator(device=self.gpu).usage()
+        return pycollect.SymmetricAllocator(device=self.gpu).usage()
 
     def host(self, x: Tensor) -> Tensor:
         """The tensor in host memory; on emulated devices, marked as an ordinary CPU tensor."""

@@ -96,7 +96,7 @@ class CanaryTensors:
         gc.collect()
         with contextlib.suppress(pc.CollectiveError):  # raised by an aborted group
             for _ in range(4):
-                x = pc.empty(SYMMETRIC_BYTES, dtype=torch.uint8, group=group)
+                x = pc.symmetric_empty(SYMMETRIC_BYTES, dtype=torch.uint8, group=group)
                 self.tensors.append(x.fill_(77))
 
     def check(self) -> None:

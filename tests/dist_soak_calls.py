@@ -99,7 +99,7 @@ def in_random_layout(me: GroupRank, values: Tensor, flat: bool = False) -> Tenso
     layout = me.local.choice(("own", "own", "symmetric", "offset") + (() if flat else ("gaps",)))
     count = values.numel()
     if layout == "symmetric":
-        return pc.empty(count, dtype=values.dtype, group=me.group).copy_(values)
+        return pc.symmetric_empty(count, dtype=values.dtype, group=me.group).copy_(values)
     if layout == "offset":
         return values.new_empty(count + 3)[3:].copy_(values)
     if layout == "gaps":

@@ -171,7 +171,7 @@ def calls_on_symmetric_memory(me: GroupRank, step: Step) -> tuple[Works, Check]:
     A rank that resumes late may also read new tensors, which hold large numbers; the op is MIN, so
     its late writes are smaller and therefore show.
     """
-    x = pc.empty(SYMMETRIC_BYTES // 4, dtype=torch.int32, group=me.group).fill_(me.rank)
+    x = pc.symmetric_empty(SYMMETRIC_BYTES // 4, dtype=torch.int32, group=me.group).fill_(me.rank)
     for _ in range(100):
         dist.all_reduce(x, dist.ReduceOp.MIN, group=me.group)
     return [], check(step, [(x, torch.zeros_like(x))])

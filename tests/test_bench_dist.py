@@ -25,7 +25,7 @@ from pycollect import _C
 from pycollect._timing import Effort, Sampler, Timing, interleave
 from pycollect_bench import gpu
 from pycollect_bench.comparison import CaseResult, Row
-from pycollect_bench.processes import cases, clocks, groups, targets, worker_pool
+from pycollect_bench.processes import cases, groups, targets, timers, worker_pool
 from pycollect_bench.processes.candidate import Candidate
 from pycollect_bench.processes.candidates import CandidateSet, reason
 
@@ -107,8 +107,8 @@ class OneRankBarrier:
         return [number]
 
 
-def on_both_clocks(candidate: Candidate) -> tuple[clocks.Clocks, dict[str, Sampler]]:
-    made = clocks.Clocks(OneRankBarrier(), CPU, both_clocks=True)  # type: ignore[arg-type]
+def on_both_clocks(candidate: Candidate) -> tuple[timers.Clocks, dict[str, Sampler]]:
+    made = timers.Clocks(OneRankBarrier(), CPU, both_clocks=True)  # type: ignore[arg-type]
     return made, made.samplers(candidate, 4)
 
 
@@ -121,8 +121,8 @@ def test_samplers_synchronize_the_device_and_read_its_clock(monkeypatch):
         return SimpleNamespace(at=at, elapsed_time=lambda end: 6000.0 * (end.at - at) / 8)
 
     monkeypatch.setattr(gpu, "_recorded", recorded)
-    monkeypatch.setattr(clocks, "_BATCH_SECONDS", 0.0)
-    for module in (clocks, gpu):
+    monkeypatch.setattr(timers, "_BATCH_SECONDS", 0.0)
+    for module in (timers, gpu):
         monkeypatch.setattr(module, "synchronizer", lambda devices: lambda: order.append("sync"))
     monkeypatch.setattr(OneRankBarrier, "barrier", lambda self: order.append("barrier"))
     call, rewrite = lambda: order.append("call"), lambda value: order.append(str(value))

@@ -13,7 +13,7 @@ import torch
 from test_bench_dist import CPU, job, result, row, sums
 
 from pycollect_bench.comparison import CaseResult
-from pycollect_bench.processes import isolated, worker_pool, worlds
+from pycollect_bench.processes import isolated, run_worlds, worker_pool
 
 
 class FakeWorkerPool:
@@ -86,20 +86,22 @@ def test_a_peer_that_refuses_twice_is_not_run_again(fake_worker_pool, monkeypatc
 
 
 def test_peers_that_may_hang_get_only_requested_cases(fake_worker_pool, monkeypatch):
-    monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
+    monkeypatch.setattr(run_worlds, "WorkerPool", fake_worker_pool)
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7), result(2, 8, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = worlds.measure([job(2, cases=cases, requested=1)], ("nccl",), 60, lambda result: None)
+    found = run_worlds.measure(
+        [job(2, cases=cases, requested=1)], ("nccl",), 60, lambda result: None
+    )
     assert [made.job.cases for made in fake_worker_pool.made] == [cases, cases[:1]]
     assert [r.case for r in found.results] == list(cases)
     assert found.failure == ""
 
 
 def test_a_failure_keeps_earlier_results(fake_worker_pool, monkeypatch):
-    monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
+    monkeypatch.setattr(run_worlds, "WorkerPool", fake_worker_pool)
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = worlds.measure([job(2, cases=cases)], (), 60, lambda result: None)
+    found = run_worlds.measure([job(2, cases=cases)], (), 60, lambda result: None)
     assert [r.case for r in found.results] == list(cases[:1])
     assert "did not answer" in found.failure
 
@@ -111,7 +113,7 @@ def test_results_of_real_peer_processes_are_merged(monkeypatch):
     monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
     cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))
     one_candidate = job(device=CPU, cases=cases, peers=(), backend="pycollect", requested=2)
-    found = worlds.measure([one_candidate], ("gloo",), 60, lambda result: None)
+    found = run_worlds.measure([one_candidate], ("gloo",), 60, lambda result: None)
     assert found.failure == ""
     for measured in found.results:
         rows = {row.name: row for row in measured.rows}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_bench_gpu import script
 
-from pycollect_bench import gpu, layout, plot
+from pycollect_bench import gpu, plot, result_format
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 RECORDS = sorted(RESULTS.glob("*.json"))
@@ -56,7 +56,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 def test_a_row_has_a_line_and_a_header_is_indented():
     record = {"a": {"b": [1, 2], "c": {}}, "rows": [{"x": {"y": 1}, "in": [{"z": None}]}], "d": []}
-    written = layout.text(record)
+    written = result_format.text(record)
     assert json.loads(written) == record
     assert written.splitlines() == [
         "{",
@@ -80,10 +80,10 @@ def test_a_script_writes_medians_and_no_rounds(name, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     assert run(name, [*SCRIPTS[name], "--json", str(path)]) in (0, 3)
     record = json.loads(path.read_text())
-    assert record["schema"] == layout.SCHEMA
+    assert record["schema"] == result_format.SCHEMA
     assert record["interrupted"] is False
     assert raw(record) == []
-    assert path.read_text() == layout.text(record)
+    assert path.read_text() == result_format.text(record)
 
 
 def test_turns_of_the_executor_become_medians():
@@ -170,15 +170,15 @@ def test_all_results_have_few_lines():
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
 def test_a_result_has_the_layout_and_no_rounds(path):
-    record = layout.read("record", path)
-    assert path.read_text() == layout.text(record)
-    assert record["schema"] == layout.SCHEMA
+    record = result_format.read("record", path)
+    assert path.read_text() == result_format.text(record)
+    assert record["schema"] == result_format.SCHEMA
     assert raw(record) == []
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
 def test_a_result_is_drawn_again(path, tmp_path):
-    if not any(key in layout.read("record", path) for key in DRAWN):
+    if not any(key in result_format.read("record", path) for key in DRAWN):
         pytest.skip(f"{path.name} has no picture")
     pytest.importorskip("matplotlib")
     assert run("plot_results", [str(path), str(tmp_path / "again.png")]) == 0

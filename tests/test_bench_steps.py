@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from pycollect._timing import Effort, Timing
-from pycollect_bench import copies, steps
+from pycollect_bench import copies, lenet_step
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_a_step_is_measured_and_right():
-    result = steps.measure_steps([torch.device("cpu")] * 2, 4, Effort(iterations=1, warmup=1))
+    result = lenet_step.measure_steps([torch.device("cpu")] * 2, 4, Effort(iterations=1, warmup=1))
     assert set(result.timings) == {
-        steps.NAIVE,
-        steps.EAGER,
-        steps.NAIVE_REDUCTION,
-        steps.REDUCTION,
+        lenet_step.NAIVE,
+        lenet_step.EAGER,
+        lenet_step.NAIVE_REDUCTION,
+        lenet_step.REDUCTION,
     }
     assert result.wrong == 0
     with pytest.raises(ValueError, match="share one device"):
-        steps.measure_steps([torch.device("cpu"), torch.device("meta")], 4, Effort())
+        lenet_step.measure_steps([torch.device("cpu"), torch.device("meta")], 4, Effort())
 
 
 def test_a_wrong_reduction_is_noticed(monkeypatch):
@@ -36,9 +36,9 @@ def test_a_wrong_reduction_is_noticed(monkeypatch):
             for grad in parameter[1:]:
                 grad.copy_(parameter[0])
 
-    reductions = {**steps.GRADIENT_REDUCTIONS, "pycollect": first_only}
-    monkeypatch.setattr(steps, "GRADIENT_REDUCTIONS", reductions)
-    assert steps.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
+    reductions = {**lenet_step.GRADIENT_REDUCTIONS, "pycollect": first_only}
+    monkeypatch.setattr(lenet_step, "GRADIENT_REDUCTIONS", reductions)
+    assert lenet_step.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
 
 
 def test_bits_are_compared_with_deterministic_convolutions(monkeypatch):
@@ -46,12 +46,12 @@ def test_bits_are_compared_with_deterministic_convolutions(monkeypatch):
 
     def recorded(gradients):
         seen.append(torch.backends.cudnn.deterministic)
-        steps.GRADIENT_REDUCTIONS["naive"](gradients)
+        lenet_step.GRADIENT_REDUCTIONS["naive"](gradients)
 
     before = torch.backends.cudnn.deterministic
-    bench = steps.Bench([torch.device("cpu")] * 2, 4)
-    reductions = {**steps.GRADIENT_REDUCTIONS, "pycollect": recorded}
-    monkeypatch.setattr(steps, "GRADIENT_REDUCTIONS", reductions)
+    bench = lenet_step.Bench([torch.device("cpu")] * 2, 4)
+    reductions = {**lenet_step.GRADIENT_REDUCTIONS, "pycollect": recorded}
+    monkeypatch.setattr(lenet_step, "GRADIENT_REDUCTIONS", reductions)
     assert bench.wrong() == 0
     assert set(seen) == {True}
     assert torch.backends.cudnn.deterministic == before
@@ -61,14 +61,19 @@ def test_the_targets_are_the_share_of_the_reduction_and_the_graph():
     def timing(seconds):
         return Timing(((seconds,),))
 
-    times = {steps.NAIVE: 10.0, steps.EAGER: 8.0, steps.GRAPH: 1.0, steps.REDUCTION: 0.2}
-    result = steps.StepResult({name: timing(t) for name, t in times.items()}, 0)
+    times = {
+        lenet_step.NAIVE: 10.0,
+        lenet_step.EAGER: 8.0,
+        lenet_step.GRAPH: 1.0,
+        lenet_step.REDUCTION: 0.2,
+    }
+    result = lenet_step.StepResult({name: timing(t) for name, t in times.items()}, 0)
     share, graph = result.outcomes()
     assert (share.measured, share.met) == (pytest.approx(2.5), True)
     assert (graph.measured, graph.met) == (10.0, True)
-    slow = steps.StepResult({**result.timings, steps.GRAPH: timing(3.0)}, 0)
+    slow = lenet_step.StepResult({**result.timings, lenet_step.GRAPH: timing(3.0)}, 0)
     assert slow.outcomes()[1].met is False
-    assert steps.StepResult({}, 0).outcomes()[0].met is None
+    assert lenet_step.StepResult({}, 0).outcomes()[0].met is None
 
 
 @pytest.mark.slow
@@ -81,7 +86,7 @@ def test_the_command(tmp_path):
     record = json.loads(file.read_text())
     assert record["wrong"] == 0
     assert len(record["targets"]) == 2
-    assert steps.EAGER in [row["way"] for row in record["steps"]]
+    assert lenet_step.EAGER in [row["way"] for row in record["steps"]]
 
 
 def test_the_targets_of_scatters_are_at_their_worst_size():

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from build_project import module
 
-from pycollect import _compat
+from pycollect import _build_check
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +33,7 @@ def toolkit() -> ModuleType:
 
 def test_oldest_torch_is_the_same_everywhere(native: ModuleType):
     backend = module("backend")
-    assert native.OLDEST_TORCH == _compat.OLDEST_TORCH
+    assert native.OLDEST_TORCH == _build_check.OLDEST_TORCH
     assert backend.TORCH in (metadata.requires("pycollect") or [])
     assert f"oldest_torch={backend.TORCH.partition('>=')[2]}." in (ROOT / ".ci/run").read_text()
 

@@ -212,7 +212,7 @@ def allocations_during_destroy(me: RankContext) -> tuple[list[str], int]:
     import pycollect
 
     site = me.start("meanwhile")
-    allocator = pycollect.Allocator(device=site.gpu)
+    allocator = pycollect.SymmetricAllocator(device=site.gpu)
     tensors, errors = [], []
 
     def makes() -> None:

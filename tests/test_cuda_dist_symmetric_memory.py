@@ -136,9 +136,9 @@ def test_tensors_beyond_a_segment_are_not_symmetric():
 def invalid_arguments(me: RankContext) -> list[Caught]:
     import pycollect as pc
 
-    errors = [caught(lambda: pc.empty(3, device="meta")), caught(me.site.symmetric, -1)]
+    errors = [caught(lambda: pc.symmetric_empty(3, device="meta")), caught(me.site.symmetric, -1)]
     gloo = dist.new_group(backend="gloo")
-    return [*errors, caught(lambda: pc.empty(3, device=me.site.gpu, group=gloo))]
+    return [*errors, caught(lambda: pc.symmetric_empty(3, device=me.site.gpu, group=gloo))]
 
 
 def test_invalid_arguments_raise():

@@ -254,9 +254,9 @@ def at_the_end(me: RankContext) -> None:
     counts = [1 << 20, 1 << 14]
     options = pc.distributed.options(symmetric_heap_bytes=12 << 20)
     group = dist.new_group([0, 1], backend=BACKEND, pg_options=options)
-    whole = pc.empty(sum(counts), group=group)
+    whole = pc.symmetric_empty(sum(counts), group=group)
     parts = []
-    while not caught(lambda: parts.append(pc.empty(counts[me.rank], group=group))).kind:
+    while not caught(lambda: parts.append(pc.symmetric_empty(counts[me.rank], group=group))).kind:
         pass
     parts[-1].fill_(me.rank + 1.0)
     dist.all_gather(list(whole.split(counts)), parts[-1], group)

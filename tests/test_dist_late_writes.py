@@ -67,7 +67,7 @@ def error_of_the_stopped_rank(x: Tensor) -> Caught:
 def symmetric_tensor() -> Tensor:
     import pycollect
 
-    return pycollect.empty(COUNT)
+    return pycollect.symmetric_empty(COUNT)
 
 
 def run_beside_a_stopped_peer(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:

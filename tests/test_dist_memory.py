@@ -48,13 +48,13 @@ def by_torch(count: int, dtype: torch.dtype) -> Tensor:
 def by_empty(count: int, dtype: torch.dtype) -> Tensor:
     import pycollect
 
-    return pycollect.empty(count, dtype=dtype)
+    return pycollect.symmetric_empty(count, dtype=dtype)
 
 
 def by_allocator(count: int, dtype: torch.dtype) -> Tensor:
     import pycollect
 
-    return pycollect.Allocator().empty(count, dtype=dtype)
+    return pycollect.SymmetricAllocator().empty(count, dtype=dtype)
 
 
 MAKERS = (by_torch, by_empty, by_allocator)
@@ -241,7 +241,7 @@ def allocate_on_a_gpu(me: RankContext) -> str:
     if pycollect._C.has_cuda():
         return "has no memory that its ranks share"
     try:
-        return str(pycollect.empty(3, device="cuda:0"))
+        return str(pycollect.symmetric_empty(3, device="cuda:0"))
     except ValueError as error:
         return str(error)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycollect import _C, _compat, _machine, cli, gpus, info, nvml
+from pycollect import _C, _build_check, _machine, cli, gpus, info, nvml
 from pycollect.info import describe
 from pycollect_bench import environment
 
@@ -189,7 +189,7 @@ def test_real_gpus():
 def test_a_build_from_an_sdist_reports_an_unknown_commit(capsys, monkeypatch):
     """Without a commit from the folder or the build, the output is "unknown", never None."""
     monkeypatch.setattr(_machine, "_commit_of_checkout", lambda: None)
-    built = {**_compat.build_info(), "commit": None}
+    built = {**_build_check.build_info(), "commit": None}
     monkeypatch.setattr(_machine, "build_info", lambda: built)
     monkeypatch.setattr(info, "build_info", lambda: built)
     assert cli.main(["info"]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pycollect
-from pycollect import _compat
+from pycollect import _build_check
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def test_command_line_is_installed():
 def test_build_info_matches_the_running_versions():
     import torch
 
-    build = _compat.build_info()
+    build = _build_check.build_info()
     assert build["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert build["compiler"]
     assert build["python"].split(".")[:2] == list(map(str, sys.version_info[:2]))
@@ -64,7 +64,7 @@ def test_build_info_matches_the_running_versions():
     ],
 )
 def test_matching_builds_are_accepted(build: dict[str, object], torch: dict[str, object]):
-    assert _compat.mismatch(build, torch) is None
+    assert _build_check.mismatch(build, torch) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_matching_builds_are_accepted(build: dict[str, object], torch: dict[str,
 def test_other_builds_are_refused_in_one_sentence(
     build: dict[str, object], torch: dict[str, object], expected: str
 ):
-    sentence = _compat.mismatch(build, torch)
+    sentence = _build_check.mismatch(build, torch)
     assert sentence is not None
     assert expected in sentence
     assert "\n" not in sentence
@@ -93,14 +93,14 @@ def test_other_builds_are_refused_in_one_sentence(
 
 def test_without_pip_the_rebuild_command_uses_uv(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [])
-    assert "uv pip install" in _compat.rebuild_command()
-    assert "--no-build-isolation" in _compat.rebuild_command()
+    assert "uv pip install" in _build_check.rebuild_command()
+    assert "--no-build-isolation" in _build_check.rebuild_command()
 
 
 def test_import_refuses_a_build_for_another_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_compat, "build_info", lambda: torch_of("2.10.0"))
+    monkeypatch.setattr(_build_check, "build_info", lambda: torch_of("2.10.0"))
     with pytest.raises(ImportError, match=r"built against torch 2\.10\.0"):
-        _compat.check()
+        _build_check.check()
 
 
 def test_import_without_the_compiled_part_raises(tmp_path: Path):

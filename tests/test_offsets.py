@@ -15,7 +15,7 @@ def empty(world: int, chunks: int) -> _C.Plan:
     return _C.Plan(world, chunks, [])
 
 
-def sizes(o: _C.Offsets, rank: int, buffer: str, chunks: int) -> list[int]:
+def sizes(o: _C.PlanOffsets, rank: int, buffer: str, chunks: int) -> list[int]:
     return [o.count((rank, buffer, c, 1)) for c in range(chunks)]
 
 
@@ -28,7 +28,7 @@ def test_pieces_cover_their_block_evenly_and_aligned(
     blocks: list[int], pieces: int, align: int
 ) -> None:
     chunks = len(blocks) * pieces
-    o = _C.Offsets(empty(2, chunks), blocks, align)
+    o = _C.PlanOffsets(empty(2, chunks), blocks, align)
     assert o.total(1, "tmp") == sum(blocks)
     starts = list(itertools.accumulate(blocks, initial=0))
     for b, block in enumerate(blocks):
@@ -43,14 +43,14 @@ def test_pieces_cover_their_block_evenly_and_aligned(
 
 
 def test_one_block_is_cut_into_all_chunks() -> None:
-    o = _C.Offsets(empty(3, 4), [10])
+    o = _C.PlanOffsets(empty(3, 4), [10])
     assert sizes(o, 2, "in", 4) == [2, 3, 2, 3]
-    assert sizes(_C.Offsets(empty(3, 4), [0]), 0, "out", 4) == [0, 0, 0, 0]
-    assert sizes(_C.Offsets(empty(3, 4), [10], 4), 0, "out", 4) == [0, 4, 4, 2]
+    assert sizes(_C.PlanOffsets(empty(3, 4), [0]), 0, "out", 4) == [0, 0, 0, 0]
+    assert sizes(_C.PlanOffsets(empty(3, 4), [10], 4), 0, "out", 4) == [0, 4, 4, 2]
 
 
 def test_a_buffer_of_one_rank_may_differ() -> None:
-    o = _C.Offsets(empty(2, 2), [3, 4])
+    o = _C.PlanOffsets(empty(2, 2), [3, 4])
     o.set(1, "out", [0, 4])
     assert sizes(o, 1, "out", 2) == [0, 4]
     assert o.begin((1, "out", 1, 1)) == 0
@@ -64,7 +64,7 @@ def test_all_to_all_v_is_the_same_plan(world: int, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, 9), min_size=world, max_size=world)
     sends = data.draw(st.lists(row, min_size=world, max_size=world))
     plan = _C.find_algorithm("all_to_all", "direct").plan(world)
-    o = _C.Offsets(plan, [0] * world) if world > 1 else _C.Offsets(plan, sends[0])
+    o = _C.PlanOffsets(plan, [0] * world) if world > 1 else _C.PlanOffsets(plan, sends[0])
     if world > 1:
         for rank in range(world):
             o.set(rank, "in", sends[rank])
@@ -76,11 +76,11 @@ def test_all_to_all_v_is_the_same_plan(world: int, data: st.DataObject) -> None:
 
 def test_sources_and_destinations_of_a_step_must_have_equal_sizes() -> None:
     plan = _C.find_algorithm("all_to_all", "direct").plan(2)
-    o = _C.Offsets(plan, [1, 2])
+    o = _C.PlanOffsets(plan, [1, 2])
     with pytest.raises(ValueError, match=r"differ in size: in step 2 chunk 0 of rank 1 has 1"):
         o.check(plan)
     fold = _C.Plan(2, 2, [(((0, "out", 0, 2),), ((1, "in", 0, 2),), -1)])
-    swapped = _C.Offsets(fold, [1, 2])
+    swapped = _C.PlanOffsets(fold, [1, 2])
     swapped.set(1, "in", [2, 1])  # as many elements, but not chunk by chunk
     with pytest.raises(ValueError, match="chunks of one step differ in size"):
         swapped.check(fold)
@@ -89,12 +89,12 @@ def test_sources_and_destinations_of_a_step_must_have_equal_sizes() -> None:
 def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     plan = empty(2, 4)
     with pytest.raises(ValueError, match="4 chunks cannot be cut from 3 blocks"):
-        _C.Offsets(plan, [1, 1, 1])
+        _C.PlanOffsets(plan, [1, 1, 1])
     with pytest.raises(ValueError, match="cannot be cut from 0 blocks"):
-        _C.Offsets(plan, [])
+        _C.PlanOffsets(plan, [])
     with pytest.raises(ValueError, match="at least one element, not 0"):
-        _C.Offsets(plan, [1], 0)
-    o = _C.Offsets(plan, [8])
+        _C.PlanOffsets(plan, [1], 0)
+    o = _C.PlanOffsets(plan, [8])
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"no rank {rank} in a world of 2"):
             o.set(rank, "in", [8])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycollect.train import (
     CheckpointError,
     Data,
-    Replicas,
+    ReplicaTrainer,
     RunResult,
     Settings,
     checkpoint,
@@ -143,10 +143,10 @@ def test_measured_shares_are_continued(tmp_path: Path) -> None:
 
 def test_measured_shares_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.pt"
-    monkeypatch.setattr(Replicas, "rank_seconds", lambda self: [0.001, 0.003])
+    monkeypatch.setattr(ReplicaTrainer, "rank_seconds", lambda self: [0.001, 0.003])
     first = run(epochs=3, weights="auto", checkpoint=path)
     assert len({step.shares for step in first.steps if step.examples == 8}) > 1
-    monkeypatch.setattr(Replicas, "rank_seconds", lambda self: [0.003, 0.001])
+    monkeypatch.setattr(ReplicaTrainer, "rank_seconds", lambda self: [0.003, 0.001])
     again = run(epochs=3, replay_shares=path)
     assert [step.shares for step in again.steps] == [step.shares for step in first.steps]
     assert all(map(same_bits, first.parameters, again.parameters))

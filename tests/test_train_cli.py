@@ -94,8 +94,14 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "cifar"], "argument --data: invalid choice: 'cifar'"),
         (["--reduce", "magic"], "argument --reduce: invalid choice: 'magic'"),
         (["--compare", "--reduce", "naive"], "not allowed with argument"),
-        (["--compare", "naive,magic"], "--compare takes two or more of naive,pycollect,ddp, not"),
-        (["--compare", "naive"], "--compare takes two or more of naive,pycollect,ddp, not 'naive'"),
+        (
+            ["--compare", "naive,magic"],
+            "a comparison takes two or more of naive,pycollect,ddp, not",
+        ),
+        (
+            ["--compare", "naive"],
+            "a comparison takes two or more of naive,pycollect,ddp, not 'naive'",
+        ),
         (["--momentum", "2"], "the momentum must be from 0 to below 1, not 2"),
         (["--weights", "1,2,3", "--devices", "cpu*2"], "3 weights for 2 ranks"),
         (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),

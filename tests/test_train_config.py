@@ -13,10 +13,10 @@ from torch import nn
 
 from pycollect.train import AutoShares, Data, ImageFolder, LoaderOptions, digits, train
 from pycollect.train.__main__ import main
+from pycollect.train.command_line import config, parser
 from pycollect.train.config import PREFETCH, Config, ranks
 from pycollect.train.data import DefaultHyperparameters
 from pycollect.train.graph import GraphedStep
-from pycollect.train.options import config, parser
 from pycollect.train.prepared_run import prepare
 from pycollect.train.reduce import reduce_gradients_coalesced
 from pycollect.train.run_result import same_bits

@@ -7,7 +7,7 @@ import torch
 from device_placements import GPU
 from train_cases import batches, difference, perceptron, replicas_of, same_bits, trained
 
-from pycollect.train import MODELS, AutoShares, Replicas, reduce_gradients_naive
+from pycollect.train import MODELS, AutoShares, ReplicaTrainer, reduce_gradients_naive
 
 pytestmark = pytest.mark.cuda
 
@@ -46,7 +46,7 @@ def test_ranks_train_as_on_the_cpu(place: str, microbatch: int | None) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_overlap_changes_no_bit_of_the_chapters_models(name: str) -> None:
-    def run(overlap: bool) -> Replicas:
+    def run(overlap: bool) -> ReplicaTrainer:
         replicas = replicas_of(
             MODELS[name](), 2, 0.05, devices=places(2)["one GPU"], overlap=overlap
         )

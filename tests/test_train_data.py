@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycollect.train import Data, DataError, DatasetUnavailable, digits, load_dataset
+from pycollect.train import Data, DatasetError, DatasetUnavailable, digits, load_dataset
 from pycollect.train.data import fashion as fashion_module
 from pycollect.train.data.fashion import FILES, read_idx, require_answer
 
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_one_clear_sentence(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (write_fashion(tmp_path) / FILES[0]).write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DatasetError, match=message) as caught:
         load_dataset(name, tmp_path)
     assert not isinstance(caught.value, DatasetUnavailable)
     assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_one_clear_sentence(
 
 def test_labels_beyond_nine_are_refused(tmp_path: Path) -> None:
     (write_fashion(tmp_path) / FILES[1]).write_bytes(idx(TRAIN, content=bytes([10]) * TRAIN))
-    with pytest.raises(DataError, match="the label 10"):
+    with pytest.raises(DatasetError, match="the label 10"):
         load_dataset("auto", tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) 
     flipped = bytearray(whole)
     flipped[-6] ^= 1  # the checksum at the end
     path.write_bytes({"cut": whole[:-12], "flip": bytes(flipped), "plain": idx(100)}[change])
-    with pytest.raises(DataError, match=r"labels\.gz cannot be read .*; delete it"):
+    with pytest.raises(DatasetError, match=r"labels\.gz cannot be read .*; delete it"):
         read_idx(path)
 
 
@@ -252,5 +252,5 @@ def test_without_scikit_learn_the_digits_name_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"install pycollect\[train\]"):
+    with pytest.raises(DatasetError, match=r"install pycollect\[train\]"):
         digits()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycollect.train import Data, DataError, load_dataset
+from pycollect.train import Data, DatasetError, load_dataset
 from pycollect.train.__main__ import main
 from pycollect.train.data import count, fetch
 from pycollect.train.data.folder import MEAN, STD, decode
@@ -84,7 +84,7 @@ def test_sixteen_bits_keep_their_greys(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(("mode", "colour"), [("F", 0.5), ("I", 1 << 20)])
 def test_more_than_sixteen_bits_are_refused(tmp_path: Path, mode: str, colour: float) -> None:
     path = write(tmp_path / "deep.tif", colour, mode=mode)
-    with pytest.raises(DataError, match=r"deep\.tif cannot be decoded .*32 bits per pixel"):
+    with pytest.raises(DatasetError, match=r"deep\.tif cannot be decoded .*32 bits per pixel"):
         decode(path, 8)
 
 
@@ -98,7 +98,7 @@ def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
     path.write_bytes(b"no image")
     data = load_dataset("folder", folder, 32)[0]
     fetch(data.train, torch.arange(5))
-    with pytest.raises(DataError, match=r"banana/2\.bmp cannot be decoded as an image"):
+    with pytest.raises(DatasetError, match=r"banana/2\.bmp cannot be decoded as an image"):
         fetch(data.train, torch.tensor([5]))
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) ->
         path.unlink()
     else:
         path.write_bytes(content[damage])  # type: ignore[arg-type]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DatasetError) as caught:
         fetch(data.train, torch.arange(3))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -124,7 +124,9 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
     """Otherwise missing images, or a whole missing class, would go unnoticed."""
     apple = folder / "train" / "apple"
     (apple / "5.png").symlink_to("nowhere.png")
-    with pytest.raises(DataError, match=r"apple has 1 link that leads nowhere: 5\.png -> nowhere"):
+    with pytest.raises(
+        DatasetError, match=r"apple has 1 link that leads nowhere: 5\.png -> nowhere"
+    ):
         load_dataset("folder", folder, 32)
     (apple / "deeper").mkdir()
     for i in range(4):
@@ -132,7 +134,7 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
     message = (
         r"5 links that lead nowhere: 5\.png -> .*, deeper/0\.jpg -> /no/where\.jpg, .* and 2 more"
     )
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DatasetError, match=message):
         load_dataset("folder", folder, 32)
     for link in (apple / "5.png", *(apple / "deeper").iterdir()):
         link.unlink()
@@ -140,7 +142,9 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
     (apple / "5.png").symlink_to("0.png")
     assert len(load_dataset("folder", folder, 32)[0].train) == 7
     (folder / "train" / "cherry").symlink_to("nowhere")
-    with pytest.raises(DataError, match="train has 1 link that leads nowhere: cherry -> nowhere"):
+    with pytest.raises(
+        DatasetError, match="train has 1 link that leads nowhere: cherry -> nowhere"
+    ):
         load_dataset("folder", folder, 32)
 
 
@@ -157,13 +161,13 @@ def test_a_folder_that_cannot_be_read_is_one_sentence(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=r"apple/deeper cannot be read \(Permission denied\)"):
+    with pytest.raises(DatasetError, match=r"apple/deeper cannot be read \(Permission denied\)"):
         load_dataset("folder", folder, 32)
 
 
 def test_a_folder_of_another_layout_is_one_sentence(folder: Path) -> None:
     def refused(message: str) -> None:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DatasetError, match=message):
             load_dataset("folder", folder, 32)
 
     write(folder / "val" / "cherry" / "0.png", 0)

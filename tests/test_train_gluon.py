@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from pycollect.train import (
     GluonTrainer,
-    Replicas,
+    ReplicaTrainer,
     digits,
     init_lenet,
     lenet,
     replicate_params,
-    sgd_optimizer,
+    sgd_factory,
     split_batch,
     train_batch,
 )
@@ -183,8 +183,8 @@ def test_allreduce_grads_and_update_must_alternate() -> None:
     GluonTrainer([one], "sgd", {"lr": 1.0}).update(4)  # one rank has nothing to sum
 
 
-def of(one: nn.Module, world: int = 2, lr: float = 0.1) -> Replicas:
-    return Replicas(one, f"cpu*{world}", optimizer=sgd_optimizer(lr, momentum=0.9))
+def of(one: nn.Module, world: int = 2, lr: float = 0.1) -> ReplicaTrainer:
+    return ReplicaTrainer(one, f"cpu*{world}", optimizer=sgd_factory(lr, momentum=0.9))
 
 
 def weights(modules: list[nn.Module]) -> list[list[Tensor]]:

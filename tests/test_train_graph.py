@@ -94,7 +94,7 @@ def test_other_shapes_and_several_devices_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"exact_seconds": True}, "exact seconds"), ({"sync_batchnorm": True}, "batch statistics")],
+    [({"exact_times": True}, "exact times"), ({"sync_batchnorm": True}, "batch statistics")],
 )
 def test_options_that_synchronise_with_the_host_are_refused(
     options: dict[str, Any], what: str

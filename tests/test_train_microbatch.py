@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from train_cases import batches, difference, perceptron, replicas_of, trained
 
-from pycollect.train import LeNet, Replicas
+from pycollect.train import LeNet, ReplicaTrainer
 from pycollect.train.shares import microbatches
 
 SIZES = [16, 16, 7, 3, 1, 16]
@@ -31,7 +31,7 @@ def test_losses_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(parts.step(X, y), whole.step(X, y))
 
 
-def saved_bytes(replicas: Replicas, X: Tensor, y: Tensor) -> int:
+def saved_bytes(replicas: ReplicaTrainer, X: Tensor, y: Tensor) -> int:
     """Peak bytes that a step saves for its backward passes, without parameters."""
     held: dict[int, int] = {}
     most = 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pycollect.train import Data, checkpoint
 from pycollect.train.__main__ import main
-from pycollect.train.compare import compare
+from pycollect.train.comparison import compare_reductions
 from pycollect.train.config import Config
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
@@ -167,7 +167,7 @@ def test_ddp_needs_every_parameter_to_be_used() -> None:
 
     options = {"data": DATA, "model": Spare(), "names": ("pycollect", "ddp"), "quiet": True}
     with pytest.raises(ValueError, match=r"not depend on spare\.weight, spare\.bias, .* freeze"):
-        compare("cpu*2", 8, 0.05, epochs=1, **options)
+        compare_reductions("cpu*2", 8, 0.05, epochs=1, **options)
 
 
 def test_only_the_first_process_to_fail_prints() -> None:
@@ -248,7 +248,9 @@ def test_a_comparison_with_ddp(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     options["plot"] = tmp_path / "three.png"
     names = ("naive", "pycollect", "ddp")
     torch.set_num_threads(2)
-    comparison = compare("cpu*2", 8, 0.05, names=names, ddp_backend="pycollect", **options)
+    comparison = compare_reductions(
+        "cpu*2", 8, 0.05, names=names, ddp_backend="pycollect", **options
+    )
     naive, ours, ddp = comparison.run_results
     assert ours.difference(naive) == 0
     assert ddp.difference(naive) < 1e-5

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from pycollect.train import lockstep, lockstep_exchange, ranks_in_lockstep
+from pycollect.train import lockstep, lockstep_exchange, lockstep_size
 
 WORLDS = (1, 2, 3, 5)
 TIMEOUT_SECONDS = 20  # a hang is a failure, and must not block the test run
@@ -64,8 +64,8 @@ def test_each_rank_gets_its_own_result() -> None:
 
 def test_no_ranks_and_one_rank() -> None:
     assert lockstep([]) == []
-    assert lockstep([lambda: (exchange(1), ranks_in_lockstep())]) == [([1], 1)]
-    assert ranks_in_lockstep() is None
+    assert lockstep([lambda: (exchange(1), lockstep_size())]) == [([1], 1)]
+    assert lockstep_size() is None
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -87,7 +87,7 @@ def test_an_error_of_any_rank_is_raised(world: int, layer: int) -> None:
             lockstep([lambda rank=rank: run(rank) for rank in range(world)])  # type: ignore[misc]
         started = world if layer else bad + 1
         assert sorted(ended) == list(range(started))
-        assert ranks_in_lockstep() is None
+        assert lockstep_size() is None
 
 
 def test_a_module_that_catches_errors_is_stopped_too() -> None:

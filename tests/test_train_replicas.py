@@ -24,7 +24,7 @@ from train_cases import (
 from pycollect.train import (
     MODELS,
     LeNet,
-    Replicas,
+    ReplicaTrainer,
     StepOptions,
     digits,
     init_lenet,
@@ -84,7 +84,9 @@ def test_shards_on_their_devices_train_the_same() -> None:
 def test_replicas_of_lenet_train_as_the_book(world: int) -> None:
     X, y = (part[:48].split(16) for part in digits().train)
     params = replicate_params(init_lenet(3), [CPU] * world)
-    replicas = Replicas(LeNet(seed=3), [CPU] * world, optimizer=partial(torch.optim.SGD, lr=0.3))
+    replicas = ReplicaTrainer(
+        LeNet(seed=3), [CPU] * world, optimizer=partial(torch.optim.SGD, lr=0.3)
+    )
     for X_batch, y_batch in zip(X, y, strict=True):
         train_batch(X_batch, y_batch, params, 0.3, model=lenet)
         replicas.step(X_batch, y_batch)
@@ -193,7 +195,7 @@ def test_evaluation_restores_modes_and_statistics() -> None:
 
 
 def test_a_restored_state_continues_with_the_same_bits() -> None:
-    def make() -> Replicas:
+    def make() -> ReplicaTrainer:
         return replicas_of(nn.Sequential(nn.BatchNorm1d(FEATURES), perceptron()), 2)
 
     replicas, other = make(), make()
@@ -211,7 +213,7 @@ def test_a_restored_state_continues_with_the_same_bits() -> None:
 
 
 def test_parts_of_a_step_are_timed() -> None:
-    replicas = trained(perceptron(), 2, [8], exact_seconds=True)
+    replicas = trained(perceptron(), 2, [8], exact_times=True)
     seconds = replicas.seconds
     assert min(seconds.split, seconds.compute, seconds.reduction, seconds.update) > 0
     ranks = replicas.rank_seconds()

@@ -1,4 +1,4 @@
-"""`train` and `compare` as library calls: they learn, are reproducible, and refuse bad input."""
+"""`train` and `compare_reductions` as library calls: results, repeatability, refusals."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycollect.train import Data, compare, digits, init_lenet, lenet, train
+from pycollect.train import Data, compare_reductions, digits, init_lenet, lenet, train
 from pycollect.train.run_result import same_bits
 
 
@@ -51,7 +51,7 @@ def test_the_loss_is_the_mean_per_example() -> None:
 
 
 def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison = compare("cpu*3", 16, 0.3, data=few(10, 40), epochs=2)
+    comparison = compare_reductions("cpu*3", 16, 0.3, data=few(10, 40), epochs=2)
     assert comparison.identical
     for run_result in comparison.run_results:
         assert len(run_result.steps) == 2 * 3
@@ -87,7 +87,7 @@ def test_bad_arguments_are_refused(name: str, value: object, message: str) -> No
         train(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "resume", "log"])
+@pytest.mark.parametrize("name", ["checkpoint", "resume", "log", "reduce"])
 def test_a_comparison_refuses_files_before_it_looks_at_them(name: str) -> None:
     with pytest.raises(ValueError, match=f"a comparison does not support {name}"):
-        compare(data="digits", **{name: "no/where"})  # type: ignore[arg-type]
+        compare_reductions(data="digits", **{name: "no/where"})  # type: ignore[arg-type]

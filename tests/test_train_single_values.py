@@ -12,13 +12,13 @@ from train_cases import same_bits
 
 from pycollect.train import (
     Data,
-    Replicas,
+    ReplicaTrainer,
     StepOptions,
     convert_sync_batchnorm,
-    sgd_optimizer,
+    sgd_factory,
     train,
 )
-from pycollect.train.dry_run import SingleValueCheck
+from pycollect.train.module_check import SingleValueCheck
 
 
 def net(*layers: nn.Module) -> nn.Module:
@@ -44,7 +44,7 @@ class Picky(nn.Module):
 
 def test_before_the_step_nothing_has_changed() -> None:
     """torch's own error on rank 1 would come after rank 0's pass had changed its state."""
-    replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1))
+    replicas = ReplicaTrainer(net(), "cpu*2", optimizer=sgd_factory(0.1))
     three = batch(3)
     before, drawn = copy.deepcopy(replicas.modules), torch.get_rng_state()
     with pytest.raises(ValueError, match=r"rank 1 has a shard of 1, .* use larger batches"):
@@ -97,12 +97,12 @@ def test_one_example_over_all_ranks_is_too_few_for_synchronised_statistics(
 def test_synchronised_statistics_are_not_advised_when_they_are_on() -> None:
     """Synchronised statistics are not suggested if they are on, with a dry run or without one."""
     options = StepOptions(sync_batchnorm=True)
-    replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    replicas = ReplicaTrainer(net(), "cpu*2", optimizer=sgd_factory(0.1), options=options)
     with pytest.raises(ValueError, match="of one example") as caught:
         replicas.step(*batch(1))
     assert "synchronised" not in str(caught.value)
     replicas.step(*batch(2))
-    replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    replicas = ReplicaTrainer(Picky(), "cpu*2", optimizer=sgd_factory(0.1), options=options)
     with pytest.raises(ValueError, match="take a larger batch") as caught:
         replicas.step(*batch(1))
     assert "synchronised" not in str(caught.value)
@@ -110,7 +110,7 @@ def test_synchronised_statistics_are_not_advised_when_they_are_on() -> None:
 
 def test_one_example_of_many_values_is_enough() -> None:
     wide = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
-    Replicas(wide, "cpu*2", optimizer=sgd_optimizer(0.1)).step(*batch(3))
+    ReplicaTrainer(wide, "cpu*2", optimizer=sgd_factory(0.1)).step(*batch(3))
 
 
 @pytest.mark.parametrize("kind", ["frozen", "over all ranks", "none"])
@@ -121,7 +121,7 @@ def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
     calls: list[int] = []
     module.register_forward_hook(lambda *_: calls.append(1))
     options = StepOptions(sync_batchnorm=kind == "over all ranks")
-    replicas = Replicas(module, "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    replicas = ReplicaTrainer(module, "cpu*2", optimizer=sgd_factory(0.1), options=options)
     replicas.step(*batch(3))
     assert len(calls) == 2  # no dry run took place
 
@@ -136,6 +136,6 @@ def test_without_running_statistics_evaluation_takes_them_too() -> None:
 
 
 def test_a_module_that_fails_on_zeros_gets_torchs_error() -> None:
-    replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1))
+    replicas = ReplicaTrainer(Picky(), "cpu*2", optimizer=sgd_factory(0.1))
     with pytest.raises(ValueError, match="rank 1 has a shard of 1"):
         replicas.step(*batch(3))

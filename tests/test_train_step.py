@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pycollect.train import (
     digits,
-    evaluate,
+    evaluate_accuracy,
     get_params,
     init_lenet,
     lenet,
@@ -16,12 +16,13 @@ from pycollect.train import (
     reduce_gradients_coalesced,
     reduce_gradients_naive,
     replicate_params,
+    sgd,
     split_batch,
     train_batch,
 )
+from pycollect.train.from_scratch import gradients
 from pycollect.train.reduce import Reduction
 from pycollect.train.run_result import same_bits
-from pycollect.train.step import gradients
 
 CPU = torch.device("cpu")
 UNEVEN = (16, 16, 7, 3, 1, 16)  # not divisible by 3; a batch of 1 leaves all ranks but one idle
@@ -83,9 +84,9 @@ def test_evaluation_counts_every_example_once() -> None:
     with torch.no_grad():
         right = (lenet(X, replicas[0]).argmax(dim=1) == y).sum()
     assert 0 < right < 101
-    assert evaluate(X, y, replicas, model=lenet, batch_size=10) == int(right) / 101
+    assert evaluate_accuracy(X, y, replicas, model=lenet, batch_size=10) == int(right) / 101
     with pytest.raises(ValueError, match="no examples"):
-        evaluate(X[:0], y[:0], replicas, model=lenet)
+        evaluate_accuracy(X[:0], y[:0], replicas, model=lenet)
 
 
 def test_split_batch_gives_every_rank_its_share() -> None:
@@ -106,6 +107,22 @@ def test_the_functions_of_the_book() -> None:
     data = [torch.ones(1, 2), torch.ones(1, 2) * 2]
     naive_all_reduce(data)
     assert [tensor.tolist() for tensor in data] == [[[3, 3]], [[3, 3]]]
+
+
+def test_the_naive_loop_sums_tensors_without_dimensions() -> None:
+    data = [torch.tensor(float(rank)) for rank in range(4)]
+    naive_all_reduce(data)
+    assert [tensor.item() for tensor in data] == [6.0] * 4
+
+
+def test_a_step_without_examples_is_refused_and_changes_nothing() -> None:
+    replicas = replicate_params(init_lenet(), [CPU] * 2)
+    before = [param.clone() for param in replicas[1]]
+    with pytest.raises(ValueError, match="the batch has no examples"):
+        train_batch(torch.rand(0, 1, 28, 28), torch.zeros(0).long(), replicas, 0.1, model=lenet)
+    with pytest.raises(ValueError, match="a step needs at least 1 example, not 0"):
+        sgd(replicas[1], 0.1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(replicas[1], before, strict=True))
 
 
 def test_replicas_share_no_memory() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pycollect
-from pycollect import _compat
+from pycollect import _build_check
 
 ROOT = Path(__file__).parents[1]
 LOCAL = "torch{}.{}.".format(*torch.__version__.split(".")[:2])
@@ -41,7 +41,7 @@ def environ(**more: str) -> dict[str, str]:
     """The environment of the tested build, as other switches give other objects."""
     from_here = {k: v for k, v in os.environ.items() if not k.startswith("PYCOLLECT_")}
     from_here.pop("TORCH_CUDA_ARCH_LIST", None)
-    return from_here | _compat.build_info()["switches"] | more
+    return from_here | _build_check.build_info()["switches"] | more
 
 
 def run(command: list[str], cwd: Path, **more: str) -> str:
@@ -90,7 +90,7 @@ def wheel(copy: Path) -> Path:
 
 
 def test_a_wheels_name_has_torch_cuda_and_python(wheel: Path):
-    cuda = _compat.build_info()["cuda"]
+    cuda = _build_check.build_info()["cuda"]
     local = LOCAL + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
     python = "cp{}{}".format(*sys.version_info)
     assert wheel.name.startswith(f"pycollect-{pycollect.__version__}+{local}-{python}-{python}-")
@@ -161,7 +161,7 @@ def test_a_wheel_beside_another_torch_raises(installed: Path, tmp_path: Path):
         text=True,
     )
     (sentence,) = (s for s in done.stderr.splitlines() if s.startswith("ImportError"))
-    built = _compat.build_info()["torch"]
+    built = _build_check.build_info()["torch"]
     assert f"was built against torch {built}, but 2.99.0+cpu is installed" in sentence
     public = built.partition("+")[0]
     assert f"install that torch: {sys.executable} -m pip install torch=={public}" in sentence

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycollect.train import Replicas, StepOptions
+from pycollect.train import ReplicaTrainer, StepOptions
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 4
@@ -35,16 +35,16 @@ def perceptron(seed: int = 0) -> nn.Module:
     )
 
 
-def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -> Replicas:
+def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -> ReplicaTrainer:
     """Replicas with SGD, momentum and weight decay; StepOptions and devices passed by keyword."""
     names = StepOptions.__dataclass_fields__
     options = StepOptions(**{name: others.pop(name) for name in list(others) if name in names})
     sgd = partial(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=1e-3)
     devices = others.pop("devices", [CPU] * world)
-    return Replicas(module, devices, optimizer=sgd, options=options, **others)
+    return ReplicaTrainer(module, devices, optimizer=sgd, options=options, **others)
 
 
-def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) -> Replicas:
+def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) -> ReplicaTrainer:
     """Replicas after one training step on each random batch of these sizes."""
     replicas = replicas_of(module, world, **others)
     for X, y in batches(sizes):

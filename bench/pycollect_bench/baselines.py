@@ -1,8 +1,9 @@
-"""Peers and limits of the benchmark: loops and library calls over the same buffers.
+"""Baselines of the benchmark, its peers and limits: loops and library calls over the same buffers.
 
-`naive` is a textbook loop, tensor by tensor; `stack` uses torch's stack and sum; on GPUs `comm` is
-torch.cuda.comm, and `cupy` is CuPy on the same memory. The limit is `memory`, which multiplies all
-buffers in place by a number; on a GPU it is `memcpy`.
+The peers are the choices of `--peers`. `naive` is Dive into Deep Learning's loop over the tensors;
+`stack` uses torch's stack and sum; on GPUs `comm` is torch.cuda.comm, and `cupy` is CuPy on the
+same memory. The limit is `memory`, which multiplies all buffers in place by a number; on a GPU it
+is `memcpy`.
 """
 
 from __future__ import annotations

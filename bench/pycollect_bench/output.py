@@ -8,7 +8,7 @@ from typing import Any
 from pycollect._command import Interruption
 from pycollect._files import check_output_path, check_picture, write
 
-from . import layout
+from . import result_format
 from .plot import drawn, plot
 
 
@@ -42,8 +42,8 @@ def write_json(path: str | None, content: dict[str, Any], interruption: Interrup
         OutputError: if it cannot be written.
     """
     if path:
-        whole = {"schema": layout.SCHEMA, **content, "interrupted": bool(interruption)}
-        write("JSON file", path, layout.text(whole))
+        whole = {"schema": result_format.SCHEMA, **content, "interrupted": bool(interruption)}
+        write("JSON file", path, result_format.text(whole))
 
 
 def write_all(

@@ -91,9 +91,8 @@ class Pattern:
         if self.op != "avg":
             return self._convert(total)
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            return self._convert(
-                total // self.world
-            )  # values are positive: this rounds toward zero
+            # Values are positive, so this division rounds toward zero.
+            return self._convert(total // self.world)
         # Definition of "avg": the sum times 1/world in the accumulator's type, then one rounding.
         wide = self.dtype in (torch.float64, torch.complex128)
         accumulator = torch.float64 if wide else torch.float32

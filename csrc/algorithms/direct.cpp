@@ -2,7 +2,7 @@
 // collective here takes 1 round. S is the size of a rank's full buffer. Broadcast sends (W-1) S
 // from the root and reduce reads as much there; all-gather, reduce-scatter and all-to-all move
 // (W-1)/W S per rank and direction; scatter and gather move that at the root and S/W elsewhere.
-// Sizes are in `Offsets`, so uneven blocks and all-to-all-v use the same plans.
+// Sizes are in `PlanOffsets`, so uneven blocks and all-to-all-v use the same plans.
 #include "../plan/registry.h"
 
 namespace pycollect {

@@ -24,13 +24,13 @@ std::string key(Rank rank) { return text("hello/", rank); }
 }  // namespace
 
 Rendezvous::Rendezvous(Store& store, Rank rank, int world, const GroupSettings& settings,
-                       const PeerStatus& peer_status)
+                       const FailureSources& failure_sources)
     : store_(store),
       rank_(rank),
       world_(world),
       settings_(settings),
       deadline_(deadline_after(settings.timeout)),
-      peer_status_(peer_status) {}
+      failure_sources_(failure_sources) {}
 
 std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& preparation) {
   PeerInfo mine = describe_self(settings_, world_);
@@ -129,22 +129,23 @@ void Rendezvous::time_out(const std::vector<Rank>& missing) const {
 
 // Returns true if waiting is pointless: the group is aborted or a rank has died.
 bool Rendezvous::has_failed_peer() const {
-  return peer_status_.abort_state && (peer_status_.abort_state->is_aborted() ||
-                                      (peer_status_.peers && peer_status_.peers->dead() != 0));
+  return failure_sources_.abort_state &&
+         (failure_sources_.abort_state->is_aborted() ||
+          (failure_sources_.peers && failure_sources_.peers->dead() != 0));
 }
 
 void Rendezvous::throw_cause() const {
-  if (peer_status_.abort_state->is_aborted()) peer_status_.abort_state->rethrow();
-  const Rank r = std::countr_zero(peer_status_.peers->dead());
-  fail(AbortRecord::lost, text("rank ", r, " (pid ", peer_status_.peers->pid(r),
+  if (failure_sources_.abort_state->is_aborted()) failure_sources_.abort_state->rethrow();
+  const Rank r = std::countr_zero(failure_sources_.peers->dead());
+  fail(AbortRecord::lost, text("rank ", r, " (pid ", failure_sources_.peers->pid(r),
                                ") died before all ranks had joined"));
 }
 
 // Throws with the cause published by the first rank that failed.
 void Rendezvous::fail(uint32_t kind, const std::string& cause) const {
-  if (peer_status_.abort_state) {
-    peer_status_.abort_state->set(kind, cause, nullptr);
-    peer_status_.abort_state->rethrow();
+  if (failure_sources_.abort_state) {
+    failure_sources_.abort_state->set(kind, cause, nullptr);
+    failure_sources_.abort_state->rethrow();
   }
   const std::string why = text("group '", settings_.name, "': ", cause);
   if (kind == AbortRecord::timed_out) throw Timeout(why);

@@ -20,12 +20,12 @@ namespace pycollect::ipc {
 class Rendezvous {
  public:
   // Abort state and failure detector in the shared memory; null until the preparation creates them.
-  struct PeerStatus {
+  struct FailureSources {
     const std::unique_ptr<AbortState>& abort_state;
     const std::unique_ptr<FailureDetector>& peers;
   };
   Rendezvous(Store& store, Rank rank, int world, const GroupSettings& settings,
-             const PeerStatus& peer_status);
+             const FailureSources& failure_sources);
 
   // Sets up the rank in the shared memory and writes its nonce there.
   using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
@@ -48,7 +48,7 @@ class Rendezvous {
   int world_;
   const GroupSettings& settings_;
   Deadline deadline_;
-  const PeerStatus peer_status_;
+  const FailureSources failure_sources_;
   uint64_t network_space_ = 0;
   std::optional<FdServer> fd_server_;  // only on rank 0
 };

@@ -68,12 +68,12 @@ struct SmallFloat {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kRebias = (127 - kBias) << 23;
   static constexpr int kMinNormal = kRebias + (1 << 23);
-  struct Codes {
+  struct SpecialCodes {
     int overflow, infinity, nan;
   };
-  Codes codes;
+  SpecialCodes codes;
 
-  explicit SmallFloat(Codes c) : codes(c) {}
+  explicit SmallFloat(SpecialCodes c) : codes(c) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[kParts]) const {
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p)

@@ -2,7 +2,7 @@
 // the namespace of an instruction set (see fold_vectors.h), after its definitions of Tail,
 // NonTemporal and Element<Half>.
 #pragma once
-#include "fold_blocks.h"
+#include "fold_loop.h"
 
 // With a world size known at compile time there are no inner loops, and the pointers are in
 // registers: 1.2 times as fast as long as the data is in the caches.
@@ -54,7 +54,7 @@ inline std::size_t to_aligned(Pointers dsts, std::size_t item, std::size_t bytes
 
 template <class T, class Op>
 void fold_bytes(Pointers dsts, Pointers srcs, std::size_t bytes, const FoldOptions& options) {
-  const Kernel<T, Op> kernel(options);
+  const ElementOps<T, Op> kernel(options);
   std::size_t at = 0;
   if (options.non_temporal) [[unlikely]] {
     const std::size_t head = to_aligned(dsts, sizeof(T), bytes);
@@ -82,7 +82,7 @@ constexpr Fold entry() {
     return nullptr;
 }
 template <class T, class... Op>
-constexpr FoldRow row(TypeList<Op...>) {
+constexpr FoldsByOp row(TypeList<Op...>) {
   return {{entry<T, Op>()...}};
 }
 template <class... T>

@@ -58,7 +58,7 @@ template <class T>
 }
 
 template <class T, class Op>
-struct Kernel : Element<T> {
+struct ElementOps : Element<T> {
   using Acc = typename Element<T>::Acc;
   // Kernels that get more code for more speed: sums, which are the usual reduction. The gain is
   // small where there is more arithmetic than memory access, or vectors are narrow.
@@ -67,7 +67,8 @@ struct Kernel : Element<T> {
       (std::is_same_v<Op, Sum> || (std::is_same_v<Op, Avg> && !std::is_integral_v<T>));
   int world;
   double inverse;
-  explicit Kernel(const FoldOptions& o) : Element<T>(o), world(o.world), inverse(1.0 / o.world) {}
+  explicit ElementOps(const FoldOptions& o)
+      : Element<T>(o), world(o.world), inverse(1.0 / o.world) {}
 
   [[gnu::always_inline]] static Acc combined(Acc a, Acc b) { return apply<T, Op>(a, b); }
   [[gnu::always_inline]] Acc finished(Acc v) const {

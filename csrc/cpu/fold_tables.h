@@ -7,11 +7,11 @@
 
 namespace pycollect::cpu {
 
-struct FoldRow {  // the kernels of one dtype, by op
+struct FoldsByOp {  // the kernels of one dtype, by op
   Fold of[ReduceOps::size];
 };
 struct FoldTable {
-  FoldRow of[DTypes::size];  // a kernel is null if `reduces(dtype, op)` is false
+  FoldsByOp of[DTypes::size];  // a kernel is null if `reduces(dtype, op)` is false
 };
 
 // The last two functions return null if the program was compiled for another architecture.

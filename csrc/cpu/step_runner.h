@@ -18,7 +18,7 @@ struct Range {
 // Runs the folds and copies of a call on plain pointers, one row at a time.
 class RowRunner {
  public:
-  // Throws TypeMismatch for a reduction that the type does not have.
+  // Throws TypeError for a reduction that the type does not have.
   RowRunner(DType dtype, ReduceOp op, const FoldOptions& options);
 
   // `finishes`: the step completes the reduction. `non_temporal`: the result will not be read soon;

@@ -27,7 +27,7 @@ struct Event {
 
 // One fold, or one copy if there is one source, that a kernel executes on the memory of one tensor.
 // In each of `lines` lines of `count` elements, every dst[i] = srcs[0][i] op srcs[1][i] op ...
-struct KernelWork {
+struct LaunchWork {
   std::vector<std::byte*> dsts, srcs;  // addresses of the first line
   // Bytes from one line to the next, for each address. Kernels ignore them for a single line.
   std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};
@@ -39,7 +39,7 @@ struct KernelWork {
 // Works that may run at the same time, because their accesses do not conflict. One kernel
 // executes the folds and one the copies, or more if they exceed the limit of kernel parameters.
 struct Launch {
-  std::vector<KernelWork> works;
+  std::vector<LaunchWork> works;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
@@ -65,7 +65,7 @@ enum class CaptureMode { global, thread_local_only };
 
 // Device memory of this process, exported as a file descriptor. Other processes may map the memory
 // while the descriptor is open.
-struct Exported {
+struct ExportedMemory {
   ipc::UniqueFd descriptor;
   std::size_t bytes;  // a multiple of the device's page size
 };
@@ -112,7 +112,7 @@ class Api {
   // Each of the following functions may wait for all streams of the process. `allocate` returns
   // memory that can be exported.
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;
-  virtual Exported export_memory(std::byte* memory) = 0;
+  virtual ExportedMemory export_memory(std::byte* memory) = 0;
   virtual std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) = 0;
   // Unmaps memory that `allocate` or `map` returned. The memory is freed when no process maps it
   // and no descriptor of it is open.

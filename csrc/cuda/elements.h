@@ -12,7 +12,7 @@ namespace pycollect::cuda {
 // Rounds fp32 to an 8-bit float, to nearest, ties to even. Subnormals of the 8-bit type are
 // computed with normal fp32 numbers only.
 template <int kMantissa, int kBias, int kMaxCode>
-constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
+constexpr uint8_t narrowed(float value, Float8Specials::Codes codes) {
   constexpr int kShift = 23 - kMantissa, kRebias = (127 - kBias) << 23;
   constexpr int kMinNormal = kRebias + (1 << 23);
   constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is the smallest subnormal
@@ -31,7 +31,7 @@ constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
 
 // Arithmetic of types with one accumulator per element. `Accessor` converts between fp16 and fp32.
 template <class T, class Op>
-struct Elements {
+struct NumericOps {
   static constexpr bool kExtremum = is_extremum<Op>;
   using Integer32 = std::conditional_t<kExtremum, int32_t, uint32_t>;  // unsigned: sums wrap
   using Integer = std::conditional_t<sizeof(T) == 8,
@@ -51,8 +51,8 @@ struct Elements {
 
   Factor inverse;
   int world;
-  Float8Rounding float8;
-  constexpr Elements(const ArgsHead& head, bool finishes)
+  Float8Specials float8;
+  constexpr NumericOps(const ArgsHead& head, bool finishes)
       : inverse(1), world(finishes ? head.world : 1), float8(head.float8) {
     if constexpr (std::same_as<Factor, double>)
       inverse = finishes ? head.inverse : 1;
@@ -155,6 +155,6 @@ struct BitwiseOps {
 
 template <class T, class Op>
 using Arithmetic =
-    std::conditional_t<is_bitwise<Op>, BitwiseOps<Op, std::same_as<T, Bool>>, Elements<T, Op>>;
+    std::conditional_t<is_bitwise<Op>, BitwiseOps<Op, std::same_as<T, Bool>>, NumericOps<T, Op>>;
 
 }  // namespace pycollect::cuda

@@ -26,13 +26,13 @@ void EventPool::give_back(Event event) noexcept {
   by_device_.find(event.device)->second.idle.push_back(event);
 }
 
-Event EventLease::take(Device device) {
+Event RunEvents::take(Device device) {
   taken_.reserve(taken_.size() + 1);  // push_back must not fail and lose an event
   taken_.push_back(for_capture_ ? pool_.api().create_event(device) : pool_.take(device));
   return taken_.back();
 }
 
-EventLease::~EventLease() {
+RunEvents::~RunEvents() {
   for (Event event : taken_)
     if (for_capture_)
       pool_.api().destroy(event);

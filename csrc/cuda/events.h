@@ -33,12 +33,12 @@ class EventPool {
 
 // The events of one run; none is used twice in it. Events that are recorded in a capture belong to
 // the captured graph, so a captured run creates events of its own.
-class EventLease {
+class RunEvents {
  public:
-  EventLease(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
-  ~EventLease();
-  EventLease(const EventLease&) = delete;
-  EventLease& operator=(const EventLease&) = delete;
+  RunEvents(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
+  ~RunEvents();
+  RunEvents(const RunEvents&) = delete;
+  RunEvents& operator=(const RunEvents&) = delete;
 
   Event take(Device device);  // `device` must be current
 

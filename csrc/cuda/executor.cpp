@@ -26,9 +26,11 @@ struct NumberedStreams {
   std::vector<CallerStream> callers;  // distinct ones
 };
 
-// Returns true if the rank has an input or output with this value of Memory::pageable.
+// Returns true if the rank has an input or output with this value of BufferMemory::pageable.
 bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
-  const auto fits = [&](const Memory& m) { return m.base != nullptr && m.pageable == pageable; };
+  const auto fits = [&](const BufferMemory& m) {
+    return m.base != nullptr && m.pageable == pageable;
+  };
   return std::any_of(call.bindings.begin(), call.bindings.end(), [&](const Binding& b) {
     return fits(b.memory[r * kBuffers]) || fits(b.memory[r * kBuffers + 1]);
   });
@@ -76,7 +78,7 @@ void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
 
 class ExecutorRun {
  public:
-  ExecutorRun(EventPool& events, PinnedRings& rings, const BoundPlan& call,
+  ExecutorRun(EventPool& events, PinnedRingPool& rings, const BoundPlan& call,
               const CallStreams& streams_of_ranks)
       : api_(events.api()),
         call_(call),
@@ -86,7 +88,7 @@ class ExecutorRun {
         touched_(numbered_.streams.size()),
         device_(api_),
         ring_lease_(rings, device_),
-        event_lease_(events, is_captured()) {}
+        events_of_run_(events, is_captured()) {}
 
   const StreamMap& stream_map() const { return numbered_.at; }
 
@@ -139,14 +141,14 @@ class ExecutorRun {
     }
     if (!launch.works.empty()) api_.launch(stream, launch);
     if (!scheduled.recorded) return;
-    event = event_lease_.take(stream.device);
+    event = events_of_run_.take(stream.device);
     api_.record(event, stream);
   }
 
   // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    KernelWork work{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
+    LaunchWork work{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
     work.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
@@ -220,7 +222,7 @@ class ExecutorRun {
       try {
         const Stream from = numbered_.streams[i];
         device_.use(from.device);
-        const Event event = event_lease_.take(from.device);
+        const Event event = events_of_run_.take(from.device);
         api_.record(event, from);
         for (const CallerStream& c : numbered_.callers) {
           if (c.stream == from) continue;
@@ -240,7 +242,7 @@ class ExecutorRun {
   std::vector<bool> touched_;  // [stream]: work was issued on it
   DeviceGuard device_;
   PinnedRingLease ring_lease_;
-  EventLease event_lease_;
+  RunEvents events_of_run_;
   std::vector<Event> events_;  // [scheduled launch]
 };
 
@@ -257,7 +259,7 @@ std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {
   auto mix = [&](int part) {
     h = h * 1000003 + static_cast<std::size_t>(part);
   };  // an arbitrary large odd factor
-  for (const StreamIds& me : key.at.stream_ids)
+  for (const RankStreamIds& me : key.at.stream_ids)
     for (int stream : {me.caller, me.worker, me.d2h, me.h2d}) mix(stream);
   mix(key.at.join_stream);
   return h;

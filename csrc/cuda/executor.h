@@ -44,12 +44,12 @@ struct CallStreams {
 // Owns the events and pinned rings, and caches schedules. Thread-safe.
 class Executor {
  public:
-  Executor(Api& api, HostRuntime& host, PinnedRingSize size = {})
+  Executor(Api& api, HostMemoryOps& host, PinnedRingSize size = {})
       : events_(api), rings_(api, host, size) {}
 
   // Enqueues the run and returns. On each rank's caller stream, earlier work comes before the run,
   // and later work finds its results. During a capture all caller streams must be capturing, and no
-  // memory may be pageable. Throws ValueError and TypeMismatch before anything is enqueued. Passes
+  // memory may be pageable. Throws ValueError and TypeError before anything is enqueued. Passes
   // errors of the Api through, after it has ordered the caller streams behind all enqueued work and
   // restored the current device.
   void run(const BoundPlan& call, const CallStreams& streams_of_ranks);
@@ -66,7 +66,7 @@ class Executor {
   std::shared_ptr<const Schedule> scheduled(const CompiledPlan& compiled, const StreamMap& at);
 
   EventPool events_;
-  PinnedRings rings_;
+  PinnedRingPool rings_;
   std::mutex mutex_;
   std::unordered_map<ScheduleKey, std::shared_ptr<const Schedule>, ScheduleHash> schedules_;
 };

@@ -16,7 +16,7 @@ inline constexpr int kPacketBytes = 16;
 // registers to issue eight loads before the first add; without a bound, it interleaves them.
 inline constexpr int kThreads = 256, kBlocksPerSm = 3;
 
-// A KernelWork as the kernel reads it. Its destinations and its sources are two lists in the words
+// A LaunchWork as the kernel reads it. Its destinations and its sources are two lists in the words
 // after all WorkArgs: addresses, followed by their pitches if `pitched`. `dsts` and `srcs` are the
 // indices at which the lists begin; in place, both are the same list. A unit is an element of the
 // kernel's type in a fold, and a byte in a copy.
@@ -38,7 +38,7 @@ struct ArgsHead {
   int32_t world = 1;      // divisor of averages; 1 for sums
   double inverse = 1;     // 1 / world
   float inverse_f32 = 1;  // stored because narrowing a double costs a thread more than an addition
-  Float8Rounding float8 = {};
+  Float8Specials float8 = {};
   uint8_t unused[4] = {};
   // Index of the word that holds the address of the launch's guard. 0: no guard, because the first
   // word always belongs to a work.

@@ -3,8 +3,8 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "copy.h"
-#include "fold.h"
+#include "copy_kernel.h"
+#include "fold_kernel.h"
 #include "kernels.h"
 
 namespace pycollect::cuda {

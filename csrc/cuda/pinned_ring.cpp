@@ -64,7 +64,7 @@ CopyRect on_host(std::byte* dst, std::ptrdiff_t dst_pitch, const std::byte* src,
 
 }  // namespace
 
-PinnedRing::PinnedRing(Api& api, HostRuntime& host, PinnedRingSize size)
+PinnedRing::PinnedRing(Api& api, HostMemoryOps& host, PinnedRingSize size)
     : api_(api), host_(host), size_(size) {
   std::byte* const base = host.new_pinned(size.piece_bytes * size.pieces);
   for (int i = 0; i < size.pieces; ++i) pieces_.push_back({base + size.piece_bytes * i});
@@ -77,36 +77,36 @@ PinnedRing::~PinnedRing() {
 
 void PinnedRing::close(DeviceGuard& device) {
   PinnedPiece& piece = pieces_[at_];
-  if (piece.state != State::open) return;
+  if (piece.state != PieceState::open) return;
   device.use(piece.stream.device);
   auto event = piece.events.find(piece.stream.device);
   if (event == piece.events.end())
     event = piece.events.emplace(piece.stream.device, api_.create_event(piece.stream.device)).first;
   api_.record(event->second, piece.stream);
-  piece.state = State::closed;
+  piece.state = PieceState::closed;
 }
 
 void PinnedRing::finish(DeviceGuard& device, PinnedPiece& piece) {
-  if (piece.state == State::idle) return;
-  if (piece.state == State::closed) {
+  if (piece.state == PieceState::idle) return;
+  if (piece.state == PieceState::closed) {
     api_.synchronize(piece.events.at(piece.stream.device));
   } else {  // of a run that failed before it closed the piece
     device.use(piece.stream.device);
     api_.synchronize(piece.stream);
   }
-  piece.state = State::idle;
+  piece.state = PieceState::idle;
   for (const CopyRect& r : std::exchange(piece.host_copies, {})) host_.copy(r);
 }
 
 // Reserves `bytes` of one piece, for use by work on the stream.
 std::byte* PinnedRing::reserve(DeviceGuard& device, Stream stream, std::size_t bytes) {
   const PinnedPiece& latest = pieces_[at_];
-  if (latest.state != State::open || !(latest.stream == stream) ||
+  if (latest.state != PieceState::open || !(latest.stream == stream) ||
       latest.used + bytes > size_.piece_bytes) {
     close(device);
     at_ = (at_ + 1) % pieces_.size();
     finish(device, pieces_[at_]);
-    pieces_[at_].state = State::open;
+    pieces_[at_].state = PieceState::open;
     pieces_[at_].stream = stream;
     pieces_[at_].used = 0;
   }
@@ -166,7 +166,7 @@ struct PageableRange {
 
 class PageableRanges {
  public:
-  PageableRanges(const KernelWork& work, const std::vector<bool>& is_pageable) {
+  PageableRanges(const LaunchWork& work, const std::vector<bool>& is_pageable) {
     for (std::size_t i = 0; i < work.dsts.size(); ++i)
       if (is_pageable[i]) at(work.dsts[i], work.dst_pitches[i]).is_written = true;
     for (std::size_t i = 0; i < work.srcs.size(); ++i)
@@ -195,7 +195,7 @@ class PageableRanges {
 // The pageable ranges have consecutive parts of the piece.
 void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch,
                         const std::vector<bool>& is_pageable) {
-  const KernelWork& work = launch.works.front();
+  const LaunchWork& work = launch.works.front();
   const PageableRanges ranges(work, is_pageable);
   const std::size_t item = item_bytes(launch.dtype);
   for (const PageableRange& range : ranges)
@@ -217,7 +217,7 @@ void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch
         host_copies.push_back(on_host(pageable, range.pitch, pinned, pitch, part, item));
     }
     Launch part_launch{{work}, launch.dtype, launch.op, launch.options};
-    KernelWork& part_work = part_launch.works.front();
+    LaunchWork& part_work = part_launch.works.front();
     part_work.count = part.count;
     part_work.lines = part.lines;
     const auto place = [&](std::byte*& at, std::ptrdiff_t& at_pitch) {
@@ -251,7 +251,7 @@ void PinnedRing::discard(DeviceGuard& device) noexcept {
   }
 }
 
-std::unique_ptr<PinnedRing> PinnedRings::take() {
+std::unique_ptr<PinnedRing> PinnedRingPool::take() {
   {
     const std::lock_guard lock(mutex_);
     if (!idle_.empty()) {
@@ -263,7 +263,7 @@ std::unique_ptr<PinnedRing> PinnedRings::take() {
   return std::make_unique<PinnedRing>(api_, host_, size_);
 }
 
-void PinnedRings::give_back(std::unique_ptr<PinnedRing> ring) {
+void PinnedRingPool::give_back(std::unique_ptr<PinnedRing> ring) {
   const std::lock_guard lock(mutex_);
   idle_.push_back(std::move(ring));
 }

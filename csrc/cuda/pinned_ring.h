@@ -12,9 +12,9 @@
 namespace pycollect::cuda {
 
 // Operations of the host: allocating memory that devices can access, and copies by its threads.
-class HostRuntime {
+class HostMemoryOps {
  public:
-  virtual ~HostRuntime() = default;
+  virtual ~HostMemoryOps() = default;
   virtual std::byte* new_pinned(std::size_t bytes) = 0;  // never freed: rings are kept
   virtual void copy(const CopyRect& rectangle) = 0;      // done when it returns
 };
@@ -30,7 +30,7 @@ struct PinnedRingSize {
 
 class PinnedRing {
  public:
-  PinnedRing(Api& api, HostRuntime& host, PinnedRingSize size);
+  PinnedRing(Api& api, HostMemoryOps& host, PinnedRingSize size);
   ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
@@ -53,10 +53,10 @@ class PinnedRing {
   void discard(DeviceGuard& device) noexcept;
 
  private:
-  enum class State { idle, open, closed };  // closed: its event is recorded after its work
+  enum class PieceState { idle, open, closed };  // closed: its event is recorded after its work
   struct PinnedPiece {
     std::byte* base;
-    State state = State::idle;
+    PieceState state = PieceState::idle;
     Stream stream = {};
     std::size_t used = 0;
     std::map<Device, Event> events = {};
@@ -69,23 +69,23 @@ class PinnedRing {
   void drain_if_overlapping(DeviceGuard& device, const CopyRect& rectangle, bool reads);
 
   Api& api_;
-  HostRuntime& host_;
+  HostMemoryOps& host_;
   const PinnedRingSize size_;
   std::vector<PinnedPiece> pieces_;
   std::size_t at_ = 0;  // index of the latest piece
 };
 
 // Pool of rings. Each run in progress has a ring of its own.
-class PinnedRings {
+class PinnedRingPool {
  public:
-  PinnedRings(Api& api, HostRuntime& host, PinnedRingSize size)
+  PinnedRingPool(Api& api, HostMemoryOps& host, PinnedRingSize size)
       : api_(api), host_(host), size_(size) {}
   std::unique_ptr<PinnedRing> take();
   void give_back(std::unique_ptr<PinnedRing> ring);
 
  private:
   Api& api_;
-  HostRuntime& host_;
+  HostMemoryOps& host_;
   const PinnedRingSize size_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<PinnedRing>> idle_;
@@ -94,7 +94,7 @@ class PinnedRings {
 // The ring of one run, taken from the pool at first use.
 class PinnedRingLease {
  public:
-  PinnedRingLease(PinnedRings& rings, DeviceGuard& device) : rings_(rings), device_(device) {}
+  PinnedRingLease(PinnedRingPool& rings, DeviceGuard& device) : rings_(rings), device_(device) {}
   ~PinnedRingLease();
   PinnedRingLease(const PinnedRingLease&) = delete;
   PinnedRingLease& operator=(const PinnedRingLease&) = delete;
@@ -118,7 +118,7 @@ class PinnedRingLease {
     return *ring_;
   }
 
-  PinnedRings& rings_;
+  PinnedRingPool& rings_;
   DeviceGuard& device_;
   std::unique_ptr<PinnedRing> ring_;
 };

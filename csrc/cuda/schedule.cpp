@@ -30,7 +30,7 @@ void check(const Plan& plan, const StreamMap& at) {
           at.stream_ids.size(), " ranks does not fit a plan of ", plan.world);
   auto inside = [&](int stream) { return stream >= 0 && stream < at.streams; };
   for (Rank r = 0; r < plan.world; ++r) {
-    const StreamIds& me = at.stream_ids[r];
+    const RankStreamIds& me = at.stream_ids[r];
     for (int stream : {me.caller, me.worker, me.d2h, me.h2d}) {
       require(inside(stream), "rank ", r, " uses stream ", stream, "; streams are numbered 0 to ",
               at.streams - 1);
@@ -66,7 +66,7 @@ class Scheduling {
   const Task& task(TaskId p) const { return compiled_.program[p.rank][p.index]; }
 
   int stream(TaskId p) const {
-    const StreamIds& me = at_.stream_ids[p.rank];
+    const RankStreamIds& me = at_.stream_ids[p.rank];
     const int step = task(p).step;
     if (step == kAllBuffers) return me.caller;
     const auto& [dsts, srcs, by] = plan_.steps[step];

@@ -10,17 +10,17 @@ namespace pycollect::cuda {
 
 // The streams of a rank's tasks, by number. Several may be the same stream: fewer streams need
 // fewer events.
-struct StreamIds {
+struct RankStreamIds {
   int caller;  // runs the rank's first and last task (see Program)
   int worker;  // runs the rank's other tasks
   int d2h;     // runs copies to the rank's host memory
   int h2d;     // runs copies from host memory to the rank's memory
-  bool operator==(const StreamIds&) const = default;
+  bool operator==(const RankStreamIds&) const = default;
 };
 inline constexpr int kNoJoinStream = -1;
 struct StreamMap {
-  std::vector<StreamIds> stream_ids;  // [rank]
-  int streams;                        // number of streams
+  std::vector<RankStreamIds> stream_ids;  // [rank]
+  int streams;                            // number of streams
   // A stream without tasks, through which many streams wait for many others with few events.
   int join_stream = kNoJoinStream;
   bool operator==(const StreamMap&) const = default;

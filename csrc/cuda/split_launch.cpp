@@ -20,15 +20,15 @@ constexpr int kWaves = 4;
 
 constexpr std::size_t kHeadWords = sizeof(ArgsHead) / 8;
 
-bool is_copy(const KernelWork& work) { return work.srcs.size() == 1; }
-bool is_in_place(const KernelWork& work) {
+bool is_copy(const LaunchWork& work) { return work.srcs.size() == 1; }
+bool is_in_place(const LaunchWork& work) {
   return work.dsts == work.srcs && (work.lines == 1 || work.dst_pitches == work.src_pitches);
 }
 uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
 
 // A work, and its form in the arguments of a kernel.
 struct Entry {
-  const KernelWork* work;
+  const LaunchWork* work;
   WorkArgs form;
   bool in_place;   // sources and destinations share one list
   uint64_t slots;  // number of accesses of each source and destination
@@ -45,7 +45,7 @@ struct Alignment {
   uint64_t all = 0;        // set in an address or a pitch
   uint64_t differing = 0;  // different in two addresses, or set in a pitch
 
-  Alignment(const KernelWork& work, bool pitched) {
+  Alignment(const LaunchWork& work, bool pitched) {
     const uint64_t first = as_word(work.dsts[0]);
     for (const auto* list : {&work.dsts, &work.srcs})
       for (const std::byte* address : *list) {
@@ -59,7 +59,7 @@ struct Alignment {
   }
 };
 
-bool is_one_line(const KernelWork& work, std::size_t line_bytes) {
+bool is_one_line(const LaunchWork& work, std::size_t line_bytes) {
   const auto follows = [&](std::ptrdiff_t pitch) {
     return pitch == static_cast<std::ptrdiff_t>(line_bytes);
   };
@@ -69,7 +69,7 @@ bool is_one_line(const KernelWork& work, std::size_t line_bytes) {
 }
 
 // Sets the width of the accesses, and the position of the first one.
-void choose_width(WorkArgs& form, const KernelWork& work, const Alignment& alignment,
+void choose_width(WorkArgs& form, const LaunchWork& work, const Alignment& alignment,
                   std::size_t unit) {
   const uint64_t differing = kPacketBytes | alignment.differing;
   uint64_t width = differing & -differing;  // the largest power of two that divides it
@@ -83,7 +83,7 @@ void choose_width(WorkArgs& form, const KernelWork& work, const Alignment& align
   form.head = static_cast<uint8_t>(width > 1 ? head_bytes / unit : 0);
 }
 
-Entry entry_of(const KernelWork& work, DType dtype, ReduceOp op) {
+Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
   const UnitSize unit =
       is_copy(work) ? UnitSize{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
   const std::size_t line_bytes = work.count * item_bytes(dtype), unit_bytes = unit.bytes;
@@ -113,15 +113,15 @@ std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ?
 // kernel are divided.
 class SplitWorks {
  public:
-  SplitWorks(const Launch& launch, const KernelLimits& limits)
+  SplitWorks(const Launch& launch, const DeviceLimits& limits)
       : words_(limits.args_bytes / 8 - kHeadWords - kWorkWords - guard_words(launch)) {
-    for (const KernelWork& work : launch.works)
+    for (const LaunchWork& work : launch.works)
       if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
   }
-  std::vector<const KernelWork*> folds, copies;
+  std::vector<const LaunchWork*> folds, copies;
 
  private:
-  void add(const KernelWork& work) {
+  void add(const LaunchWork& work) {
     const std::size_t max_pointers = work.lines > 1 ? words_ / 2 : words_;
     const std::size_t n = work.srcs.size() + (is_in_place(work) ? 0 : work.dsts.size());
     if (n <= max_pointers) return (is_copy(work) ? copies : folds).push_back(&work);
@@ -129,7 +129,7 @@ class SplitWorks {
             " sources at once; there are ", work.srcs.size());
     std::size_t done = max_pointers - work.srcs.size();
     add_part(work, work, 0, done);
-    KernelWork other = work;
+    LaunchWork other = work;
     if (!is_copy(work)) {
       other.srcs = {work.dsts[0]};
       if (work.lines > 1) other.src_pitches = {work.dst_pitches[0]};
@@ -139,7 +139,7 @@ class SplitWorks {
   }
 
   // Adds `part` with the destinations [begin, end) of `work`.
-  void add_part(KernelWork part, const KernelWork& work, std::size_t begin, std::size_t end) {
+  void add_part(LaunchWork part, const LaunchWork& work, std::size_t begin, std::size_t end) {
     part.dsts.assign(work.dsts.begin() + begin, work.dsts.begin() + end);
     if (work.lines > 1)
       part.dst_pitches.assign(work.dst_pitches.begin() + begin, work.dst_pitches.begin() + end);
@@ -148,13 +148,13 @@ class SplitWorks {
   }
 
   const std::size_t words_;       // for the lists of a kernel with one work
-  std::deque<KernelWork> parts_;  // a deque: pointers to its elements stay valid
+  std::deque<LaunchWork> parts_;  // a deque: pointers to its elements stay valid
 };
 
 // Fills the arguments of one kernel after another with entries, in order, and issues each launch.
 class Packer {
  public:
-  Packer(const Launch& launch, const KernelLimits& limits,
+  Packer(const Launch& launch, const DeviceLimits& limits,
          const std::function<void(const KernelLaunch&)>& issue)
       : limits_(limits),
         guard_(launch.guard),
@@ -219,7 +219,7 @@ class Packer {
     return static_cast<uint16_t>(begin);
   }
 
-  const KernelLimits& limits_;
+  const DeviceLimits& limits_;
   const std::byte* const guard_;
   const std::size_t fixed_;  // words of the arguments besides works and lists
   const std::function<void(const KernelLaunch&)>& issue_;
@@ -230,7 +230,7 @@ class Packer {
 
 }  // namespace
 
-void split_launch(const Launch& launch, const KernelLimits& limits,
+void split_launch(const Launch& launch, const DeviceLimits& limits,
                   const std::function<void(const KernelLaunch&)>& issue) {
   require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
                name(launch.dtype));
@@ -239,7 +239,7 @@ void split_launch(const Launch& launch, const KernelLimits& limits,
   std::vector<Entry> entries;
   for (const KernelKind kind : {KernelKind::fold, KernelKind::copy}) {
     entries.clear();
-    for (const KernelWork* work : kind == KernelKind::fold ? works.folds : works.copies)
+    for (const LaunchWork* work : kind == KernelKind::fold ? works.folds : works.copies)
       entries.push_back(entry_of(*work, launch.dtype, launch.op));
     packer.pack(kind, entries);
   }

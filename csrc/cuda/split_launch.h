@@ -8,7 +8,7 @@
 
 namespace pycollect::cuda {
 
-struct KernelLimits {
+struct DeviceLimits {
   int multiprocessors;
   std::size_t args_bytes = sizeof(LargeKernelArgs);
 };
@@ -21,11 +21,11 @@ struct KernelLaunch {
   uint32_t blocks;
 };
 
-// Calls `issue` for each kernel launch, in order. Throws TypeMismatch for a reduction that is not
+// Calls `issue` for each kernel launch, in order. Throws TypeError for a reduction that is not
 // defined for the type, and ValueError for memory that is not aligned for the type and for a fold
 // of more sources than fit in a kernel's arguments (about 4,000, or 500 with drivers before CUDA
 // 12.1; half as many in a work of several lines).
-void split_launch(const Launch& launch, const KernelLimits& limits,
+void split_launch(const Launch& launch, const DeviceLimits& limits,
                   const std::function<void(const KernelLaunch&)>& issue);
 
 }  // namespace pycollect::cuda

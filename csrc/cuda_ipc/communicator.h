@@ -15,7 +15,7 @@ namespace pycollect::cuda_ipc {
 // Registers with one device the pages of the signal pad that devices access.
 class RegisteredHostMemory {
  public:
-  RegisteredHostMemory(CudaIpcApi& gpu, Device device, const SignalPad& signal_pad)
+  RegisteredHostMemory(CudaIpcMemory& gpu, Device device, const SignalPad& signal_pad)
       : gpu_(gpu),
         device_(device),
         host_(signal_pad.base()),
@@ -27,7 +27,7 @@ class RegisteredHostMemory {
   void abandon() { abandoned_ = true; }  // leaves it registered: the device may still access it
 
  private:
-  CudaIpcApi& gpu_;
+  CudaIpcMemory& gpu_;
   const Device device_;
   std::byte *host_, *base_;
   bool abandoned_ = false;
@@ -37,7 +37,7 @@ class CudaIpcCommunicator {
  public:
   struct Resources {
     std::shared_ptr<ipc::Group> group;
-    std::shared_ptr<CudaIpcApi> gpu;
+    std::shared_ptr<CudaIpcMemory> gpu;
     Stream stream;
     SignalPad signal_pad;
     std::shared_ptr<SymmetricMemory> symmetric_memory;
@@ -52,7 +52,7 @@ class CudaIpcCommunicator {
   CudaIpcCommunicator& operator=(const CudaIpcCommunicator&) = delete;
 
   ipc::Group& group() const { return *resources_.group; }
-  CudaIpcApi& gpu() const { return *resources_.gpu; }
+  CudaIpcMemory& gpu() const { return *resources_.gpu; }
   Stream stream() const { return resources_.stream; }
   const StagingBuffer& staging_buffer() const { return *resources_.staging_buffer; }
   SymmetricMemory& symmetric_memory() const { return *resources_.symmetric_memory; }

@@ -12,7 +12,7 @@ namespace pycollect::cuda_ipc {
 
 struct CudaIpcSetup {
   std::shared_ptr<ipc::Group> group;
-  std::shared_ptr<CudaIpcApi> gpu;
+  std::shared_ptr<CudaIpcMemory> gpu;
   std::shared_ptr<SymmetricMemory> symmetric_memory;  // of the same group
   Stream stream;             // the group's own, on the device for this rank's staging buffer
   std::size_t buffer_bytes;  // equal on all ranks

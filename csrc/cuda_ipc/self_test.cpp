@@ -27,7 +27,7 @@ constexpr uint64_t kSignalled = 1, kReleased = 2;
 
 }  // namespace
 
-SelfTest::SelfTest(CudaIpcApi& gpu, const StagingBuffer& staging_buffer,
+SelfTest::SelfTest(CudaIpcMemory& gpu, const StagingBuffer& staging_buffer,
                    const SignalPad& signal_pad, std::byte* registered)
     : gpu_(gpu),
       staging_buffer_(staging_buffer),

@@ -11,7 +11,7 @@ namespace pycollect::cuda_ipc {
 // Each call throws an error that names what failed, and has a time limit whatever the device does.
 class SelfTest {
  public:
-  SelfTest(CudaIpcApi& gpu, const StagingBuffer& staging_buffer, const SignalPad& signal_pad,
+  SelfTest(CudaIpcMemory& gpu, const StagingBuffer& staging_buffer, const SignalPad& signal_pad,
            std::byte* registered);
   ~SelfTest();
   SelfTest(const SelfTest&) = delete;
@@ -38,7 +38,7 @@ class SelfTest {
   void finish();
   std::byte* word(Rank r) const { return registered_ + signal_pad_.offset(r); }
 
-  CudaIpcApi& gpu_;
+  CudaIpcMemory& gpu_;
   const StagingBuffer& staging_buffer_;
   const SignalPad signal_pad_;
   std::byte* const registered_;

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "../group/segment_layout.h"
-#include "cuda_ipc_api.h"
+#include "cuda_ipc_memory.h"
 
 namespace pycollect::cuda_ipc {
 
@@ -33,7 +33,7 @@ struct alignas(128) PeerEntry {
   std::atomic<uint64_t> enqueued{0};
   std::atomic<uint64_t> steps{0};                // rendezvous steps that the rank has completed
   std::array<RendezvousStatus, 2> results = {};  // [step & 1]; written before `steps`
-  MemHandle handle = {};                         // of its staging buffer
+  ShareableHandle handle = {};                   // of its staging buffer
   std::array<char, 64> gpu = {};                 // identity of the GPU with the staging buffer
 };
 
@@ -42,7 +42,7 @@ struct alignas(128) PeerEntry {
 struct alignas(64) ExportEntry {
   std::atomic<uint64_t> bytes{0};    // 0: not published; written after the handle
   std::atomic<uint64_t> openers{0};  // a bit for each rank that has it open or is opening it
-  MemHandle handle = {};
+  ShareableHandle handle = {};
 };
 // Maximum number of exported symmetric segments of one rank: each has a bit in a 64-bit word.
 // torch's allocator requests either 20 MiB and more at once, or 2 MiB.

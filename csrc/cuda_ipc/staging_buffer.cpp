@@ -4,7 +4,7 @@ namespace pycollect::cuda_ipc {
 namespace {
 
 // Allocates device memory; if that fails, frees the tensor allocator's cached memory and retries.
-std::byte* allocate(CudaIpcApi& gpu, Device device, std::size_t bytes) {
+std::byte* allocate(CudaIpcMemory& gpu, Device device, std::size_t bytes) {
   try {
     return gpu.allocate(device, bytes);
   } catch (const std::runtime_error&) {  // the second attempt reports its reason
@@ -15,7 +15,7 @@ std::byte* allocate(CudaIpcApi& gpu, Device device, std::size_t bytes) {
 
 }  // namespace
 
-StagingBuffer::StagingBuffer(CudaIpcApi& gpu, const StagingBufferParams& params)
+StagingBuffer::StagingBuffer(CudaIpcMemory& gpu, const StagingBufferParams& params)
     : gpu_(gpu), params_(params), memory_(params.world) {
   memory_[params.rank] =
       allocate(gpu_, params.device, whole_granules(kHead + 2 * params.buffer_bytes));
@@ -34,7 +34,7 @@ StagingBuffer::~StagingBuffer() {
   }
 }
 
-void StagingBuffer::open(Rank r, const MemHandle& handle) {
+void StagingBuffer::open(Rank r, const ShareableHandle& handle) {
   memory_[r] = gpu_.open(params_.device, handle);
 }
 

@@ -21,14 +21,14 @@ class StagingBuffer {
   // rank, one read from each rank, and its owner's own.
   static constexpr std::size_t kPatternBytes = 16;
 
-  StagingBuffer(CudaIpcApi& gpu, const StagingBufferParams& params);
+  StagingBuffer(CudaIpcMemory& gpu, const StagingBufferParams& params);
   // Unmaps all, unless `abandon`ed. A peer that has this rank's buffer open keeps its memory.
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
-  MemHandle handle() { return gpu_.handle_of(params_.device, memory_[params_.rank]); }
-  void open(Rank r, const MemHandle& handle);
+  ShareableHandle handle() { return gpu_.handle_of(params_.device, memory_[params_.rank]); }
+  void open(Rank r, const ShareableHandle& handle);
   // Deliberately leaks the buffer and all mappings until the process ends: the device may still
   // access them.
   void abandon() { abandoned_ = true; }
@@ -49,7 +49,7 @@ class StagingBuffer {
   static constexpr std::size_t kHead = 4096;
   static_assert((2 * ipc::kMaxRanks + 1) * kPatternBytes <= kHead);
 
-  CudaIpcApi& gpu_;
+  CudaIpcMemory& gpu_;
   const StagingBufferParams params_;
   std::vector<std::byte*> memory_;  // [rank]: its staging buffer; null if it is not open
   bool abandoned_ = false;

@@ -21,7 +21,7 @@ constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 }  // namespace
 
-SymmetricMemory::SymmetricMemory(std::shared_ptr<CudaIpcApi> gpu, const ipc::Group& group)
+SymmetricMemory::SymmetricMemory(std::shared_ptr<CudaIpcMemory> gpu, const ipc::Group& group)
     : gpu_(std::move(gpu)),
       signal_pad_(group.signal_pad(), group.world()),
       rank_(group.rank()),

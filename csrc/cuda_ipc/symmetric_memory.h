@@ -25,7 +25,7 @@ using RemoteOffset = uint64_t;
 // GPU rendezvous, and stays as long as any of its memory is in use.
 class SymmetricMemory {
  public:
-  SymmetricMemory(std::shared_ptr<CudaIpcApi> gpu, const ipc::Group& group);
+  SymmetricMemory(std::shared_ptr<CudaIpcMemory> gpu, const ipc::Group& group);
   // Call after `close`. Segments that are still in use stay until the process ends.
   ~SymmetricMemory() = default;
   SymmetricMemory(const SymmetricMemory&) = delete;
@@ -81,7 +81,7 @@ class SymmetricMemory {
   std::shared_ptr<ipc::Segment> segment() const;
   void free(Device device, std::byte* memory) const noexcept;
 
-  const std::shared_ptr<CudaIpcApi> gpu_;
+  const std::shared_ptr<CudaIpcMemory> gpu_;
   const ipc::ForkGuard fork_guard_;
   const SignalPad signal_pad_;
   const Rank rank_;

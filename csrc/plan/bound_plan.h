@@ -10,7 +10,7 @@
 namespace pycollect {
 
 // One buffer of one rank: `Binding::rows` rows, each `pitch` bytes after the previous one.
-struct Memory {
+struct BufferMemory {
   std::byte* base = nullptr;
   std::ptrdiff_t pitch = 0;
   bool pageable = false;  // host memory that no GPU should touch
@@ -20,8 +20,8 @@ struct Memory {
 // dimension, a chunk is a rectangle, and the plan runs on each of its rows in the same way. A call
 // on several tensors has several bindings.
 struct Binding {
-  const Offsets* offsets;
-  std::vector<Memory> memory;  // [rank][buffer]
+  const PlanOffsets* offsets;
+  std::vector<BufferMemory> memory;  // [rank][buffer]
   std::size_t rows = 1;
 };
 
@@ -42,7 +42,7 @@ inline std::size_t operands(const Step& step) { return step.dsts.size() + step.s
 
 // Returns the address of the slice in the first row; `pitch` bytes separate the rows.
 inline std::byte* address(const Binding& binding, const Slice& s, std::size_t item_bytes) {
-  const Memory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
+  const BufferMemory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
   return m.base + binding.offsets->begin(s) * item_bytes;
 }
 inline std::ptrdiff_t pitch(const Binding& binding, const Slice& s) {

@@ -133,18 +133,18 @@ constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<std:
 // How the installed torch converts a float that an 8-bit type cannot hold: the bytes for a positive
 // finite overflow, for +infinity and for NaN (the sign is or-ed in, except to a NaN).
 // Probed once at import, because torch 2.11 gives NaN for 1000 in e4m3fn and 2.13 gives 448.
-struct Float8Rounding {
-  struct Bytes {
+struct Float8Specials {
+  struct Codes {
     uint8_t overflow, infinity, nan;
   };
-  Bytes e4m3{0x7f, 0x7f, 0x7f}, e5m2{0x7c, 0x7c, 0x7f};
+  Codes e4m3{0x7f, 0x7f, 0x7f}, e5m2{0x7c, 0x7c, 0x7f};
 };
 
 // The parameters of a fold besides its pointers.
 struct FoldOptions {
   int world = 1;              // the divisor of `avg`
   bool non_temporal = false;  // the destinations are large and will not be read soon
-  Float8Rounding float8 = {};
+  Float8Specials float8 = {};
 };
 
 }  // namespace pycollect

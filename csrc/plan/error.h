@@ -8,7 +8,7 @@
 namespace pycollect {
 
 // An unsupported dtype or op: becomes TypeError in Python.
-struct TypeMismatch : std::invalid_argument {
+struct TypeError : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
@@ -41,7 +41,7 @@ void require(bool ok, const Parts&... why) {
 template <class... Parts>
 void require_type(bool ok, const Parts&... why) {
   if (!ok) [[unlikely]]
-    throw TypeMismatch(text(why...));
+    throw TypeError(text(why...));
 }
 
 }  // namespace pycollect

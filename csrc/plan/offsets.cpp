@@ -6,20 +6,20 @@
 
 namespace pycollect {
 
-Offsets::Offsets(const Plan& plan, const Sizes& blocks, std::size_t align)
+PlanOffsets::PlanOffsets(const Plan& plan, const Sizes& blocks, std::size_t align)
     : chunks_(plan.chunks), align_(align), cut_of_(plan.world * kBuffers, 0) {
   require(align >= 1, "pieces are aligned to at least one element, not ", align);
   cuts_.push_back(cut(blocks));
 }
 
-void Offsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
+void PlanOffsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
   require(rank >= 0 && rank * kBuffers < static_cast<int>(cut_of_.size()), "there is no rank ",
           rank, " in a world of ", cut_of_.size() / kBuffers);
   cuts_.push_back(cut(blocks));
   cut_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(cuts_.size()) - 1;
 }
 
-ChunkOffsets Offsets::cut(const Sizes& blocks) const {
+ChunkOffsets PlanOffsets::cut(const Sizes& blocks) const {
   require(!blocks.empty() && chunks_ % blocks.size() == 0, "a plan of ", chunks_,
           " chunks cannot be cut from ", blocks.size(), " blocks");
   ChunkOffsets offsets;
@@ -27,7 +27,7 @@ ChunkOffsets Offsets::cut(const Sizes& blocks) const {
   return offsets;
 }
 
-void Offsets::check(const Plan& plan) const {
+void PlanOffsets::check(const Plan& plan) const {
   require(plan.chunks == chunks_ && plan.world * kBuffers == static_cast<int>(cut_of_.size()),
           "these offsets were bound to a plan of ", cut_of_.size() / kBuffers, " ranks and ",
           chunks_, " chunks, not ", plan.world, " and ", plan.chunks);

@@ -54,11 +54,11 @@ class ChunkOffsets {
   std::vector<std::size_t> many_;
 };
 
-class Offsets {
+class PlanOffsets {
  public:
   // Cuts every buffer in the same way. A plan with more chunks than blocks cuts each block into
   // pieces, which begin at multiples of `align` elements within their block, to keep vectors whole.
-  Offsets(const Plan& plan, const Sizes& blocks, std::size_t align = 1);
+  PlanOffsets(const Plan& plan, const Sizes& blocks, std::size_t align = 1);
 
   // Cuts one buffer of one rank differently. `blocks` contains 0 for a block that it does not have.
   void set(Rank rank, Buffer buffer, const Sizes& blocks);

@@ -116,7 +116,7 @@ Plan hoist_local_copies(const Plan& plan, bool in_place) {
 
 Plan for_processes(const Plan& plan, bool in_place, bool input, bool output, bool push_to_all) {
   const Plan staged =
-      stage(plan, in_place, Reachability::processes(plan.world, input, output, push_to_all));
+      stage(plan, in_place, MemoryReach::processes(plan.world, input, output, push_to_all));
   return hoist_local_copies(forward_copies(staged, in_place), in_place);
 }
 

@@ -14,8 +14,8 @@ using Rank = int;
 enum class Buffer : uint8_t { input, output, scratch, host };
 inline constexpr int kBuffers = 4;
 
-// Chunks [first, first + count) of one buffer of one rank. `Offsets` binds the number of elements
-// of a chunk per call.
+// Chunks [first, first + count) of one buffer of one rank. `PlanOffsets` binds the number of
+// elements of a chunk per call.
 struct Slice {
   Rank rank;
   Buffer buffer;

@@ -31,7 +31,7 @@ constexpr std::size_t kOneHopBytes = 256 * 1024;
 constexpr std::size_t kOneExchangeBytes = 24 * 1024;
 constexpr std::size_t kOneExchangeBytesOfTwo = 2 * 1024;
 
-Default all_reduce_of_processes(const CallKey& s) {
+Default all_reduce_of_processes(const SelectionKey& s) {
   if (s.topology == Topology::shm_symmetric)
     return {"fused", "every process reduces a share for all, in place"};
   const std::size_t most = s.world == 2 ? kOneExchangeBytesOfTwo : kOneExchangeBytes;
@@ -40,25 +40,25 @@ Default all_reduce_of_processes(const CallKey& s) {
   return {"two_shot", "every process reduces a share and fetches the others'"};
 }
 
-Default all_reduce_on_gpus(const CallKey& s) {
+Default all_reduce_on_gpus(const SelectionKey& s) {
   return s.bytes <= kOneHopBytes ? Default{"leader", "small: one launch and one join"}
                                  : Default{"fused", "every device reduces a share for all"};
 }
 
-Default all_reduce_of_ipc_buffers(const CallKey& s) {
+Default all_reduce_of_ipc_buffers(const SelectionKey& s) {
   // A wait between streams costs more than a launch, and one kernel can use the whole GPU.
   if (s.topology == Topology::ipc_buffers || s.bytes <= kOneHopBytes)
     return {"leader", "one launch over all staging buffers, and two waits between ranks"};
   return {"two_shot", "every GPU reduces a share and fetches the others'"};
 }
 
-Default all_reduce_of_ipc_symmetric(const CallKey& s) {
+Default all_reduce_of_ipc_symmetric(const SelectionKey& s) {
   if (s.topology == Topology::ipc_symmetric || s.bytes <= kOneHopBytes)
     return {"leader", "one launch over all tensors, and two waits between ranks"};
   return {"fused", "every GPU reduces a share for all, in place"};
 }
 
-Default all_reduce_on(const CallKey& s) {
+Default all_reduce_on(const SelectionKey& s) {
   if (s.topology == Topology::shared)
     // Any thread can read and write all ranks' memory, so one step over all ranks moves the fewest
     // bytes and is split by elements.
@@ -75,7 +75,7 @@ Default all_reduce_on(const CallKey& s) {
   return {"two_shot", "staged through the host, and a chain would round at every hop"};
 }
 
-Default default_of(const CallKey& s) {
+Default default_of(const SelectionKey& s) {
   if (s.collective == Collective::all_reduce) return all_reduce_on(s);
   if (s.collective == Collective::barrier) return {"barrier", "the only barrier algorithm"};
   return {"direct", "one hop"};
@@ -83,7 +83,7 @@ Default default_of(const CallKey& s) {
 
 }  // namespace
 
-Choice choose(const CallKey& s, std::string_view named, bool explain) {
+Choice choose(const SelectionKey& s, std::string_view named, bool explain) {
   const Default by_default = default_of(s);
   const Algorithm& algorithm = find(s.collective, named.empty() ? by_default.name : named);
   require(algorithm.in_place || !s.in_place, name(s.collective), ": algorithm '", algorithm.name,

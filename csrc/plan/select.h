@@ -29,14 +29,14 @@ constexpr bool is_zero_copy(Topology g) {
 }
 
 // Selection key: the properties of a call that determine its algorithm.
-struct CallKey {
+struct SelectionKey {
   Collective collective;
   int world;
   std::size_t bytes;  // of one rank's largest buffer, over all tensors of the call
   DType dtype;
   bool in_place;
   Topology topology = Topology::shared;
-  bool operator==(const CallKey&) const = default;
+  bool operator==(const SelectionKey&) const = default;
 };
 
 struct Choice {
@@ -47,6 +47,6 @@ struct Choice {
 
 // `named`: the algorithm that the caller wants, or empty. Throws ValueError for an unknown name,
 // and for an algorithm that cannot run in place in a call that is in place.
-Choice choose(const CallKey& call, std::string_view named, bool explain = false);
+Choice choose(const SelectionKey& call, std::string_view named, bool explain = false);
 
 }  // namespace pycollect

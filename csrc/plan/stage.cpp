@@ -28,7 +28,7 @@ Plan cut(const Plan& plan, int pieces) {
 
 class Staging {
  public:
-  Staging(const Plan& plan, bool in_place, const Reachability& reach)
+  Staging(const Plan& plan, bool in_place, const MemoryReach& reach)
       : plan_(plan),
         in_place_(in_place),
         reach_(reach),
@@ -218,7 +218,7 @@ class Staging {
 
   const Plan& plan_;
   bool in_place_;
-  const Reachability& reach_;
+  const MemoryReach& reach_;
   Plan result_;
   std::vector<int> values_;                 // [cell]: value number; equal for equal content
   std::vector<bool> needed_;                // [cell]: the current step still has to read it
@@ -227,7 +227,7 @@ class Staging {
   int next_value_ = 0;
 };
 
-void check(const Plan& plan, const Reachability& reach, int pieces) {
+void check(const Plan& plan, const MemoryReach& reach, int pieces) {
   const std::size_t world = plan.world;
   require(pieces >= 1, "a chunk is cut into at least one piece, not ", pieces);
   require(reach.on_host.size() == world && reach.directly.size() == world, "on_host has ",
@@ -246,13 +246,13 @@ void check(const Plan& plan, const Reachability& reach, int pieces) {
 
 }  // namespace
 
-Reachability Reachability::processes(int world, bool input, bool output, bool push_to_all) {
-  Reachability reach{std::vector<bool>(world), {}, {input, output, true, true}, push_to_all};
+MemoryReach MemoryReach::processes(int world, bool input, bool output, bool push_to_all) {
+  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true}, push_to_all};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }
 
-Plan stage(const Plan& plan, bool in_place, const Reachability& reach, int pieces) {
+Plan stage(const Plan& plan, bool in_place, const MemoryReach& reach, int pieces) {
   check(plan, in_place);
   check(plan, reach, pieces);
   if (pieces == 1 && !reach.shares_staging()) return Staging(plan, in_place, reach).run();
@@ -262,7 +262,7 @@ Plan stage(const Plan& plan, bool in_place, const Reachability& reach, int piece
 
 // Slices of a step agree in size, so a staged chunk has the size of its source. An unused chunk has
 // the size of the input's.
-void cut_host_memory(const Plan& staged, Offsets& offsets) {
+void cut_host_memory(const Plan& staged, PlanOffsets& offsets) {
   constexpr std::size_t kUnknown = -1;
   std::vector<Sizes> sizes(staged.world, Sizes(staged.chunks, kUnknown));
   auto size = [&](const Slice& s, int i) {

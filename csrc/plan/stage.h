@@ -12,7 +12,7 @@ namespace pycollect {
 // Which rank reaches (can read and write) which memory. Every rank reaches host memory, that is
 // `Buffer::host` and all buffers of ranks on the host, but slowly: copies use it, and folds use it
 // only where a device has no room for a copy.
-struct Reachability {
+struct MemoryReach {
   std::vector<bool> on_host;  // [rank]: the rank's buffers are host memory; it runs no steps
   // [rank][of]: steps that `rank` runs reach the device memory of rank `of`.
   std::vector<std::vector<bool>> directly;
@@ -30,9 +30,9 @@ struct Reachability {
   }
   bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
 
-  // Returns the reachability of processes, which share scratch and host memory. `input`, `output`:
+  // Returns the memory_reach of processes, which share scratch and host memory. `input`, `output`:
   // whether these buffers are shared, too.
-  static Reachability processes(int world, bool input, bool output, bool push_to_all);
+  static MemoryReach processes(int world, bool input, bool output, bool push_to_all);
 };
 
 // The rank of an unreachable source first copies it out to its own host memory, once for all of its
@@ -44,11 +44,11 @@ struct Reachability {
 // `pieces`: the number of parts into which every chunk is cut, one step each, so that copies out,
 // copies in and folds can overlap; `lower` such a plan with `LevelPolicy::one_task`. Throws
 // ValueError for a reach of another world size, or one in which every rank is on the host.
-Plan stage(const Plan& plan, bool in_place, const Reachability& reach, int pieces = 1);
+Plan stage(const Plan& plan, bool in_place, const MemoryReach& reach, int pieces = 1);
 
 // Sets the chunk sizes of each rank's host memory to those of the chunks staged there, and checks
 // all offsets. All other buffers are bound before. Throws ValueError if chunks of different sizes
 // use the same place.
-void cut_host_memory(const Plan& staged, Offsets& offsets);
+void cut_host_memory(const Plan& staged, PlanOffsets& offsets);
 
 }  // namespace pycollect

@@ -52,13 +52,13 @@ bool Incoming::take_unexpected(Rank from, PostedReceives::iterator posted) {
   return true;
 }
 
-bool Incoming::wants(const Sender& peer) const {
+bool Incoming::wants(const SourcePeer& peer) const {
   if (peer.posted + wildcard_receives_ > 0) return true;
   return peer.unexpected_bytes < kMostUnexpectedBytes && peer.messages.crowded();
 }
 
 bool Incoming::take_one(Rank from) {
-  Sender& peer = senders_[from];
+  SourcePeer& peer = senders_[from];
   if (!wants(peer)) return false;
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
@@ -128,7 +128,7 @@ void Incoming::reply(Rank to, Reply reply) {
 }
 
 void Incoming::flush_replies(Rank to) {
-  Sender& peer = senders_[to];
+  SourcePeer& peer = senders_[to];
   for (; !peer.queued.empty() && peer.replies.push(peer.queued.front().record);
        peer.queued.pop_front()) {
     const Reply& reply = peer.queued.front();
@@ -138,7 +138,7 @@ void Incoming::flush_replies(Rank to) {
 }
 
 bool Incoming::take_fragment(Rank from) {
-  Sender& peer = senders_[from];
+  SourcePeer& peer = senders_[from];
   const Record* const record = peer.fragments.peek();
   if (record == nullptr) return false;
   const auto at = peer.requested.find(record->number);
@@ -166,7 +166,7 @@ void Incoming::progress() {
     for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
   }
   for (Rank from = 0; from < world; ++from) {
-    Sender& peer = senders_[from];
+    SourcePeer& peer = senders_[from];
     const uint64_t end =
         peer.fragments.read() + MailArea::fragment_ring_bytes(world);  // as in push_fragments
     while (!peer.requested.empty() && peer.fragments.read() < end && take_fragment(from)) continue;
@@ -177,7 +177,7 @@ void Incoming::progress() {
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, posted] : posted_) wakeups_.finish(*posted.transfer, error);
   posted_.clear();
-  for (Sender& peer : senders_) {
+  for (SourcePeer& peer : senders_) {
     for (const auto& [number, transfer] : peer.requested) wakeups_.finish(*transfer, error);
     for (const Reply& reply : peer.queued)
       if (reply.refused) wakeups_.finish(*reply.refused, reply.error);

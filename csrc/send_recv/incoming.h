@@ -47,7 +47,7 @@ class Incoming {
     TransferPtr refused = {};  // NACK: the receive, which stays pending until the NACK is sent
     std::exception_ptr error = {};
   };
-  struct Sender {
+  struct SourcePeer {
     RingReader messages, fragments;
     RingWriter replies;
     std::deque<Reply> queued = {};  // replies that wait for room in the ring
@@ -62,7 +62,7 @@ class Incoming {
   int& posted_count(Rank peer) {
     return peer == kAnySource ? wildcard_receives_ : senders_[peer].posted;
   }
-  bool wants(const Sender& peer) const;
+  bool wants(const SourcePeer& peer) const;
   bool take_unexpected(Rank from, PostedReceives::iterator posted);
   bool take_one(Rank from);
   PostedReceives::iterator find(Rank from, uint32_t tag);
@@ -77,7 +77,7 @@ class Incoming {
   MailArea area_;
   Rank me_;
   Wakeups& wakeups_;
-  std::vector<Sender> senders_;                            // [rank]
+  std::vector<SourcePeer> senders_;                        // [rank]
   std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
   PostedReceives posted_;                                  // posted-receive queue
   uint64_t order_ = 0;                                     // sequence number of the next receive

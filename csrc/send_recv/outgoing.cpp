@@ -16,11 +16,11 @@ Outgoing::Outgoing(const MailArea& area, Rank me, Wakeups& wakeups)
 }
 
 void Outgoing::send(TransferPtr transfer) {
-  Receiver& peer = receivers_[transfer->peer()];
+  DestinationPeer& peer = receivers_[transfer->peer()];
   if (!peer.queued.empty() || !post(peer, transfer)) peer.queued.push_back(std::move(transfer));
 }
 
-bool Outgoing::post(Receiver& peer, const TransferPtr& transfer) {
+bool Outgoing::post(DestinationPeer& peer, const TransferPtr& transfer) {
   const Envelope& envelope = transfer->envelope;
   const bool whole = envelope.bytes <= max_eager_;
   Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
@@ -37,7 +37,7 @@ bool Outgoing::post(Receiver& peer, const TransferPtr& transfer) {
   return true;
 }
 
-void Outgoing::read_replies(Receiver& peer) {
+void Outgoing::read_replies(DestinationPeer& peer) {
   for (; const Record* const reply = peer.replies.peek(); peer.replies.pop()) {
     const auto awaiting = peer.awaiting_cts.extract(reply->number);
     if (awaiting.empty()) continue;  // the send has failed with the group
@@ -52,7 +52,7 @@ void Outgoing::read_replies(Receiver& peer) {
   }
 }
 
-bool Outgoing::push_fragment(Receiver& peer, Transfer& transfer) {
+bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
   const uint64_t moved = transfer.moved();
   const std::size_t most = MailArea::fragment_bytes(area_.world(), transfer.envelope.bytes);
   Record record{.number = transfer.number_, .kind = Record::fragment};
@@ -66,7 +66,7 @@ bool Outgoing::push_fragment(Receiver& peer, Transfer& transfer) {
 // Writes the available fragments that fit into the ring, in the order of the CTS. Writes at most
 // the size of the ring, so that a peer that empties it as fast as it is filled does not starve
 // others.
-void Outgoing::push_fragments(Receiver& peer) {
+void Outgoing::push_fragments(DestinationPeer& peer) {
   const uint64_t end = peer.fragments.written() + MailArea::fragment_ring_bytes(area_.world());
   bool room = true;
   std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
@@ -79,7 +79,7 @@ void Outgoing::push_fragments(Receiver& peer) {
 }
 
 void Outgoing::progress() {
-  for (Receiver& peer : receivers_) {
+  for (DestinationPeer& peer : receivers_) {
     if (!peer.awaiting_cts.empty()) read_replies(peer);
     while (!peer.queued.empty() && post(peer, peer.queued.front())) peer.queued.pop_front();
     if (!peer.requested.empty()) push_fragments(peer);
@@ -87,7 +87,7 @@ void Outgoing::progress() {
 }
 
 void Outgoing::fail(const std::exception_ptr& error) {
-  for (Receiver& peer : receivers_) {
+  for (DestinationPeer& peer : receivers_) {
     for (const auto& [number, transfer] : peer.awaiting_cts) wakeups_.finish(*transfer, error);
     for (const auto* const list : {&peer.queued, &peer.requested})
       for (const TransferPtr& transfer : *list) wakeups_.finish(*transfer, error);

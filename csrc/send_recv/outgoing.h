@@ -20,7 +20,7 @@ class Outgoing {
   void fail(const std::exception_ptr& error);
 
  private:
-  struct Receiver {
+  struct DestinationPeer {
     RingWriter messages, fragments;
     RingReader replies;
     uint64_t sent = 0;
@@ -29,16 +29,16 @@ class Outgoing {
     std::deque<TransferPtr> requested = {};                       // large sends that got a CTS
   };
 
-  bool post(Receiver& peer, const TransferPtr& transfer);
-  void read_replies(Receiver& peer);
-  bool push_fragment(Receiver& peer, Transfer& transfer);
-  void push_fragments(Receiver& peer);
+  bool post(DestinationPeer& peer, const TransferPtr& transfer);
+  void read_replies(DestinationPeer& peer);
+  bool push_fragment(DestinationPeer& peer, Transfer& transfer);
+  void push_fragments(DestinationPeer& peer);
 
   MailArea area_;
   Rank me_;
   Wakeups& wakeups_;
   std::size_t max_eager_;
-  std::vector<Receiver> receivers_;  // [rank]
+  std::vector<DestinationPeer> receivers_;  // [rank]
 };
 
 }  // namespace pycollect::ipc

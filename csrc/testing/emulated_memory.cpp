@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "emulator.h"
-#include "reference_run.h"
+#include "reference_kernels.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -46,12 +46,12 @@ std::byte* Emulator::allocate(Device, std::size_t bytes) {
   demand(file && ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "out of memory");
   std::byte* const base = mapped(file, bytes);
   std::memset(base, kPoison, bytes);
-  shared_.emplace(base, Shared{bytes, std::move(file), true});
+  shared_.emplace(base, SharedAllocation{bytes, std::move(file), true});
   ++counters_["allocated"];
   return base;
 }
 
-Exported Emulator::export_memory(std::byte* base) {
+ExportedMemory Emulator::export_memory(std::byte* base) {
   const Lock lock = locked();
   enter("export_memory");
   const auto found = shared_.find(base);
@@ -68,7 +68,7 @@ std::byte* Emulator::map(Device, const UniqueFd& descriptor, std::size_t bytes) 
       violation(memory.own ? "a process cannot map memory that it has allocated itself"
                            : "memory is mapped twice");
   std::byte* const base = mapped(descriptor, bytes);
-  shared_.emplace(base, Shared{bytes, copy_of(descriptor), false});
+  shared_.emplace(base, SharedAllocation{bytes, copy_of(descriptor), false});
   ++counters_["mapped"];
   return base;
 }
@@ -78,7 +78,7 @@ void Emulator::unmap(std::byte* base) {
   const Lock lock = locked();
   const auto found = shared_.find(base);
   if (found == shared_.end()) violation("unmap of memory that is not mapped");
-  const Shared memory = std::move(found->second);
+  const SharedAllocation memory = std::move(found->second);
   shared_.erase(found);
   munmap(base, memory.bytes);
   --counters_[memory.own ? "allocated" : "mapped"];
@@ -128,7 +128,8 @@ void Emulator::copy(const CopyRect& it) {
   ++counters_["host_copy"];
 }
 
-const Emulator::Region& Emulator::region(const std::byte* begin, std::size_t bytes) const {
+const Emulator::EmulatedAllocation& Emulator::region(const std::byte* begin,
+                                                     std::size_t bytes) const {
   auto after = regions_.upper_bound(begin);
   demand(after != regions_.begin(), "an address outside of all allocations");
   const auto& [base, r] = *std::prev(after);
@@ -137,13 +138,13 @@ const Emulator::Region& Emulator::region(const std::byte* begin, std::size_t byt
 }
 
 void Emulator::require_access(Device device, const std::byte* begin, std::size_t bytes) const {
-  const Region& r = region(begin, bytes);
+  const EmulatedAllocation& r = region(begin, bytes);
   demand(r.kind != MemoryKind::pageable, "a kernel accesses pageable memory");
   demand(r.kind == MemoryKind::pinned || r.device == device || peers_[device][r.device], "device ",
          device, " cannot access the memory of device ", r.device);
 }
 
-std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelWork& work,
+std::vector<MemoryAccess> Emulator::accesses(Device device, const LaunchWork& work,
                                              std::size_t item, int part) const {
   demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
          "kernel work without elements or without pointers");

@@ -19,8 +19,9 @@ constexpr std::byte kGarbage{0x5a};
 
 EmulatedRun::EmulatedRun(TestCase test_case, const EmulatedRun* machine_of)
     : test_case_(std::move(test_case)),
-      machine_(machine_of ? machine_of->machine_
-                          : std::make_shared<Machine>(devices_of(test_case_), test_case_.ring)),
+      machine_(machine_of
+                   ? machine_of->machine_
+                   : std::make_shared<EmulatedMachine>(devices_of(test_case_), test_case_.ring)),
       cuda_(*machine_->cuda),
       written_(compile(test_case_.plan, test_case_.in_place)),
       compiled_(staged(test_case_)),
@@ -94,14 +95,14 @@ std::byte* EmulatedRun::add_block(Rank rank, int buffer, std::size_t bytes) {
 void EmulatedRun::add_tensor(int number) {
   const std::size_t rows = 1 + number % 2, item = item_bytes(test_case_.dtype);
   const Plan &written = written_.plan, &run = compiled_.plan;
-  tensors_.push_back(std::make_unique<TestTensor>(
-      TestTensor{make_offsets(chunk_sizes_, written, written, test_case_.pieces, number),
-                 make_offsets(chunk_sizes_, written, run, test_case_.pieces, number)}));
+  tensors_.push_back(std::make_unique<TestOffsets>(
+      TestOffsets{make_offsets(chunk_sizes_, written, written, test_case_.pieces, number),
+                  make_offsets(chunk_sizes_, written, run, test_case_.pieces, number)}));
   cut_host_memory(run, tensors_.back()->run);
-  const TestTensor& t = *tensors_.back();
+  const TestOffsets& t = *tensors_.back();
   const std::size_t buffers = static_cast<std::size_t>(test_case_.plan.world) * kBuffers;
-  Binding expected{&t.written, std::vector<Memory>(buffers), rows};
-  Binding bound{&t.run, std::vector<Memory>(buffers), rows};
+  Binding expected{&t.written, std::vector<BufferMemory>(buffers), rows};
+  Binding bound{&t.run, std::vector<BufferMemory>(buffers), rows};
   for (Rank r = 0; r < test_case_.plan.world; ++r)
     for (int b = 0; b < kBuffers; ++b) {
       const auto buffer = static_cast<Buffer>(b);

@@ -13,8 +13,8 @@
 
 namespace pycollect::cuda {
 
-struct Machine {
-  Machine(int devices, PinnedRingSize ring)
+struct EmulatedMachine {
+  EmulatedMachine(int devices, PinnedRingSize ring)
       : cuda(Emulator::recording(devices)), executor(*cuda, *cuda, ring) {}
   const std::shared_ptr<Emulator> cuda;
   Executor executor;
@@ -54,8 +54,8 @@ class EmulatedRun {
     bool is_checked, is_pageable;
     bool wrong = false;
   };
-  struct TestTensor {  // chunk offsets in the original plan, and in the staged one
-    Offsets written, run;
+  struct TestOffsets {  // chunk offsets in the original plan, and in the staged one
+    PlanOffsets written, run;
   };
 
   void create_streams();
@@ -69,13 +69,13 @@ class EmulatedRun {
   void fork_or_join_callers(bool fork);
 
   TestCase test_case_;
-  std::shared_ptr<Machine> machine_;
+  std::shared_ptr<EmulatedMachine> machine_;
   Emulator& cuda_;
   CompiledPlan written_, compiled_;
   ChunkSizes chunk_sizes_;
   CallStreams streams_;
   int fail_after_ = -1;
-  std::vector<std::unique_ptr<TestTensor>> tensors_;
+  std::vector<std::unique_ptr<TestOffsets>> tensors_;
   std::vector<std::unique_ptr<TestBlock>> blocks_;
   std::vector<Binding> expected_, bound_;
 };

@@ -8,7 +8,7 @@
 #include "../cuda/kernel_table.h"
 #include "../group/segment_layout.h"
 #include "emulator.h"
-#include "reference_run.h"
+#include "reference_kernels.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -53,7 +53,7 @@ void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work wo
 // op): CUDA may load the kernel there, and synchronizes to do so.
 void Emulator::load(const Launch& launch) {
   const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
-                                  [](const KernelWork& work) { return work.srcs.size() == 1; });
+                                  [](const LaunchWork& work) { return work.srcs.size() == 1; });
   const std::pair<int, int> kernel =
       copies ? std::pair(-1, -1)
              : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
@@ -75,7 +75,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
   for (std::size_t i = 0; i < how->works.size(); ++i) {
-    const KernelWork& work = how->works[i];
+    const LaunchWork& work = how->works[i];
     const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
     for (const auto* side : {&work.dsts, &work.srcs})
       for (const std::byte* at : *side)

@@ -32,7 +32,7 @@ inline std::atomic<uint64_t>& word_at(std::byte* at) {
   return *reinterpret_cast<std::atomic<uint64_t>*>(at);
 }
 
-class Emulator final : public Api, public HostRuntime {
+class Emulator final : public Api, public HostMemoryOps {
  public:
   // Creates a recording emulator with `devices` devices. Their memory comes from `allocate`.
   static std::shared_ptr<Emulator> recording(int devices);
@@ -62,13 +62,13 @@ class Emulator final : public Api, public HostRuntime {
   void write_value(Stream stream, std::byte* word, uint64_t value) override;
   void wait_value(Stream stream, std::byte* word, uint64_t value) override;
   std::byte* allocate(Device device, std::size_t bytes) override;
-  Exported export_memory(std::byte* memory) override;
+  ExportedMemory export_memory(std::byte* memory) override;
   std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override;
   void unmap(std::byte* memory) override;
   std::byte* register_host(std::byte* memory, std::size_t bytes) override;
   void unregister_host(std::byte* memory) override;
 
-  // HostRuntime: the host's work for the executor, which is only recorded in the trace.
+  // HostMemoryOps: the host's work for the executor, which is only recorded in the trace.
   std::byte* new_pinned(std::size_t bytes) override;
   void copy(const CopyRect& rectangle) override;
 
@@ -142,13 +142,13 @@ class Emulator final : public Api, public HostRuntime {
     int capture = 0, call = -1;
     std::vector<int> clock = {};
   };
-  struct Region {
+  struct EmulatedAllocation {
     std::size_t bytes;
     MemoryKind kind;
     Device device;
     std::unique_ptr<std::byte[]> storage;
   };
-  struct Shared {  // device memory that processes share: allocated here (own), or mapped
+  struct SharedAllocation {  // device memory that processes share: allocated here (own), or mapped
     std::size_t bytes;
     ipc::UniqueFd file;
     bool own;
@@ -165,10 +165,10 @@ class Emulator final : public Api, public HostRuntime {
   EventState& state(Event event, const char* call);
   void log(const char* call, const StreamState& stream);
   void enqueue(Stream stream, Operation operation);
-  const Region& region(const std::byte* begin, std::size_t bytes) const;
+  const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
   bool is_registered(const std::byte* word) const;
-  std::vector<MemoryAccess> accesses(Device device, const KernelWork& work, std::size_t item,
+  std::vector<MemoryAccess> accesses(Device device, const LaunchWork& work, std::size_t item,
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 
@@ -178,8 +178,8 @@ class Emulator final : public Api, public HostRuntime {
   std::vector<std::vector<bool>> peers_;
   std::vector<StreamState> states_;  // [stream]
   std::vector<EventState> events_;
-  std::map<const std::byte*, Region> regions_;
-  std::map<std::byte*, Shared> shared_;
+  std::map<const std::byte*, EmulatedAllocation> regions_;
+  std::map<std::byte*, SharedAllocation> shared_;
   std::map<std::byte*, std::size_t> registered_;
   std::set<std::pair<int, int>> loaded_;  // kernels loaded so far, as (dtype, op)
   Trace trace_;

@@ -20,7 +20,7 @@ int devices_of(const TestCase& test_case) {
 
 CompiledPlan staged(const TestCase& test_case) {
   const int world = test_case.plan.world;
-  Reachability reach{std::vector<bool>(world), {}};
+  MemoryReach reach{std::vector<bool>(world), {}};
   bool all = true;
   for (Rank r = 0; r < world; ++r) {
     reach.on_host[r] = test_case.devices[r] < 0;
@@ -34,15 +34,15 @@ CompiledPlan staged(const TestCase& test_case) {
                  test_case.in_place, test_case.level_policy);
 }
 
-Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces,
-                     int number) {
+PlanOffsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces,
+                         int number) {
   const std::size_t least = pieces;
   auto size = [&](std::size_t a) {
     return least + (how == ChunkSizes::even ? 0 : (7 * a + number) % 3);
   };
   Sizes sizes;
   for (int c = 0; c < written.chunks; ++c) sizes.push_back(size(c));
-  Offsets offsets(plan, sizes);
+  PlanOffsets offsets(plan, sizes);
   for (int r = 0; how == ChunkSizes::each && r < written.world; ++r) {
     Sizes given, got;
     for (int of = 0; of < written.chunks; ++of) {
@@ -58,7 +58,7 @@ Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int 
 ChunkSizes choose_chunk_sizes(const Plan& written, const Plan& run, int pieces, int bindings) {
   for (ChunkSizes how : {ChunkSizes::uneven, ChunkSizes::each}) try {
       for (int number = 0; number < bindings; ++number) {
-        Offsets offsets = make_offsets(how, written, run, pieces, number);
+        PlanOffsets offsets = make_offsets(how, written, run, pieces, number);
         cut_host_memory(run, offsets);
       }
       return how;

@@ -40,7 +40,8 @@ CompiledPlan staged(const TestCase& test_case);  // its plan, staged if these de
 
 // Returns offsets for `plan`, which is `written` or derived from it. No piece is empty. `number`:
 // index of the tensor.
-Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces, int number);
+PlanOffsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces,
+                         int number);
 
 // Returns the first of the chunk sizes, in the order of the enum, that the plan allows.
 ChunkSizes choose_chunk_sizes(const Plan& written, const Plan& run, int pieces, int bindings);

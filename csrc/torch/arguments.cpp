@@ -117,8 +117,8 @@ std::string dtype_name(const at::Tensor& tensor) {
 DType dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
   const auto found = find_dtype(tensor.scalar_type());
   if (!found) [[unlikely]]  // builds the list of names only for the error
-    throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
-                            joined(kDTypeNames)));
+    throw TypeError(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
+                         joined(kDTypeNames)));
   return *found;
 }
 
@@ -167,7 +167,7 @@ void check_alike(const at::Tensor& t, const ArgumentName& label, const at::Tenso
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
-Extent extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
+ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   // mutable_data_ptr() gives a lazy clone its own memory before the call writes it.
   const auto* begin = static_cast<const std::byte*>(
       access == AccessMode::write ? t.mutable_data_ptr() : t.const_data_ptr());
@@ -175,14 +175,14 @@ Extent extent(const at::Tensor& t, AccessMode access, const ArgumentName& label)
   return {begin, end, access == AccessMode::write, label};
 }
 
-void check_disjoint(std::vector<Extent>& all) {
+void check_disjoint(std::vector<ArgumentRange>& all) {
   std::sort(all.begin(), all.end(),
-            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+            [](const ArgumentRange& a, const ArgumentRange& b) { return a.begin < b.begin; });
   // The extents with the highest end so far: among all, and among those that are written.
-  const Extent *any = nullptr, *written = nullptr;
-  for (const Extent& e : all) {
+  const ArgumentRange *any = nullptr, *written = nullptr;
+  for (const ArgumentRange& e : all) {
     if (e.begin == e.end) continue;
-    const Extent* other = e.written ? any : written;
+    const ArgumentRange* other = e.written ? any : written;
     require(other == nullptr || other->end <= e.begin, e.label.call, ": ",
             other ? other->label : e.label, " and ", e.label,
             " may share memory, and one of them would be written; pass .clone() of one of them");

@@ -43,14 +43,14 @@ void check_alike(const at::Tensor& tensor, const ArgumentName& label, const at::
                  const ArgumentName& first_label, Alike alike, int64_t dim = 0);
 
 // The range of addresses from a tensor's first element to its last.
-struct Extent {
+struct ArgumentRange {
   const std::byte *begin, *end;
   bool written;
   ArgumentName label;
 };
-Extent extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
+ArgumentRange extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 // Checks that no extent that is written overlaps another one. Sorts the extents.
-void check_disjoint(std::vector<Extent>& extents);
+void check_disjoint(std::vector<ArgumentRange>& extents);
 
 ReduceOp op_named(std::string_view name, const char* call);
 void check_op(DType dtype, ReduceOp op, const char* call);  // throws TypeError

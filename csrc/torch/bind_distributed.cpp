@@ -14,7 +14,7 @@ using dist::Options;
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int world,
                                                const c10::intrusive_ptr<Options>& options) {
-  return c10::make_intrusive<dist::Backend>(store, dist::GroupRank{rank, world}, options);
+  return c10::make_intrusive<dist::Backend>(store, dist::RankAndWorld{rank, world}, options);
 }
 
 // Returns bytes of the symmetric heap: in tensors, free but cached, and reserved as address space.

@@ -4,7 +4,7 @@
 
 #include "../cpu/fold.h"
 #include "collectives.h"
-#include "convert.h"
+#include "from_python.h"
 #include "gpus.h"
 #include "log.h"
 

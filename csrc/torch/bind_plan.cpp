@@ -19,7 +19,7 @@
 #include "../plan/offsets.h"
 #include "../plan/select.h"
 #include "../plan/verify.h"
-#include "convert.h"
+#include "from_python.h"
 
 namespace pycollect {
 namespace {
@@ -76,7 +76,7 @@ py::tuple steps_of(const Plan& plan) {
 DType dtype_named(const std::string& dtype) {
   for (std::size_t i = 0; i < kDTypeNames.size(); ++i)
     if (dtype == kDTypeNames[i]) return static_cast<DType>(i);
-  throw TypeMismatch(text("there is no dtype '", dtype, "'; use a name such as 'float32'"));
+  throw TypeError(text("there is no dtype '", dtype, "'; use a name such as 'float32'"));
 }
 
 Collective collective_from(py::handle name, const char* call) {
@@ -178,16 +178,16 @@ void bind_plans(py::module_& m) {
       .def("without_wait", &Lowered::without_wait, py::arg("rank"), py::arg("index"),
            py::arg("wait"))
       .def("with_wait", &Lowered::with_wait, py::arg("rank"), py::arg("index"), py::arg("wait"));
-  py::class_<Offsets>(m, "Offsets")
+  py::class_<PlanOffsets>(m, "PlanOffsets")
       .def(py::init<const Plan&, const Sizes&, std::size_t>(), py::arg("plan"), py::arg("blocks"),
            py::arg("align") = 1)
-      .def("set", [](Offsets& o, Rank rank, const std::string& buffer,
+      .def("set", [](PlanOffsets& o, Rank rank, const std::string& buffer,
                      const Sizes& blocks) { o.set(rank, buffer_of(buffer), blocks); })
-      .def("begin", [](const Offsets& o, const SliceTuple& s) { return o.begin(slice_of(s)); })
-      .def("count", [](const Offsets& o, const SliceTuple& s) { return o.count(slice_of(s)); })
-      .def("total", [](const Offsets& o, Rank rank,
+      .def("begin", [](const PlanOffsets& o, const SliceTuple& s) { return o.begin(slice_of(s)); })
+      .def("count", [](const PlanOffsets& o, const SliceTuple& s) { return o.count(slice_of(s)); })
+      .def("total", [](const PlanOffsets& o, Rank rank,
                        const std::string& buffer) { return o.total(rank, buffer_of(buffer)); })
-      .def("check", &Offsets::check, py::arg("plan"));
+      .def("check", &PlanOffsets::check, py::arg("plan"));
 }
 
 void bind_registry(py::module_& m) {
@@ -225,7 +225,8 @@ void bind_registry(py::module_& m) {
   m.def(
       "default_algorithm",
       [](py::handle collective, int world, std::size_t nbytes) {
-        const CallKey key{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
+        const SelectionKey key{collective_from(collective, "plan"), world, nbytes, DType::f32,
+                               false};
         return choose(key, "").algorithm->name;
       },
       py::arg("collective"), py::arg("world"), py::arg("nbytes"));

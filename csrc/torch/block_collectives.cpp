@@ -77,7 +77,7 @@ void check_outputs(const BlockArgs& args, const Tensors& inputs,
   const char* call = name(args.collective);
   require(args.out->size() == specs.size(), call, ": out has ", args.out->size(),
           " tensors; needed are ", specs.size());
-  std::vector<Extent> extents;
+  std::vector<ArgumentRange> extents;
   for (std::size_t r = 0; r < inputs.size(); ++r)
     extents.push_back(extent(inputs[r], AccessMode::read, label(args, inputs_name(args), r)));
   for (std::size_t r = 0; r < specs.size(); ++r) {
@@ -133,12 +133,13 @@ Sizes times(const Sizes& s, int64_t inner) {
   return result;
 }
 
-void bind_blocks(DtypePlan& part, const Blocks& b, const Participants& ranks, const Tensors& inputs,
-                 PreparedCall& prepared, const DimSplit& split, bool to_root, bool from_root) {
+void bind_blocks(DtypePlan& part, const BlockSizes& b, const Participants& ranks,
+                 const Tensors& inputs, PreparedCall& prepared, const OuterInner& split,
+                 bool to_root, bool from_root) {
   const std::size_t item = item_bytes(part.dtype);
-  auto offsets = std::make_unique<Offsets>(part.compiled->plan, times(b.whole, split.inner),
-                                           std::max<std::size_t>(kAlignBytes / item, 1));
-  std::vector<Memory> memory(b.in.size() * kBuffers);
+  auto offsets = std::make_unique<PlanOffsets>(part.compiled->plan, times(b.whole, split.inner),
+                                               std::max<std::size_t>(kAlignBytes / item, 1));
+  std::vector<BufferMemory> memory(b.in.size() * kBuffers);
   auto set_memory = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
     const int64_t pitch = sum(blocks, prepared.call) * split.inner * static_cast<int64_t>(item);
     memory[r * kBuffers + static_cast<int>(buffer)] = {bytes_of(t), pitch};
@@ -168,7 +169,7 @@ BlockCut cut_of(const BlockArgs& args, const Tensors& inputs, const Participants
 }
 
 std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& inputs,
-                                     const Participants& ranks, const Blocks& b, int64_t dim) {
+                                     const Participants& ranks, const BlockSizes& b, int64_t dim) {
   std::vector<ResultSpec> specs;
   for (int i = 0; i < ranks.outputs; ++i) {
     const Rank r = args.collective == Collective::gather ? ranks.root : i;
@@ -192,7 +193,7 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
   const int64_t dim = check_dim(inputs[0], args.dim, first);
   const DType dtype = check_inputs(args, inputs, dim);
   const Participants ranks = participants_of(args, inputs);
-  const Blocks blocks = blocks_of(cut_of(args, inputs, ranks, dim));
+  const BlockSizes blocks = blocks_of(cut_of(args, inputs, ranks, dim));
   const std::vector<ResultSpec> specs = result_specs(args, inputs, ranks, blocks, dim);
   if (args.out) check_outputs(args, inputs, specs);
   std::size_t bytes = 0;
@@ -212,7 +213,7 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
         empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
     check_tensor(prepared.results.back(), AccessMode::write, {call, "a result"});
   }
-  const DimSplit split(inputs[0], order, dim);
+  const OuterInner split(inputs[0], order, dim);
   if (split.rows > 0 && split.inner > 0 && bytes > 0) {
     bind_blocks(part, blocks, ranks, inputs, prepared, split, to_root, from_root);
     prepared.parts.push_back(std::move(part));

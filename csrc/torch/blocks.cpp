@@ -39,8 +39,8 @@ Sizes only_block(const Sizes& whole, Rank r) {
   return s;
 }
 
-Blocks all_to_all_blocks(const BlockCut& cut) {
-  Blocks b{{}, std::vector<Sizes>(cut.world, Sizes(cut.world)), Sizes(cut.world)};
+BlockSizes all_to_all_blocks(const BlockCut& cut) {
+  BlockSizes b{{}, std::vector<Sizes>(cut.world, Sizes(cut.world)), Sizes(cut.world)};
   for (Rank r = 0; r < cut.world; ++r) b.in.push_back(block_sizes(cut, cut.lengths[r], r));
   for (Rank r = 0; r < cut.world; ++r)
     for (Rank p = 0; p < cut.world; ++p) b.out[r][p] = b.in[p][r];
@@ -49,11 +49,11 @@ Blocks all_to_all_blocks(const BlockCut& cut) {
 
 }  // namespace
 
-Blocks blocks_of(const BlockCut& cut) {
+BlockSizes blocks_of(const BlockCut& cut) {
   if (cut.collective == Collective::all_to_all) return all_to_all_blocks(cut);
   const bool joins =
       cut.collective == Collective::all_gather || cut.collective == Collective::gather;
-  Blocks b{
+  BlockSizes b{
       {},
       {},
       joins ? Sizes(cut.lengths.begin(), cut.lengths.end()) : block_sizes(cut, cut.lengths[0], 0)};

@@ -10,7 +10,7 @@
 namespace pycollect {
 
 // Elements along the dimension, [rank][block], in the input and in the output of every rank.
-struct Blocks {
+struct BlockSizes {
   std::vector<Sizes> in, out;
   // Sizes of all blocks, as in scratch memory; an input or output has some or all of them.
   Sizes whole;
@@ -31,7 +31,7 @@ struct BlockCut {
 
 // Returns the caller's blocks, or those of torch.tensor_split if `sizes` is empty. Throws
 // ValueError if the caller's sizes do not fit the lengths.
-Blocks blocks_of(const BlockCut& cut);
+BlockSizes blocks_of(const BlockCut& cut);
 
 // Returns the sum of the sizes. Throws ValueError if it does not fit 64 bits.
 int64_t sum(const Sizes& sizes, const char* call);

@@ -13,8 +13,9 @@ namespace pycollect {
 namespace {
 
 // Adds offsets for these blocks to the plan, which owns them.
-const Offsets* add_offsets(DtypePlan& part, const Sizes& blocks) {
-  return part.offsets.emplace_back(std::make_unique<Offsets>(part.compiled->plan, blocks)).get();
+const PlanOffsets* add_offsets(DtypePlan& part, const Sizes& blocks) {
+  return part.offsets.emplace_back(std::make_unique<PlanOffsets>(part.compiled->plan, blocks))
+      .get();
 }
 
 // Checks that the tensors are on one device, and replaces those that are not dense by dense copies.
@@ -38,7 +39,7 @@ void check_sources(Tensors& tensors) {
 // rank, which has no result.
 void bind_copies(DtypePlan& part, const at::Tensor& source, std::span<const at::Tensor> results,
                  Rank root, PreparedCall& prepared) {
-  std::vector<Memory> memory(prepared.devices.size() * kBuffers);
+  std::vector<BufferMemory> memory(prepared.devices.size() * kBuffers);
   for (std::size_t r = 0; r < prepared.devices.size(); ++r)
     memory[r * kBuffers + 1] = {bytes_of(r < results.size() ? results[r] : source)};
   memory[root * kBuffers] = {bytes_of(source)};
@@ -85,8 +86,8 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access
   check_tensor(src, AccessMode::read, from);
   check_alike(src, from, dst, to, Alike::shape);
   const DType dtype = dtype_of(dst, to);
-  std::vector<Extent> extents{extent(dst, AccessMode::write, to),
-                              extent(src, AccessMode::read, from)};
+  std::vector<ArgumentRange> extents{extent(dst, AccessMode::write, to),
+                                     extent(src, AccessMode::read, from)};
   check_disjoint(extents);
   // A scatter from rank 0 to the last rank; on one device both are rank 0.
   PreparedCall prepared{.call = "copy_",
@@ -107,7 +108,7 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access
   for (const Rectangle& rectangle : rectangles(dst)) {
     Sizes blocks(world);
     blocks.back() = static_cast<std::size_t>(rectangle.count);
-    std::vector<Memory> memory(prepared.devices.size() * kBuffers);
+    std::vector<BufferMemory> memory(prepared.devices.size() * kBuffers);
     memory[0] = {bytes_of(src) + rectangle.offset * item, rectangle.pitch * item};
     memory[(world - 1) * kBuffers + 1] = {bytes_of(dst) + rectangle.offset * item,
                                           rectangle.pitch * item};

@@ -1,4 +1,4 @@
-// Functions that need GPUs. cuda/gpus.cpp and cuda/reachability.cpp implement them in builds with
+// Functions that need GPUs. cuda/gpus.cpp and cuda/memory_reach.cpp implement them in builds with
 // CUDA, and no_cuda.cpp in all others, so that callers do not depend on the kind of build.
 #pragma once
 #include <memory>
@@ -20,7 +20,7 @@ Topology topology_of(const DeviceList& devices, bool peer_access);
 
 // Returns the compiled plan for ranks on these devices, with copies through the host between those
 // that do not reach each other's memory.
-std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const CallKey& key,
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const SelectionKey& key,
                                                  Rank root, const DeviceList& devices,
                                                  bool peer_access);
 

@@ -11,7 +11,7 @@ namespace {
 bool is_reduction(Collective c) { return c == Collective::all_reduce || c == Collective::reduce; }
 
 void check(const InPlaceArgs& args, const TensorGrid& grid) {
-  std::vector<Extent> extents;
+  std::vector<ArgumentRange> extents;
   extents.reserve(grid.flat.size());
   for (std::size_t i = 0; i < grid.width(); ++i)
     for (Rank r = 0; r < grid.world; ++r) {
@@ -34,18 +34,18 @@ void check(const InPlaceArgs& args, const TensorGrid& grid) {
 // Binds one tensor of every rank: one binding for each of its rectangles.
 void bind_ranks(DtypePlan& part, std::span<const at::Tensor> ranks, PreparedCall& prepared) {
   const std::size_t item = item_bytes(part.dtype);
-  const Offsets* offsets = nullptr;
+  const PlanOffsets* offsets = nullptr;
   for (const Rectangle& rectangle : rectangles(ranks[0])) {
     if (offsets == nullptr)  // all rectangles of a tensor have equal counts
       offsets = part.offsets
-                    .emplace_back(std::make_unique<Offsets>(
+                    .emplace_back(std::make_unique<PlanOffsets>(
                         part.compiled->plan, Sizes{static_cast<std::size_t>(rectangle.count)},
                         std::max<std::size_t>(kAlignBytes / item, 1)))
                     .get();
-    std::vector<Memory> memory(ranks.size() * kBuffers);
+    std::vector<BufferMemory> memory(ranks.size() * kBuffers);
     for (std::size_t r = 0; r < ranks.size(); ++r) {
-      const Memory m{bytes_of(ranks[r]) + rectangle.offset * static_cast<int64_t>(item),
-                     rectangle.pitch * static_cast<int64_t>(item)};
+      const BufferMemory m{bytes_of(ranks[r]) + rectangle.offset * static_cast<int64_t>(item),
+                           rectangle.pitch * static_cast<int64_t>(item)};
       memory[r * kBuffers] = memory[r * kBuffers + 1] = m;
     }
     part.bind(offsets, std::move(memory), rectangle.rows, prepared);
@@ -68,7 +68,7 @@ PreparedCall in_place(const InPlaceArgs& args, TensorGrid grid) {
   for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
     prepared.devices.push_back(grid.flat[r].device());
   for (const DtypeGroup& group : dtype_groups(args.call, grid)) {
-    const CallKey key{args.collective, grid.world, group.bytes, group.dtype, true};
+    const SelectionKey key{args.collective, grid.world, group.bytes, group.dtype, true};
     DtypePlan part =
         make_dtype_plan(key, args.algorithm, static_cast<Rank>(args.root), args.op, prepared);
     if (grid.world == 1 || group.bytes == 0) continue;

@@ -5,7 +5,7 @@
 #include "bind_distributed.h"
 #include "bind_machine.h"
 #include "bind_plan.h"
-#include "convert.h"
+#include "from_python.h"
 #include "gpus.h"
 #include "profiler_range.h"
 #include "work.h"
@@ -284,6 +284,19 @@ void bind_conversions(py::module_& m) {
   m.def("flag_from", &flag_from);
 }
 
+constexpr const char* kWaitDoc =
+    R"(Return the result of the call: None for a collective in place, else its tensors.
+
+Without CUDA tensors, the host waits until the collective has finished, and its error is raised.
+With CUDA tensors, the stream of each GPU that is current now waits for the collective, but the host
+does not: results may be used on these streams at once. Results in host memory of a call with CUDA
+tensors are complete when the call returns, except during the capture of a CUDA graph.
+
+timeout: seconds. The host then waits for CUDA tensors, too. None, and more than 1e9, are no limit.
+
+Raises pycollect.Timeout if the collective has not finished by then: it keeps running, and wait()
+may be called again; ValueError for a negative timeout, TypeError for one that is not a number.)";
+
 // Sets an exception of pycollect.errors as Python's current error.
 void set_error(const char* type, const std::exception& error) {
   const py::object raised = py::module_::import("pycollect.errors").attr(type);
@@ -296,7 +309,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
-    } catch (const TypeMismatch& e) {
+    } catch (const TypeError& e) {
       PyErr_SetString(PyExc_TypeError, e.what());
     } catch (const PeerLost& e) {
       set_error("PeerLost", e);
@@ -306,11 +319,14 @@ PYBIND11_MODULE(_C, m) {
       set_error("CollectiveError", e);
     }
   });
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("wait", &wait, py::arg("timeout") = py::none())
-      .def("result", &wait, py::arg("timeout") = py::none())
-      .def("is_completed", &Work::is_completed)
-      .def("exception", &exception);
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work", "A collective called with async_op=True.")
+      .def("wait", &wait, py::arg("timeout") = py::none(), kWaitDoc)
+      .def("result", &wait, py::arg("timeout") = py::none(), "Wait and return as wait() does.")
+      .def("is_completed", &Work::is_completed,
+           "Return whether the collective has finished or failed, without waiting.")
+      .def("exception", &exception,
+           "Return a RuntimeError with the message of a failed collective, else None.\n\n"
+           "Always None with CUDA tensors, whose errors the call itself raises.");
   bind_collectives(m);
   bind_conversions(m);
   bind_plan(m);

@@ -16,7 +16,7 @@ namespace {
 }  // namespace
 
 Topology topology_of(const DeviceList&, bool) { return Topology::shared; }
-std::shared_ptr<const CompiledPlan> compiled_for(const Choice&, const CallKey&, Rank,
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice&, const SelectionKey&, Rank,
                                                  const DeviceList&, bool) {
   no_cuda();
 }

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "../plan/error.h"
-#include "float8_rounding.h"
+#include "float8_specials.h"
 #include "gpus.h"
 #include "log.h"
 #include "profiler_range.h"
@@ -14,7 +14,7 @@
 namespace pycollect {
 namespace {
 
-void log_choice(const CallKey& key, const Choice& choice) {
+void log_choice(const SelectionKey& key, const Choice& choice) {
   log_once(text(name(key.collective), " of ", key.bytes, " bytes of ", name(key.dtype), " on ",
                 key.world, " ranks: ", choice.algorithm->name, " (", choice.reason, ")"));
 }
@@ -36,20 +36,20 @@ at::Tensor new_bytes(int64_t bytes, at::Device device) {
 
 }  // namespace
 
-DtypePlan make_dtype_plan(CallKey key, std::string_view algorithm, Rank root, ReduceOp op,
+DtypePlan make_dtype_plan(SelectionKey key, std::string_view algorithm, Rank root, ReduceOp op,
                           const PreparedCall& prepared) {
   const bool on_gpus = prepared.on_gpus();
   if (on_gpus) key.topology = topology_of(prepared.devices, prepared.peer_access);
   const Choice choice = choose(key, algorithm, is_logging());
   if (is_logging()) log_choice(key, choice);
   FoldOptions options{.world = key.world, .non_temporal = !key.in_place};
-  if (item_bytes(key.dtype) == 1) options.float8 = float8_rounding();
+  if (item_bytes(key.dtype) == 1) options.float8 = float8_specials();
   auto plan = on_gpus ? compiled_for(choice, key, root, prepared.devices, prepared.peer_access)
                       : compiled(*choice.algorithm, {key.world, root, choice.pieces}, key.in_place);
   return {std::move(plan), key.dtype, op, options, !algorithm.empty()};
 }
 
-void DtypePlan::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
+void DtypePlan::bind(const PlanOffsets* at, std::vector<BufferMemory> memory, std::size_t rows,
                      PreparedCall& prepared) {
   auto add = [&](Rank r, Buffer buffer, auto&& make) {
     const auto bytes = static_cast<int64_t>(at->total(r, buffer) * item_bytes(dtype));
@@ -61,7 +61,8 @@ void DtypePlan::bind(const Offsets* at, std::vector<Memory> memory, std::size_t 
   const bool on_gpus = prepared.on_gpus();
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     for (int b = 0; on_gpus && prepared.devices[r].is_cpu() && b <= 1; ++b)  // input and output
-      if (Memory& m = memory[r * kBuffers + b]; m.base != nullptr) m.pageable = is_pageable(m.base);
+      if (BufferMemory& m = memory[r * kBuffers + b]; m.base != nullptr)
+        m.pageable = is_pageable(m.base);
     const at::Device gpu =
         prepared.devices[r].is_cpu() && on_gpus ? first_gpu(prepared.devices) : prepared.devices[r];
     if (compiled->scratched[r])

@@ -27,13 +27,13 @@ struct DtypePlan {
   DType dtype;
   ReduceOp op;
   FoldOptions options;
-  bool named;                                                // the caller named the algorithm
-  std::vector<std::unique_ptr<const Offsets>> offsets = {};  // of the bindings
+  bool named;                                                    // the caller named the algorithm
+  std::vector<std::unique_ptr<const PlanOffsets>> offsets = {};  // of the bindings
   std::vector<Binding> bindings = {};
 
   // Adds a binding. `memory` is [rank][buffer]. Scratch and host memory is allocated here for the
   // ranks where the plan uses it, and added to the call's `held` tensors.
-  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
+  void bind(const PlanOffsets* at, std::vector<BufferMemory> memory, std::size_t rows,
             PreparedCall& prepared);
 };
 
@@ -58,7 +58,7 @@ struct PreparedCall {
 
 // Chooses the algorithm and returns its plan for the devices of the call's ranks, from the cache if
 // it is there.
-DtypePlan make_dtype_plan(CallKey key, std::string_view algorithm, Rank root, ReduceOp op,
+DtypePlan make_dtype_plan(SelectionKey key, std::string_view algorithm, Rank root, ReduceOp op,
                           const PreparedCall& prepared);
 
 }  // namespace pycollect

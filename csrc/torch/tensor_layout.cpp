@@ -80,7 +80,7 @@ at::Tensor empty_in_order(at::IntArrayRef sizes, std::span<const int64_t> order,
   return std::is_sorted(order.begin(), order.end()) ? t : t.permute(inverse);
 }
 
-DimSplit::DimSplit(const at::Tensor& t, std::span<const int64_t> order, int64_t dim) {
+OuterInner::OuterInner(const at::Tensor& t, std::span<const int64_t> order, int64_t dim) {
   bool outside = true;
   for (int64_t d : order) {
     if (d == dim)

@@ -35,9 +35,9 @@ at::Tensor empty_in_order(at::IntArrayRef sizes, std::span<const int64_t> order,
 
 // Products of the sizes outside a dimension (`rows`) and inside it (`inner`), for a tensor that is
 // contiguous in `order`.
-struct DimSplit {
+struct OuterInner {
   int64_t rows = 1, inner = 1;
-  DimSplit(const at::Tensor& tensor, std::span<const int64_t> order, int64_t dim);
+  OuterInner(const at::Tensor& tensor, std::span<const int64_t> order, int64_t dim);
 };
 
 }  // namespace pycollect

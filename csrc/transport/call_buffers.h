@@ -45,7 +45,7 @@ class CallBuffers {
   std::size_t elements() const { return elements_; }
   void divide(int chunks);
 
-  std::size_t size(const Instruction& m) const { return offsets_of(m.like).size(m.chunk); }
+  std::size_t size(const Instruction& m) const { return offsets_of(m.sized_by).size(m.chunk); }
   std::size_t largest() const { return std::max(offsets_[0].largest(), second().largest()); }
   // Index of the element of the rank's buffer at which the operand's chunk begins.
   std::size_t begin(const Operand& o) const {

@@ -73,7 +73,7 @@ void ChunkLoop::run_piece(std::size_t skip) {
     const bool last = i + 1 == rank_program_->instructions.size() && rank_program_->exit.empty();
     if (i + 1 == rank_program_->prologue ||
         (i >= rank_program_->prologue && instruction.awaited && !last))
-      transport_.signal(at_run(run_) + instruction.count);
+      transport_.signal(at_run(run_) + instruction.finished_tasks);
   }
   wait(rank_program_->exit);
 }

@@ -7,7 +7,7 @@
 namespace pycollect::ipc {
 namespace {
 
-const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const CallKey& s) {
+const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const SelectionKey& s) {
   const Choice choice = choose(s, r.algorithm);
   // If each destination's rank copied a block itself, processes that share one GPU would run these
   // kernels one after another, and each would read the block again. So one step copies to all.
@@ -19,15 +19,15 @@ const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const CallKey&
 }  // namespace
 
 const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& r,
-                               const SelectionKey& key) {
+                               const SizeAndTopology& key) {
   struct LastProgram {
-    CallKey call;
+    SelectionKey call;
     std::string algorithm;
     Rank rank, root;
     const RankProgram* value = nullptr;
   };
   thread_local std::array<LastProgram, kTopologies> last;
-  const CallKey s{r.collective, world, key.bytes, r.dtype, r.in_place, key.topology};
+  const SelectionKey s{r.collective, world, key.bytes, r.dtype, r.in_place, key.topology};
   LastProgram& cached = last[static_cast<std::size_t>(key.topology)];
   if (cached.value == nullptr || cached.call != s || cached.rank != rank || cached.root != r.root ||
       cached.algorithm != r.algorithm)

@@ -6,7 +6,7 @@
 
 namespace pycollect::ipc {
 
-struct SelectionKey {
+struct SizeAndTopology {
   std::size_t bytes;  // of one rank's largest buffer; 0 where a rank cannot know it
   Topology topology;
 };
@@ -14,7 +14,7 @@ struct SelectionKey {
 // Returns the rank program of the algorithm that the request names, or else of the selector's
 // choice. Each thread caches its last choice: a look-up takes a fourth of a small call's time.
 const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& request,
-                               const SelectionKey& key);
+                               const SizeAndTopology& key);
 
 // Throws std::invalid_argument if the request is irregular and the program needs equal blocks.
 void check_sizes_known(const CollectiveRequest& request, const RankProgram& rank_program);

@@ -101,7 +101,7 @@ class RankProgramBuilder {
                             .chunk = chunk_[task.step],
                             .finishes = finishes_[task.step],
                             .awaited = waited_[count],
-                            .count = count,
+                            .finished_tasks = count,
                             .waits = task.waits};
     Slices slices = step.dsts;
     const auto first_staged =
@@ -112,12 +112,12 @@ class RankProgramBuilder {
       instruction.operands.push_back(operand(s));
       if (is_staged(s) || s.rank != me_) continue;
       instruction.chunk = s.first;
-      instruction.like = instruction.operands.back().where;
+      instruction.sized_by = instruction.operands.back().where;
     }
     require(instruction.operands.size() <= kMostOperands, "a step has ",
             instruction.operands.size(), " slices; at most ", kMostOperands,
             " are supported between processes");
-    rank_program_.sizes_known &= instruction.like != OperandBuffer::staging;
+    rank_program_.sizes_known &= instruction.sized_by != OperandBuffer::staging;
     rank_program_.instructions.push_back(std::move(instruction));
   }
 

@@ -30,16 +30,16 @@ struct Instruction {
   std::vector<Operand> operands = {};
   int dsts = 0;        // number of all destinations
   int in_staging = 0;  // number of destinations in staging buffers, the last of `dsts`
-  // The instruction moves as many elements as chunk `chunk` has in `like`, this rank's input or
+  // The instruction moves as many elements as chunk `chunk` has in `sized_by`, this rank's input or
   // output that is an operand. `staging`: neither is one, and the chunk's size in either buffer
   // counts, which is the same on all ranks unless the request is irregular.
   int chunk = 0;
-  OperandBuffer like = OperandBuffer::staging;
+  OperandBuffer sized_by = OperandBuffer::staging;
   bool finishes = false;  // the last fold of a reduction, where `avg` scales
   bool awaited = false;   // a peer waits until this instruction is finished
   // Number of this rank's tasks in a run that are finished when this one is, the run's entry
   // included. The rank signals it as its progress.
-  int count = 0;
+  int finished_tasks = 0;
   std::vector<Wait> waits = {};  // before the instruction
 };
 
@@ -57,7 +57,9 @@ struct RankProgram {
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
-  int tasks_after_prologue() const { return prologue == 0 ? 1 : instructions[prologue - 1].count; }
+  int tasks_after_prologue() const {
+    return prologue == 0 ? 1 : instructions[prologue - 1].finished_tasks;
+  }
 };
 
 struct RankProgramKey {
@@ -66,7 +68,7 @@ struct RankProgramKey {
   Rank root = 0, rank = 0;
   bool in_place = false;
   bool zero_copy = false;    // every rank can access every rank's input and output
-  bool push_to_all = false;  // one step copies a block to all its destinations (see Reachability)
+  bool push_to_all = false;  // one step copies a block to all its destinations (see MemoryReach)
   bool operator==(const RankProgramKey&) const = default;
 };
 

@@ -78,7 +78,7 @@ class Transport {
   virtual std::size_t buffer_bytes() const = 0;
   virtual uint64_t next_run() const = 0;
 
-  // Begins a call; both arguments must live until it has ended. Throws TypeMismatch for a reduction
+  // Begins a call; both arguments must live until it has ended. Throws TypeError for a reduction
   // that the dtype does not support.
   virtual void begin(const CollectiveRequest& request, const OpContext& context) = 0;
   // Checks that all ranks issued the same call, and may run the loop's prologue before. Throws

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._eager import eager
+from .._skip_compile import skip_compile
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
 from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
@@ -21,7 +21,7 @@ _LINEAR = ("sum", "avg")
 _ALL = (*_LINEAR, "max", "min", "prod")
 
 
-@eager
+@skip_compile
 def all_reduce(
     tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -44,7 +44,7 @@ def all_reduce(
     return apply(AllReduce(devices, name == "avg", algorithm), tensors)
 
 
-@eager
+@skip_compile
 def reduce(
     tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
 ) -> Tensor:
@@ -62,7 +62,7 @@ def reduce(
     return result
 
 
-@eager
+@skip_compile
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -80,7 +80,7 @@ def broadcast(
     return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
 
 
-@eager
+@skip_compile
 def all_gather(
     tensors: Sequence[Tensor], *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -98,7 +98,7 @@ def all_gather(
     return apply(AllGather(devices, at, lengths, algorithm=algorithm), tensors)
 
 
-@eager
+@skip_compile
 def reduce_scatter(
     tensors: Sequence[Tensor], op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -118,7 +118,7 @@ def reduce_scatter(
     return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
 
 
-@eager
+@skip_compile
 def all_to_all(
     tensors: Sequence[Tensor],
     *,
@@ -141,7 +141,7 @@ def all_to_all(
     return apply(AllToAll(devices, at, splits), tensors)
 
 
-@eager
+@skip_compile
 def scatter(
     tensor: Tensor,
     devices: DeviceSpec,
@@ -170,7 +170,7 @@ def scatter(
     return apply(Scatter(ranks, origin, at, chunks), [tensor])
 
 
-@eager
+@skip_compile
 def gather(
     tensors: Sequence[Tensor], device: torch.device | str | None = None, *, dim: int = 0
 ) -> Tensor:
@@ -190,7 +190,7 @@ def gather(
     return result
 
 
-@eager
+@skip_compile
 def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a copy on ``device``, in new memory even on the same device; backward: copy.
 
@@ -204,7 +204,7 @@ def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     return result
 
 
-@eager
+@skip_compile
 def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tensor]]:
     """Return a copy of every tensor for each rank, ``result[rank][i]``; backward: reduce of each.
 

@@ -2,17 +2,20 @@
 
     python -m pycollect.train --data digits
 
-The from-scratch parts are plain functions of tensors and devices: `lenet`,
-`replicate_params`, `split_batch`, `naive_all_reduce`, `train_batch`, `evaluate`. `Replicas` trains
-any nn.Module.
+The from-scratch parts are plain functions of tensors and devices: `lenet`, `replicate_params`,
+`split_batch`, `naive_all_reduce`, `train_batch`, `evaluate_accuracy`. `ReplicaTrainer` trains any
+nn.Module. Two read-only mappings hold the named choices: `MODELS` has the functions
+`MODELS[name](in_channels=1, num_classes=10, seed=0)` that build "lenet" and "resnet18", and
+`GRADIENT_REDUCTIONS` has the reductions "pycollect" (`reduce_gradients_coalesced`) and "naive"
+(`reduce_gradients_naive`), functions of `gradients[rank][parameter]` that sum in place.
 """
 
 from .._files import OutputError
 from .checkpoint import CheckpointError
-from .compare import Comparison, compare
+from .comparison import ReductionComparison, compare_reductions
 from .data import (
     Data,
-    DataError,
+    DatasetError,
     DatasetUnavailable,
     DefaultHyperparameters,
     ImageFolder,
@@ -21,13 +24,15 @@ from .data import (
     load_dataset,
 )
 from .data_parallel import DataParallel
+from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, train_batch
 from .gluon import GluonTrainer
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .lockstep import lockstep, lockstep_exchange, ranks_in_lockstep
+from .lockstep import lockstep, lockstep_exchange, lockstep_size
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
-from .optimizers import linear_lr, sgd_optimizer
+from .module_replication import replicate_module
+from .optimizers import linear_lr, sgd_factory
 from .progress_printer import ProgressPrinter
 from .records import EpochRecord, StepRecord
 from .reduce import (
@@ -36,12 +41,10 @@ from .reduce import (
     reduce_gradients_coalesced,
     reduce_gradients_naive,
 )
-from .replicas import Replicas
-from .replication import replicate_module
+from .replica_trainer import ReplicaTrainer
 from .run_result import RunResult
 from .settings import Settings, StepOptions
 from .shares import AutoShares, split_batch
-from .step import evaluate, get_params, replicate_params, sgd, train_batch
 from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .training_loop import train
@@ -52,10 +55,9 @@ __all__ = [
     "AutoShares",
     "Batch",
     "CheckpointError",
-    "Comparison",
     "Data",
-    "DataError",
     "DataParallel",
+    "DatasetError",
     "DatasetUnavailable",
     "DefaultHyperparameters",
     "EpochRecord",
@@ -67,17 +69,18 @@ __all__ = [
     "LoaderOptions",
     "OutputError",
     "ProgressPrinter",
-    "Replicas",
+    "ReductionComparison",
+    "ReplicaTrainer",
     "RunResult",
     "Settings",
     "StepOptions",
     "StepRecord",
     "StepSeconds",
     "SyncBatchNorm",
-    "compare",
+    "compare_reductions",
     "convert_sync_batchnorm",
     "digits",
-    "evaluate",
+    "evaluate_accuracy",
     "get_params",
     "image_folder",
     "init_lenet",
@@ -86,15 +89,15 @@ __all__ = [
     "load_dataset",
     "lockstep",
     "lockstep_exchange",
+    "lockstep_size",
     "naive_all_reduce",
-    "ranks_in_lockstep",
     "reduce_gradients_coalesced",
     "reduce_gradients_naive",
     "replicate_module",
     "replicate_params",
     "resnet18",
     "sgd",
-    "sgd_optimizer",
+    "sgd_factory",
     "split_batch",
     "summed_cross_entropy",
     "train",

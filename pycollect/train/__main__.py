@@ -11,11 +11,11 @@ from .. import _command
 from .._command import BAD_INPUT, BY_SIGNAL, StdoutError, Stopped, print_error
 from .._files import OutputError
 from .checkpoint import CheckpointError
-from .compare import check as check_comparison
-from .compare import check_options
-from .compare import run as compare
-from .data import DataError
-from .options import config, parser
+from .command_line import config, parser
+from .comparison import check as check_comparison
+from .comparison import check_options
+from .comparison import run as compare
+from .data import DatasetError
 from .prepared_run import PreparedRun, prepare
 from .processes import (
     LaunchContext,
@@ -58,7 +58,7 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
         if notice and launch_context.rank == 0:
             print(notice, flush=True)
         _run(args, prepared, launch_context)
-    except (DataError, CheckpointError, OutputError) as error:
+    except (DatasetError, CheckpointError, OutputError) as error:
         if launch_context.first_to_fail():
             print_error(f"{command.prog}: error: {error}")
         return BAD_INPUT

@@ -35,14 +35,15 @@ class Config:
     its checkpoint. `scale_batch` and `scale_lr` multiply batch size and learning rate by the number
     of ranks.
 
-    The other fields do not change the result. `deterministic` restricts torch to algorithms that
-    give the same bits every time, which costs time on a GPU and none on the CPU. `graph` replays
-    the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the backward pass runs
-    (default: yes, but not in a comparison, which measures the reduction). `prefetch` is the number
-    of batches prepared ahead; by default 2 if files are decoded or a GPU is used, otherwise 0.
-    `checkpoint` is written after every epoch, and at Ctrl-C or SIGTERM after the current step;
-    `resume` names a checkpoint to continue, and `replay_shares` one whose measured shares are used
-    again, step for step. Raises ValueError for a value out of range.
+    The other fields decide how the training runs, and are not in a checkpoint. `deterministic`
+    restricts torch to algorithms that give the same bits every time, which costs time on a GPU and
+    none on the CPU. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces
+    gradients while the backward pass runs (default: yes, but not in a comparison, which measures
+    the reduction). `prefetch` is the number of batches prepared ahead; by default 2 if files are
+    decoded or a GPU is used, otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C
+    or SIGTERM after the current step; `resume` names a checkpoint to continue, and `replay_shares`
+    one whose measured shares are used again, step for step. Raises ValueError for a value out of
+    range.
 
     >>> Config(prefetch=-1)
     Traceback (most recent call last):
@@ -159,9 +160,9 @@ class Config:
         return build(data.image_shape[0], data.num_classes, settings.seed)
 
     def source(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return the arguments of `data.load` as plain values; None if the user passed a `Data`.
+        """Return the arguments of `load_dataset` as plain values; None if the user passed a `Data`.
 
-        Raises ValueError for arguments that `data.load` would refuse, and for a run to resume on
+        Raises ValueError for arguments that `load_dataset` would refuse, and for a run to resume on
         the user's own data without that data.
         """
         if isinstance(self.data, Data):

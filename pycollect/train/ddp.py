@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint import generators, set_generators
 from .data import Examples
-from .dry_run import SingleValueCheck
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
 from .losses import summed_cross_entropy
+from .module_check import SingleValueCheck
 from .settings import Settings
 from .shares import AutoShares, check_strict, microbatches, shares_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
@@ -60,7 +60,7 @@ class DDPEngine:
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, *, exact_seconds: bool, prefetch: int = 0
+        self, module: nn.Module, settings: Settings, *, exact_times: bool, prefetch: int = 0
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = settings.devices[self.rank]
@@ -83,7 +83,7 @@ class DDPEngine:
         self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket.buffer()))
         # Each rank has its own seed, because equal dropout masks would correlate the ranks.
         torch.manual_seed((settings.seed + _SEED_STRIDE * self.rank) % 2**63)
-        self._clock = StepClock([self.device], exact_seconds)
+        self._clock = StepClock([self.device], exact_times)
         self._launched = 0.0
         self._marks: list[Any] = [0.0, 0.0]  # start and end of this rank's own work, see `mark`
         self.shares: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .data import Examples
 from .loader import Batch, Loader, LoaderOptions
-from .optimizers import MakeOptimizer, sgd_optimizer
+from .optimizers import MakeOptimizer, sgd_factory
 from .settings import Settings
 from .shares import AutoShares
 from .step_clock import StepSeconds
@@ -68,4 +68,4 @@ class Engine(Protocol):
 
 def optimizer_of(settings: Settings) -> MakeOptimizer:
     """Return the function that makes an optimizer for a list of parameters."""
-    return sgd_optimizer(settings.lr, settings.momentum, settings.weight_decay)
+    return sgd_factory(settings.lr, settings.momentum, settings.weight_decay)

@@ -19,7 +19,7 @@ import pycollect as pc
 from pycollect import _C
 
 from .optimizers import check_step
-from .replicas import Replicas
+from .replica_trainer import ReplicaTrainer
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
@@ -28,15 +28,17 @@ _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names t
 class GluonTrainer:
     """Update replicas of a model by gradients that it sums over their devices.
 
-    ``replicas`` has a module or a list of parameters per rank, alike on all, or is a ``Replicas``.
-    ``optimizer`` is the name of a torch.optim class ("sgd", "adam") or a callable that makes an
-    optimizer from parameters, and ``optimizer_params`` are its arguments under torch's or Gluon's
-    names (learning_rate, wd). Each rank has its own optimizer, so equal replicas stay equal to the
-    bit. Raises ValueError for replicas that differ and for unknown names.
+    ``replicas`` has a module or a list of parameters per rank, alike on all in number, shape, dtype
+    and requires_grad, or is a ``ReplicaTrainer``. ``optimizer`` is the name of a torch.optim class
+    ("sgd", "adam") or a callable that makes an optimizer from parameters, and ``optimizer_params``
+    are its arguments under torch's or Gluon's names (learning_rate, wd). Each rank has its own
+    optimizer, so equal replicas stay equal to the bit. Raises ValueError for replicas that differ,
+    share a parameter or have none, for an unknown name, and for an optimizer whose step needs a
+    closure; TypeError without an optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
 
-    A ``Replicas`` already has optimizers. They are used unless ``optimizer`` is given, which
+    A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
     also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
-    Gradients left by the steps of the ``Replicas`` are cleared.
+    Gradients left by the steps of the ``ReplicaTrainer`` are cleared.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
@@ -48,12 +50,12 @@ class GluonTrainer:
 
     def __init__(
         self,
-        replicas: Sequence[nn.Module | Iterable[Tensor]] | Replicas,
+        replicas: Sequence[nn.Module | Iterable[Tensor]] | ReplicaTrainer,
         optimizer: str | MakeOptimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
-        whole = replicas if isinstance(replicas, Replicas) else None
-        ranks = replicas.modules if isinstance(replicas, Replicas) else replicas
+        whole = replicas if isinstance(replicas, ReplicaTrainer) else None
+        ranks = replicas.modules if isinstance(replicas, ReplicaTrainer) else replicas
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
         _check_alike(parameters)
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
@@ -73,7 +75,10 @@ class GluonTrainer:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate of all ranks; ValueError for a negative one."""
+        """Set the learning rate of all ranks, a number of at least 0 and finite in float32.
+
+        Raises ValueError for another number, TypeError for anything else.
+        """
         if isinstance(lr, bool) or not isinstance(lr, Real):
             raise TypeError(
                 f"GluonTrainer: the learning rate is a {type(lr).__name__}; pass a number"
@@ -89,8 +94,8 @@ class GluonTrainer:
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
 
-        ``batch_size`` is the number of examples of all ranks if the losses are sums; pass 1 if
-        the gradients already add up to those of the mean. Call ``step`` after every rank's backward
+        ``batch_size`` is the number of examples of all ranks if the losses are sums; pass 1 if the
+        gradients already add up to those of the mean. Call ``step`` after every rank's backward
         pass. Raises ValueError for a parameter without a gradient on any rank;
         ``ignore_stale_grad`` leaves it unchanged instead. Gluon requires a gradient on every
         device; here a missing one on some ranks counts as zeros. Raises RuntimeError after
@@ -178,7 +183,7 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
     return found
 
 
-def _take_over(replicas: Replicas, optimizers: list[Optimizer]) -> None:
+def _take_over(replicas: ReplicaTrainer, optimizers: list[Optimizer]) -> None:
     """Make the replicas use these optimizers, and clear gradients before the next backward pass."""
     replicas.optimizers = optimizers
     for optimizer in optimizers:

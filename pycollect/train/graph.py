@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .from_scratch import Model, ParameterLists, gradients, train_batch
 from .reduce import Reduction, reduce_gradients_coalesced
-from .replicas import Replicas
-from .step import Model, ParameterLists, gradients, train_batch
+from .replica_trainer import ReplicaTrainer
 
 Run: TypeAlias = Callable[[], object]
 Step: TypeAlias = Callable[[Tensor, Tensor], list[Tensor]]
@@ -43,12 +43,18 @@ def capture(run: Run) -> Run:
 
 
 class GraphedStep:
-    """A training step, captured with the shape of the first batch.
+    """A training step as a CUDA graph, for batches of one shape, with all ranks on one GPU.
 
-    Capturing does not train: the tensors that `state` returns keep their values, and tensors that
-    it returns only afterwards are set to zeros, as the momentum of SGD begins. `capturing` turns a
-    function into its replay, and may call it. Raises ValueError for state on several devices or on
-    the CPU.
+    `GraphedStep.of` captures the step of `ReplicaTrainer`, `GraphedStep.from_scratch` that of
+    `train_batch`; a call `step(X, y)` of the result trains on one batch.
+
+    To capture another step, pass it as `step`: a function of X and y that returns each rank's
+    summed loss. X and y are a first batch, on any device, whose shapes all later batches must have.
+    `state` returns all tensors that the step changes. Capturing runs the step several times but
+    does not train: these tensors keep their values, and tensors that `state` returns only
+    afterwards are set to zeros, as the momentum of SGD begins. `capturing` (default: a CUDA graph)
+    turns a function into its replay, and may call it. Raises ValueError for state on several
+    devices or without any tensor, and with the default `capturing` for state on the CPU.
     """
 
     def __init__(
@@ -82,9 +88,11 @@ class GraphedStep:
                 t.copy_(before[id(t)] if id(t) in before else torch.zeros_like(t))
 
     def __call__(self, X: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Train on one batch; return each rank's summed loss, which the next step overwrites.
+        """Train on one batch; return each rank's summed loss, which the next call overwrites.
 
-        Raises ValueError if the shape differs from the first batch's.
+        X and y are copied to the GPU, from any device. The losses are tensors without dimensions on
+        the GPU; the call does not wait for it. Raises ValueError if the shape of X or y differs
+        from the first batch's.
         """
         if X.shape != self._X.shape or y.shape != self._y.shape:
             raise ValueError(
@@ -108,7 +116,10 @@ class GraphedStep:
         reduction: Reduction = reduce_gradients_coalesced,
         capturing: Callable[[Run], Run] = capture,
     ) -> "GraphedStep":
-        """Capture `train_batch` on these lists of parameters."""
+        """Capture `train_batch` on these lists of parameters; the arguments are the same.
+
+        Raises ValueError for parameters without gradients, on several devices or on the CPU.
+        """
 
         def step(X: Tensor, y: Tensor) -> list[Tensor]:
             return train_batch(X, y, replicas, lr, model=model, reduction=reduction)
@@ -121,19 +132,20 @@ class GraphedStep:
         cls,
         X: Tensor,
         y: Tensor,
-        replicas: Replicas,
+        replicas: ReplicaTrainer,
         *,
         shares: Sequence[int] | None = None,
         capturing: Callable[[Run], Run] = capture,
     ) -> "GraphedStep":
-        """Capture the step of `Replicas`, for batches of this shape and these shares.
+        """Capture the step of `ReplicaTrainer`, for batches of this shape and these shares.
 
-        All gradients are reduced in one launch after the backward pass. Raises ValueError for
-        options that synchronise with the host: exact seconds, and batch statistics over all ranks.
+        `shares` are the numbers of examples per rank, even by default. All gradients are reduced in
+        one launch after the backward pass. Raises ValueError for options that synchronise with the
+        host (`exact_times` and `sync_batchnorm`), and for ranks on several devices or on the CPU.
         """
         options = replicas.options
-        if options.exact_seconds or options.sync_batchnorm:
-            what = "exact seconds" if options.exact_seconds else "batch statistics over all ranks"
+        if options.exact_times or options.sync_batchnorm:
+            what = "exact times" if options.exact_times else "batch statistics over all ranks"
             raise ValueError(f"a step with {what} cannot be captured in a CUDA graph")
         step = partial(replicas.step, shares=shares)
         return cls(X, y, step, partial(_state_of, replicas), capturing=capturing)
@@ -147,7 +159,7 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     return next(iter(devices))
 
 
-def _state_of(replicas: Replicas) -> list[Tensor]:
+def _state_of(replicas: ReplicaTrainer) -> list[Tensor]:
     """Return all tensors that a step changes, the same objects at every call."""
     found: list[Tensor] = []
     for module, optimizer in zip(replicas.modules, replicas.optimizers, strict=True):

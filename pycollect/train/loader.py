@@ -24,9 +24,13 @@ _MOST_WORKERS = os.cpu_count() or 1
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Options for the batches of an epoch; ValueError if out of range.
+    """Options for the batches of an epoch, for `Loader`.
 
-    `prefetch` is the number of batches prepared ahead; 0 prepares each batch on demand.
+    `batch_size` is the number of examples of a batch, of all ranks together. The examples are
+    shuffled by `seed` (any integer, default 0) and the number of the epoch, or with `shuffle=False`
+    taken in order. With `drop_last` (default False) a last batch that is smaller is left out.
+    `prefetch` is the number of batches prepared ahead in threads; 0, the default, prepares each
+    batch on demand. Raises ValueError for a batch size below 1 or a prefetch below 0.
 
     >>> LoaderOptions(batch_size=0)
     Traceback (most recent call last):
@@ -48,7 +52,8 @@ class LoaderOptions:
     def batches(self, examples: int, epoch: int = 1) -> list[Tensor]:
         """Return the indices of every batch of one epoch; the last may be smaller, or is dropped.
 
-        The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises
+        The indices are int64 tensors [k] of numbers from 0 to `examples` - 1; `epoch` counts
+        from 1. The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises
         ValueError if dropping the last batch leaves none.
 
         >>> [len(indices) for indices in LoaderOptions(batch_size=4).batches(11)]
@@ -76,13 +81,19 @@ Shards: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # images and labe
 
 @dataclass(frozen=True)
 class Batch:
-    """Images [k, C, H, W] and labels [k] of a batch, or of this process's part of it."""
+    """A batch of a `Loader`, or this process's part of it.
+
+    `X` has the images [k, C, H, W] and `y` the labels [k], on the CPU, with the dtypes of the data
+    set. `examples` is the number of examples in the whole batch, of all processes. `shards` is
+    None, or the images and the labels of every rank, (X, y), already on the ranks' devices.
+    `waited` is the seconds that the training loop waited for this batch.
+    """
 
     X: Tensor
     y: Tensor
-    examples: int  # number of examples in the whole batch
-    shards: Shards | None = None  # on the ranks' devices, if they were copied ahead
-    waited: float = 0.0  # seconds that the training loop waited for this batch
+    examples: int
+    shards: Shards | None = None
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,15 +114,20 @@ class _Prepared:
 
 
 class Loader:
-    """Iterates over the batches of an epoch, `prefetch` of them prepared ahead.
+    """Yields the batches of an epoch, with some of them prepared ahead.
 
-    For GPUs a prepared batch is in pinned memory. If `shares` is given, which returns the number of
-    examples of every rank, the shards are also copied to their devices, on side streams while other
-    streams compute; measured shares are not known ahead and do not allow this.
-    `part` selects a rank's part of a batch's indices if a process has one rank; the rest is never
-    fetched. `part` is called in the order of the batches, in the caller's thread, with the number
-    of steps before that batch's step. An exception in a worker is raised when its batch is
-    requested. When the iteration ends, in any way, no thread is left.
+    `examples` is a pair of tensors, images [n, C, H, W] and labels [n], or a map-style data set,
+    and `loading` are the `LoaderOptions`. `devices` are those of the ranks of this process
+    (default: none). If there are GPUs among them, a batch that is prepared ahead is in pinned
+    memory.
+
+    If `shares` is given, a function from the number of examples of a batch to that of every rank,
+    the shards of a batch that is prepared ahead are also copied to their GPUs, on side streams
+    while other streams compute; measured shares are not known ahead and do not allow this. `part`
+    selects a rank's part of a batch's indices if a process has one rank; the rest is never fetched.
+    `part` is called in the order of the batches, in the caller's thread, with the number of steps
+    before that batch's step. An exception in a worker is raised when its batch is requested. When
+    the iteration ends, in any way, no thread is left.
 
     >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
     >>> loader = Loader(examples, LoaderOptions(batch_size=2, shuffle=False, prefetch=2))
@@ -142,7 +158,11 @@ class Loader:
         return [len(indices) for indices in self.loading.batches(count(self._examples), number)]
 
     def epoch(self, number: int = 1, start: int = 0) -> Generator[Batch, None, None]:
-        """Yield an epoch's batches from batch `start` on; ValueError if drop_last leaves none."""
+        """Yield the batches of epoch `number`, from 1, beginning with batch `start`, from 0.
+
+        Raises ValueError if `drop_last` leaves no batch, or images of a batch differ in shape, and
+        TypeError for images that are not tensors.
+        """
         order = self.loading.batches(count(self._examples), number)[start:]
         if self.loading.prefetch:
             yield from self._ahead(order)

@@ -115,10 +115,10 @@ def _mismatch(what: str) -> RuntimeError:
 _current: ContextVar[tuple[_Lockstep, int] | None] = ContextVar("_current", default=None)
 
 
-def ranks_in_lockstep() -> int | None:
-    """Return the number of ranks of the current lockstep, or None outside of any.
+def lockstep_size() -> int | None:
+    """Return the number of ranks of the ``lockstep`` in which the caller runs, or None outside.
 
-    >>> lockstep([ranks_in_lockstep] * 2), ranks_in_lockstep()
+    >>> lockstep([lockstep_size] * 2), lockstep_size()
     ([2, 2], None)
     """
     current = _current.get()
@@ -126,11 +126,13 @@ def ranks_in_lockstep() -> int | None:
 
 
 def lockstep_exchange(value: V, combine: Callable[[list[V]], Sequence[R]], name: str) -> R:
-    """Wait for all other ranks of the lockstep; return this rank's item of ``combine(values)``.
+    """Wait until all ranks of the lockstep have called it; return this rank's item of the result.
 
-    ``values`` are in rank order, and one rank calls ``combine`` for all. ``name`` is the
-    barrier's name in errors. Raises RuntimeError outside of a lockstep, and if another rank is at
-    another barrier or has finished.
+    The result is ``combine(values)``: ``values`` has the ``value`` of every rank, in rank order,
+    and ``combine`` returns a sequence with one item for each rank. The rank that arrives last calls
+    it, once for all. Values and items are passed by reference, without a copy. ``name`` is the
+    barrier's name in errors. Raises RuntimeError outside of ``lockstep``, and if another rank is at
+    a barrier of another name or has finished; an error of ``combine`` ends all ranks.
 
     >>> def share(x): return [sum(x)] * len(x)
     >>> lockstep([lambda r=r: lockstep_exchange(r, share, "sum") for r in (1, 2)])
@@ -145,13 +147,17 @@ def lockstep_exchange(value: V, combine: Callable[[list[V]], Sequence[R]], name:
 
 
 def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run one callable per rank, one at a time in rank order; return what they return.
+    """Run one callable per rank, one at a time in rank order; return their results in that order.
 
-    Callables exchange values in ``lockstep_exchange``, as synchronised batch normalisation does.
+    ``runs`` has a callable without arguments for each rank; an empty list gives []. Each rank has a
+    thread, rank 0 the caller's. A rank runs until it calls ``lockstep_exchange``, where callables
+    exchange values, as synchronised batch normalisation does, or until it ends; then the next rank
+    runs. So the order of all operations is the same in every call.
+
     All run under the caller's grad mode, autocast, default device, saved-tensor hooks, CUDA device
-    and streams; other modes of torch, such as FlopCounterMode, apply to rank 0 only. The
-    first error of any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait
-    at a barrier end at once, others at their next barrier.
+    and streams; other modes of torch, such as FlopCounterMode, apply to rank 0 only. The first
+    error of any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait at a
+    barrier end at once, others at their next barrier.
 
     >>> lockstep([lambda: "a", lambda: "b"])
     ['a', 'b']

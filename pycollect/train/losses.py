@@ -17,6 +17,10 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (module output, labels) 
 def summed_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of scores [n, classes] and labels [n], summed over the examples.
 
+    Scores are a floating-point type, and labels int64 or uint8, from 0 to classes - 1. The result
+    has no dimensions, and the dtype of the scores. Raises torch's errors for other dtypes and
+    labels.
+
     >>> import torch
     >>> summed_cross_entropy(torch.zeros(3, 2), torch.tensor([0, 1, 1])) / 3
     tensor(0.6931)

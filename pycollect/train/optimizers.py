@@ -10,10 +10,13 @@ from torch import nn
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def sgd_optimizer(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> MakeOptimizer:
-    """Return a function that makes torch's SGD for parameters; torch checks the value ranges.
+def sgd_factory(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> MakeOptimizer:
+    """Return a function that makes a torch.optim.SGD for a list of parameters.
 
-    >>> make = sgd_optimizer(0.1, momentum=0.9)
+    `lr` is the learning rate; `momentum` and `weight_decay` are 0 by default. The function raises
+    ValueError for a value below 0.
+
+    >>> make = sgd_factory(0.1, momentum=0.9)
     >>> make([nn.Parameter(torch.ones(1))]).param_groups[0]["momentum"]
     0.9
     """
@@ -30,7 +33,7 @@ def sgd_optimizer(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -
 
 
 def linear_lr(lr: float, batch_size: int, base_batch_size: int) -> float:
-    """Scale a learning rate from one batch size to another, in proportion.
+    """Return `lr * batch_size / base_batch_size`: a learning rate for another batch size.
 
     Dive into Deep Learning doubles batch size and learning rate on two GPUs. Raises ValueError for
     batch sizes below 1.

@@ -16,10 +16,10 @@ from .._version import __version__
 from . import checkpoint
 from .config import Config
 from .data import Data, count, load_dataset
-from .dry_run import SingleValueCheck
 from .loader import LoaderOptions
 from .models import LeNet
 from .models.lenet import SIZE
+from .module_check import SingleValueCheck
 from .settings import Settings, StepOptions, device_list
 from .shares import check_strict, microbatches, shares_of
 
@@ -36,7 +36,7 @@ class PreparedRun:
     settings: Settings
     config: Config
     module: nn.Module
-    source: Mapping[str, Any] | None  # arguments of `data.load`, stored to resume the run
+    source: Mapping[str, Any] | None  # arguments of `load_dataset`, stored to resume
     stored: Mapping[str, Any] | None = None  # the checkpoint to resume
     shares: Mapping[str, Any] | None = None  # measured shares of a stored run, to replay
     backend: str | None = None  # of torch.distributed, if every rank is a process
@@ -138,14 +138,14 @@ class PreparedRun:
             },
         }
 
-    def options(self, *, overlap: bool, exact_seconds: bool) -> StepOptions:
+    def options(self, *, overlap: bool, exact_times: bool) -> StepOptions:
         """Return the options of a training step in one process."""
         return StepOptions(
             microbatch=self.settings.microbatch,
             overlap=overlap,
             sync_batchnorm=self.settings.sync_batchnorm,
             strict=self.settings.strict,
-            exact_seconds=exact_seconds,
+            exact_times=exact_times,
         )
 
     @contextmanager
@@ -177,7 +177,7 @@ def _deterministic_algorithms() -> Iterator[None]:
 def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, str]:
     """Load data and model; return the run, and a notice if another data set is used, or "".
 
-    Raises ValueError for a bad value, before any data is loaded; DataError if the data is not
+    Raises ValueError for a bad value, before any data is loaded; DatasetError if the data is not
     available; CheckpointError if the run cannot be resumed with these options.
     """
     stored = None if config.resume is None else checkpoint.load(config.resume)

@@ -179,7 +179,7 @@ def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
     dist.destroy_process_group()
 
 
-def run_spawned(prepared: PreparedRun, backend: str, report: ProgressPrinter) -> RunResult:
+def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
     Raises ValueError if data or model cannot be pickled for another process.
@@ -196,7 +196,7 @@ def run_spawned(prepared: PreparedRun, backend: str, report: ProgressPrinter) ->
             raise ValueError(
                 f"ddp runs in spawned processes, for which data or model cannot be pickled: {error}"
             ) from error
-        _spawn((prepared, folder, world, threads, report), world)
+        _spawn((prepared, folder, world, threads, printer), world)
         state = checkpoint.load(Path(folder) / "run.pt")["run"]
     steps, epochs = records.restored(state)
     module = copy.deepcopy(prepared.module)
@@ -221,7 +221,12 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 
 def _spawned(
-    rank: int, prepared: PreparedRun, folder: str, world: int, threads: int, report: ProgressPrinter
+    rank: int,
+    prepared: PreparedRun,
+    folder: str,
+    world: int,
+    threads: int,
+    printer: ProgressPrinter,
 ) -> None:
     # Kill this process when its parent dies; torch's own choice, SIGINT, is blocked here.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
@@ -232,7 +237,7 @@ def _spawned(
     launch_context = LaunchContext(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert prepared.backend is not None
     join(prepared.backend, launch_context)
-    quiet = replace(report, quiet=report.quiet or rank != 0)
+    quiet = replace(printer, quiet=printer.quiet or rank != 0)
     with Log(None) as log, prepared.repeatable():
         train_epochs(prepared, start_run(prepared, "ddp", log), quiet, suffix=" (ddp)")
     dist.destroy_process_group()

@@ -50,7 +50,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class ProgressPrinter:
-    """Prints the lines of a run and shows its progress; with `quiet` it does neither."""
+    """Prints the lines of a run, and shows a progress bar on a terminal.
+
+    With `quiet` (default: off) it does neither. The bar needs tqdm and goes to standard error.
+
+    >>> ProgressPrinter().line("epoch 1")
+    epoch 1
+    """
 
     quiet: bool = False
 

@@ -22,38 +22,47 @@ PARTS = ("data", *(field.name for field in fields(StepSeconds)))
 class StepRecord:
     """Record of one training step.
 
+    `epoch` and `number`, the step within the epoch, count from 1. `examples` is the number of
+    examples of all ranks, and `shares` the number of each rank. `loss` is the mean per example.
+    `waited` is the seconds until the batch was ready, and `seconds` has those of the parts of the
+    step.
+
     >>> step = StepRecord(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
     >>> step.parts["data"], step.parts["compute"]
     (0.1, 0.5)
     """
 
-    epoch: int  # from 1
-    number: int  # within the epoch, from 1
-    examples: int  # of all ranks
+    epoch: int
+    number: int
+    examples: int
     loss: float
-    waited: float  # seconds until the batch was ready
+    waited: float
     seconds: StepSeconds
-    shares: tuple[int, ...]  # examples of each rank
+    shares: tuple[int, ...]
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of each part of the step, by its name in PARTS."""
+        """The seconds of each part: data (`waited`), split, compute, reduction and update."""
         return dict(zip(PARTS, (self.waited, *astuple(self.seconds)), strict=True))
 
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Record of one epoch: seconds without evaluation, mean loss per example, test accuracy 0..1.
+    """Record of one epoch.
+
+    `number` counts from 1. `seconds` are those of the training steps, without evaluation and
+    without `data_seconds`, in which they waited for batches. `loss` is the mean per training
+    example, `accuracy` the fraction of test examples that are classified correctly, 0..1.
 
     >>> print(EpochRecord(3, 1.94, 0.4118, 0.8712))
     epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
     """
 
-    number: int  # from 1
-    seconds: float  # of the training steps
+    number: int
+    seconds: float
     loss: float
     accuracy: float
-    data_seconds: float = 0.0  # of waiting for batches, not part of `seconds`
+    data_seconds: float = 0.0
 
     def __str__(self) -> str:
         return (

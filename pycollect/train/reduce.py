@@ -1,7 +1,8 @@
 """Reductions: functions that sum the gradients of all ranks.
 
 A reduction takes `gradients[rank][parameter]` and leaves the sum over the ranks in every rank, in
-place. Both reductions of this module add in rank order, so they give the same bits.
+place. Both reductions of this module add in rank order. They give the same bits for float32 and
+float64; of float16 and bfloat16 the naive one rounds every partial sum, the other only the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +19,29 @@ Reduction: TypeAlias = Callable[[Gradients], None]
 
 
 def naive_all_reduce(data: Sequence[Tensor]) -> None:
-    """Sum one tensor per rank as Dive into Deep Learning does: into the first, then copy back.
+    """Sum one tensor per rank in place, by the loop `allreduce` of Dive into Deep Learning.
+
+    `data[rank]` have one shape and dtype; they may be on different devices. The loop adds the other
+    tensors to the first in rank order, and copies the sum to all. Every addition rounds to the
+    dtype, and every copy between devices is a call of `.to()`. Raises torch's RuntimeError for
+    shapes that differ.
 
     >>> data = [torch.ones(2), 2 * torch.ones(2)]; naive_all_reduce(data)
     >>> data
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
+        data[0][...] += data[i].to(data[0].device)
     for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
+        data[i][...] = data[0].to(data[i].device)
 
 
 def reduce_gradients_naive(gradients: Gradients) -> None:
-    """Reduce the gradients one parameter after the other with `naive_all_reduce`.
+    """Sum `gradients[rank][i]` over the ranks in place, one parameter after the other.
+
+    The sum of each parameter is that of `naive_all_reduce`, with its shapes, dtypes and errors.
+    Raises ValueError if the ranks have different numbers of gradients. It is
+    `GRADIENT_REDUCTIONS["naive"]`, the baseline of `compare`.
 
     >>> g = [[torch.ones(2)], [torch.ones(2)]]; reduce_gradients_naive(g)
     >>> g[1]
@@ -42,7 +52,13 @@ def reduce_gradients_naive(gradients: Gradients) -> None:
 
 
 def reduce_gradients_coalesced(gradients: Gradients) -> None:
-    """Reduce all gradients of all ranks in one collective.
+    """Sum `gradients[rank][i]` over the ranks in place, all in one collective.
+
+    The collective is `pycollect.all_reduce_coalesced`: it adds in rank order, in float32 or wider,
+    and rounds once. Shapes and dtypes may differ between i, but not between ranks. Raises
+    ValueError for no rank, for ranks that differ in number, shape or dtype, for sparse tensors, for
+    tensors that require grad outside of `torch.no_grad()`, and for tensors that share memory. It is
+    `GRADIENT_REDUCTIONS["pycollect"]`, the default.
 
     >>> g = [[torch.ones(2)], [torch.ones(2)]]; reduce_gradients_coalesced(g)
     >>> g[1]
@@ -89,3 +105,8 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
 GRADIENT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {"pycollect": reduce_gradients_coalesced, "naive": reduce_gradients_naive}
 )
+"""The reductions by the name that `train(reduce=...)` takes, and `compare_reductions(names=...)`.
+
+The mapping is read-only. Each is a function of `gradients[rank][parameter]`, which sums over the
+ranks in place.
+"""

@@ -23,14 +23,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its settings, a record of every epoch and step, and the trained model."""
+    """A finished run: its settings, a record of every epoch and step, and the trained model.
 
-    name: str  # of the gradient reduction
+    `name` is that of the gradient reduction ("pycollect" or "naive"), or "ddp". `epochs` and
+    `steps` include those before a checkpoint that was resumed. `modules` are the trained replicas
+    of this process, in rank order, on their ranks' devices; of "ddp" there is only rank 0's, on the
+    device of the given model. `first_batch` is the seconds from the start, before the replicas are
+    created, to the end of the first step; None for "ddp". Times are the host's, and exact on GPUs
+    only with `exact_times` and in a comparison.
+    """
+
+    name: str
     settings: Settings
     epochs: Sequence[EpochRecord]
     steps: Sequence[StepRecord]
-    modules: Sequence[nn.Module]  # the trained replicas of this process, in rank order
-    first_batch: float | None = None  # seconds from the start to the end of the first step
+    modules: Sequence[nn.Module]
+    first_batch: float | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -54,7 +62,10 @@ class RunResult:
 
     @property
     def parts(self) -> list[float]:
-        """The median seconds of each part of a step, in the order of PARTS."""
+        """The median seconds of data, split, compute, reduction and update in a step.
+
+        The first step is left out if there are more, because it includes initialisation.
+        """
         return [typical(self.steps)[part] for part in PARTS]
 
     @property
@@ -91,7 +102,10 @@ class RunResult:
         return divergence(self.steps, self.module.state_dict().values())
 
     def difference(self, other: "RunResult") -> float:
-        """Return the largest difference in any parameter of any rank; 0 only for the same bits."""
+        """Return the largest absolute difference in any parameter of the ranks that both have.
+
+        The result is 0 only if all bits are the same; it is NaN if only signs of zeros differ.
+        """
         pairs = [
             (a.detach().cpu(), b.detach().cpu())
             for mine, theirs in zip(self.modules, other.modules, strict=False)

@@ -20,16 +20,16 @@ BUCKET_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a training step; ValueError for a value out of range.
+    """Options of a training step, for `ReplicaTrainer`; ValueError for a value out of range.
 
-    `microbatch` is the number of examples of a microbatch over all devices, whose gradients are
-    accumulated. `overlap` reduces gradients in buckets of about `bucket_bytes` while the backward
-    pass still runs. `sync_batchnorm` takes batch statistics over all ranks. `strict` refuses batch
-    sizes that the number of devices does not divide, as BatchFlow does. `exact_seconds` waits for
-    the devices wherever time is taken, so the host can no longer issue work ahead of a GPU.
-
-    The bits are the same with and without overlap. `bench/train.py` measures both side by side; on
-    two cores the gain is within the noise.
+    `microbatch` is the number of examples of a microbatch over all ranks, at least 1; the gradients
+    of the microbatches are accumulated. None, the default, trains on the whole batch at once.
+    `overlap` (default: on) reduces gradients in buckets of about `bucket_bytes` (at least 1,
+    default 4 MiB) while the backward pass still runs; the bits are the same without. The other
+    options are off by default. `sync_batchnorm` takes batch statistics over all ranks. `strict`
+    refuses a batch that the number of ranks does not divide, as BatchFlow does. `exact_times`
+    waits for the devices wherever time is taken, so the host can no longer issue work ahead of a
+    GPU.
 
     >>> StepOptions(microbatch=0)
     Traceback (most recent call last):
@@ -41,7 +41,7 @@ class StepOptions:
     bucket_bytes: int = BUCKET_BYTES
     sync_batchnorm: bool = False
     strict: bool = False
-    exact_seconds: bool = False
+    exact_times: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatch is not None and self.microbatch < 1:
@@ -54,8 +54,19 @@ class StepOptions:
 class Settings:
     """All values that decide the result of a run on given data; ValueError if out of range.
 
-    `batch_size` and `microbatch` count the examples of all ranks together. `weights` are one
-    number per rank, or "auto" for shares by measured throughput.
+    `devices` has a device for each rank, at least one. `batch_size` and `epochs` are at least 1;
+    the learning rate `lr` is finite and above 0. `seed`, from 0 to 2**63 - 1 (default 0), is that
+    of initialisation and order. `model` is a name in `MODELS`, or the class name of another module
+    (default "lenet"). `momentum`, from 0 to below 1, and `weight_decay`, at least 0, are those of
+    SGD (default 0).
+
+    `weights` divide a batch: one number per rank, at least 0 and not all 0, "auto" for shares by
+    measured throughput, or None (the default) for even shares. `microbatch` is the number of
+    examples whose gradients are computed at a time, at least 1, or None (the default) for all.
+    `batch_size` and `microbatch` count the examples of all ranks together. `sync_batchnorm` takes
+    batch statistics over all ranks, and excludes "auto". `strict` refuses sizes that the number of
+    ranks does not divide. `shuffle` is on by default; `sync_batchnorm`, `strict` and `drop_last`,
+    which leaves out a smaller last batch, are off.
 
     >>> Settings((torch.device("cpu"),), batch_size=64, lr=0.3, epochs=0)
     Traceback (most recent call last):

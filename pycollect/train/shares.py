@@ -1,8 +1,8 @@
 """Shares of a batch per rank: by given weights, or by measured throughput.
 
-A share is a whole number of examples, and the shares of a batch always add up to its size.
-Measured shares are recorded, because equal shares give equal bits: a resumed run continues with
-them, and a repeated run can replay them.
+A share is a whole number of examples, and the shares of a batch always add up to its size. Measured
+shares are recorded, because equal shares give equal bits: a resumed run continues with them, and a
+repeated run can replay them.
 """
 
 import math
@@ -99,13 +99,15 @@ def microbatches(shares: tuple[int, ...], size: int) -> tuple[tuple[int, ...], .
 
 
 class AutoShares:
-    """Shares that follow the measured throughput of every rank, in examples per second.
+    """Shares of a batch that follow the measured throughput of every rank, in examples per second.
 
-    `shares(n)` returns the shares of the next step, and `observe(seconds)` takes the times that the
-    ranks needed. All shares begin equal. Every rank gets an example while there are enough, because
-    without one its speed could not be measured. With a `delay` a change takes effect that many
-    steps after it is decided, and `shares_ahead` returns the shares of the steps before, for
-    loaders that prepare batches ahead. Raises ValueError for less than one rank.
+    `world` is the number of ranks. In every step call `shares(n)`, which returns the number of
+    examples of each rank, and then `observe(seconds)` with the times that the ranks needed. All
+    shares begin equal, and change after every fifth step at most. Every rank gets an example while
+    there are enough, because without one its speed could not be measured. With a `delay`
+    (default 0) a change takes effect that many steps after it is decided, and `shares_ahead`
+    returns the shares of the steps before, for loaders that prepare batches ahead. Raises
+    ValueError for less than one rank or a delay below 0.
 
     >>> auto = AutoShares(2)
     >>> for _ in range(20):
@@ -128,7 +130,7 @@ class AutoShares:
 
     @property
     def weights(self) -> list[float]:
-        """The weights of the next step."""
+        """The weights of the ranks in the next step, to which their shares are proportional."""
         return self._weights_at(self._step)
 
     def _weights_at(self, step: int) -> list[float]:
@@ -228,12 +230,16 @@ def split_batch(
     *,
     strict: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split a batch by examples, one shard per rank, in new memory on the rank's device.
+    """Split a batch by examples; return the shards of X and those of y, one per rank.
 
-    Without weights the shards are even: the first ranks get one example more if the number does not
-    divide, and the last ranks none if there are fewer examples than ranks. `weights` are one number
-    per rank, such as 80 and 20, or an AutoShares. Raises ValueError if X and y differ in length,
-    for weights that do not fit, and with `strict` if the number does not divide.
+    X has shape [n, ...] and y [n], on any device. A rank's shards are new tensors [k, ...] and [k]
+    of the same dtypes, on its device; `devices` is an argument of `pycollect.devices`. Without
+    weights the shards are even: the first ranks get one example more if the number does not divide,
+    and the last ranks none if there are fewer examples than ranks. `weights` are one number per
+    rank, such as 80 and 20, or an AutoShares, whose next shares are taken. Raises ValueError if X
+    and y differ in length, for weights that do not fit (one per rank, at least 0, not all 0), for a
+    device that does not exist, and with `strict` (default: off) if the number of ranks does not
+    divide n.
 
     >>> X, y = torch.zeros(5, 1, 28, 28), torch.arange(5)
     >>> split_batch(X, y, "cpu*2")[1]

@@ -1,4 +1,4 @@
-"""The training engine with all ranks in one process: `Replicas`, shares and CUDA graphs."""
+"""The training engine with all ranks in one process: `ReplicaTrainer`, shares and CUDA graphs."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +12,13 @@ from .data import Examples
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
 from .reduce import Reduction
-from .replicas import Replicas
+from .replica_trainer import ReplicaTrainer
 from .settings import Settings, StepOptions
 from .shares import AutoShares, shares_of
 from .step_clock import StepSeconds
 
-# A function that captures the step of `Replicas` for batches of one shape, as `GraphedStep.of`.
+# A function that captures the step of `ReplicaTrainer` for batches of one shape, as
+# `GraphedStep.of`.
 Capture: TypeAlias = Callable[..., Callable[[Tensor, Tensor], Sequence[Tensor]]]
 
 
@@ -36,7 +37,7 @@ class SingleProcessEngine:
         capture: Capture | None = None,
     ) -> None:
         self.devices = settings.devices
-        self.replicas = Replicas(
+        self.replicas = ReplicaTrainer(
             module,
             settings.devices,
             optimizer=optimizer_of(settings),

@@ -11,17 +11,20 @@ import torch
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The host's seconds for the parts of a step.
+    """The host's seconds for the parts of a step; all are 0 by default.
 
-    GPU work may still be running when its calls return, unless the clock is exact.
+    `split` is the split of the batch. `compute` is forward and backward, with the overlapped part
+    of the reduction. `reduction` is the time that the step waits for the reduction, and `update`
+    that of the optimizers. GPU work may still be running when its calls return, unless the times
+    are exact (`exact_times`).
 
     >>> StepSeconds(split=1.0, compute=2.0).total
     3.0
     """
 
     split: float = 0.0
-    compute: float = 0.0  # forward and backward, with the overlapped part of the reduction
-    reduction: float = 0.0  # time that the step waits for the reduction
+    compute: float = 0.0
+    reduction: float = 0.0
     update: float = 0.0
 
     @property

@@ -23,7 +23,7 @@ from .batch_statistics import (
     normalize,
     statistics,
 )
-from .lockstep import lockstep_exchange, ranks_in_lockstep
+from .lockstep import lockstep_exchange, lockstep_size
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
@@ -32,11 +32,12 @@ _merge_in_process = partial(merge, ranks=OneProcessRanks())
 class SyncBatchNorm(_BatchNorm):
     """nn.BatchNorm1d, 2d or 3d over several ranks; made by convert_sync_batchnorm.
 
-    In training (and in evaluation without running statistics) all ranks must call the layer, also
-    those without examples. Ranks of one process call it in ``lockstep``, and one
-    torch.autograd.backward takes all their losses; processes run forward and backward separately.
-    The layer can be differentiated once. Raises RuntimeError outside of a lockstep of its number of
-    ranks, ValueError for less than two values per channel over all ranks.
+    It takes the shapes and dtypes of the layer that it replaces, [n, channels, ...]; statistics of
+    float16 and bfloat16 are float32. In training (and in evaluation without running statistics) all
+    ranks must call the layer, also those without examples. Ranks of one process call it in
+    ``lockstep``, and one torch.autograd.backward takes all their losses; processes run forward and
+    backward separately. The layer can be differentiated once. Raises RuntimeError outside of a
+    lockstep of its number of ranks, ValueError for less than two values per channel over all ranks.
     """
 
     ranks: int
@@ -65,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
             return merge([here], self.processes)[0]
         if self.ranks == 1:
             return _merge_in_process([here])[0]
-        ranks = ranks_in_lockstep()
+        ranks = lockstep_size()
         if ranks != self.ranks:
             where = "outside of lockstep()" if ranks is None else f"in a lockstep of {ranks}"
             raise RuntimeError(

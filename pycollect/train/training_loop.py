@@ -1,7 +1,7 @@
 """The training loop: epochs over shuffled batches, for one run or several alternating runs.
 
 Alternating runs train on the same batches at the same time, so a comparison is fair on a machine
-whose speed drifts. The training step itself is in replicas.py.
+whose speed drifts. The training step itself is in replicas.py, that of a DDP process in ddp.py.
 """
 
 import time
@@ -34,7 +34,7 @@ _TEST_BATCH = 1024
 def fit(
     prepared: PreparedRun,
     runs: Sequence[TrainingRun],
-    report: ProgressPrinter,
+    printer: ProgressPrinter,
     interrupt: Interrupt | None = None,
 ) -> Iterator[Sequence[TrainingRun]]:
     """Train the runs on the same batches; yield them after every epoch.
@@ -51,7 +51,7 @@ def fit(
     first, done = runs[0].next_step
     for epoch in range(first, settings.epochs + 1):
         images = train.examples(epoch)
-        bar = report.bar(f"epoch {epoch}", sum(images), sum(images[:done]))
+        bar = printer.bar(f"epoch {epoch}", sum(images), sum(images[:done]))
         with closing(train.epoch(epoch, done)) as batches, bar:
             for number, batch in enumerate(batches, done + 1):
                 for run in runs[:: 1 if number % 2 else -1]:
@@ -67,24 +67,24 @@ def fit(
 
 
 def run(
-    prepared: PreparedRun, report: ProgressPrinter, consensus: StopConsensus | None = None
+    prepared: PreparedRun, printer: ProgressPrinter, consensus: StopConsensus | None = None
 ) -> RunResult:
     """Train one run and print a line per epoch; see `train` and `train_epochs`."""
     config = prepared.config
-    report.line(f"{prepared}, reduced by {prepared.reducer}")
+    printer.line(f"{prepared}, reduced by {prepared.reducer}")
     with Log(config.log, append=prepared.stored is not None) as log, prepared.repeatable():
         log.write("start", **prepared.described())
         run = start_run(prepared, config.reduce, log)
-        train_epochs(prepared, run, report, consensus=consensus)
+        train_epochs(prepared, run, printer, consensus=consensus)
         result = run.result(prepared.settings)
-        finish(result, prepared, report, log)
+        finish(result, prepared, printer, log)
     return result
 
 
 def train_epochs(
     prepared: PreparedRun,
     run: TrainingRun,
-    report: ProgressPrinter,
+    printer: ProgressPrinter,
     suffix: str = "",
     consensus: StopConsensus | None = None,
 ) -> None:
@@ -97,8 +97,8 @@ def train_epochs(
     enabled = prepared.config.checkpoint is not None and (alone or consensus is not None)
     with Interrupt(enabled, consensus) as interrupt:
         try:
-            for _ in fit(prepared, [run], report, interrupt):
-                report.line(f"{run.epochs[-1]}{suffix}")
+            for _ in fit(prepared, [run], printer, interrupt):
+                printer.line(f"{run.epochs[-1]}{suffix}")
                 save(prepared, run)
                 interrupt.check()
         except Stopped:
@@ -117,9 +117,7 @@ def start_run(prepared: PreparedRun, name: str, log: Log, *, compared: bool = Fa
     engine: Engine
     if prepared.backend is not None:
         prefetch = prepared.loading.prefetch
-        engine = DDPEngine(
-            prepared.module, prepared.settings, exact_seconds=exact, prefetch=prefetch
-        )
+        engine = DDPEngine(prepared.module, prepared.settings, exact_times=exact, prefetch=prefetch)
     else:
         engine = SingleProcessEngine(
             prepared.module,
@@ -127,7 +125,7 @@ def start_run(prepared: PreparedRun, name: str, log: Log, *, compared: bool = Fa
             reduction=GRADIENT_REDUCTIONS[name],
             options=prepared.options(
                 overlap=not compared if config.overlap is None else config.overlap,
-                exact_seconds=exact,
+                exact_times=exact,
             ),
             capture=GraphedStep.of if config.graph else None,
         )
@@ -154,7 +152,7 @@ def save(prepared: PreparedRun, run: TrainingRun) -> None:
     run.engine.total([0.0])  # a barrier: no process continues before the file is written
 
 
-def finish(result: RunResult, prepared: PreparedRun, report: ProgressPrinter, log: Log) -> None:
+def finish(result: RunResult, prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> None:
     """Print, log and plot the result of a run."""
     without, with_data = result.seconds_per_epoch
     log.write(
@@ -165,10 +163,10 @@ def finish(result: RunResult, prepared: PreparedRun, report: ProgressPrinter, lo
         first_batch_seconds=result.first_batch,
         diverged=result.divergence or None,
     )
-    report.line(result.times)
-    report.line(result)
+    printer.line(result.times)
+    printer.line(result)
     if result.divergence:
-        report.warning(f"{result.divergence}; a smaller learning rate may help")
+        printer.warning(f"{result.divergence}; a smaller learning rate may help")
     if prepared.config.plot is not None:
         on_gpu = any(device.type == "cuda" for device in prepared.settings.devices)
         hint = " (times of the host)" if on_gpu and not prepared.config.exact_times else ""
@@ -183,24 +181,50 @@ def train(
     quiet: bool = False,
     **options: Any,
 ) -> RunResult:
-    """Train a model data-parallel, one replica for every device that `pycollect.devices` returns.
+    """Train a model data-parallel, with one replica per rank, and return the `RunResult`.
 
-    `devices` or `num_gpus` may be a number of GPUs, as in Dive into Deep Learning. `batch_size`
-    counts the examples of all ranks together; None means the default of model and data set.
-    Further options are those of `Config` (data, model, epochs, seed, momentum, weight_decay,
-    weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size; reduce, overlap, prefetch, graph, deterministic,
-    exact_times, checkpoint, resume, replay_shares, log, plot). Equal options give equal bits,
-    whatever the load of the machine. Raises ValueError for a bad value, TypeError for an unknown
-    option, DataError if the data is not available, CheckpointError if a checkpoint cannot be read,
-    written or resumed, OutputError if log or plot cannot be written.
+    Without `quiet` it prints a line per epoch. Equal options give equal bits, whatever the load of
+    the machine, but not with `weights="auto"`, nor on GPUs without `deterministic`. These options
+    decide the result. One that is None or left out has the value of the checkpoint to resume, or
+    its default:
+
+    devices: one rank per device that `pycollect.devices` returns, or a number of GPUs, as in Dive
+        into Deep Learning (of CPU ranks where there is no GPU); default: all GPUs, else 2 CPU ranks
+    num_gpus: the same number of GPUs, in place of `devices`
+    batch_size: examples of all ranks together; default: that of data set and model
+    lr, epochs: learning rate on the mean loss and passes over the data; default: as for batch_size
+    scale_batch, scale_lr: multiply batch size or learning rate by the number of ranks (False)
+    data: "auto", "digits", "fashion-mnist" or "folder", as in `load_dataset`, or a `Data` ("auto")
+    data_dir, image_size: further arguments of `load_dataset` ("data"; 320 pixels)
+    model: a name in `MODELS` or an nn.Module; default: that of the data set
+    seed, momentum, weight_decay, weights, microbatch, sync_batchnorm, strict, shuffle, drop_last:
+        as in `Settings`, with its defaults; `weights` may also be a string such as "80,20"
+
+    A checkpoint does not hold the other options, which decide how the training runs:
+
+    reduce: a name in `GRADIENT_REDUCTIONS` ("pycollect")
+    overlap: reduce gradients while the backward pass runs (True)
+    prefetch: batches prepared ahead; default: 2 if files are decoded or a GPU is used, else 0
+    graph: replay the step as a CUDA graph, with all ranks on one GPU (False)
+    deterministic: only use algorithms of torch that give the same bits every time (False)
+    exact_times: wait for the GPUs at every time measurement (False)
+    checkpoint: a file to write after every epoch, and at Ctrl-C or SIGTERM after the current step
+    resume: a checkpoint to continue
+    replay_shares: a checkpoint whose measured shares are used again, step for step
+    log: a file for JSON lines with every step and epoch
+    plot: a picture of loss, accuracy and times to write (.png, .svg or .pdf)
+
+    Raises ValueError for a bad value, TypeError for an unknown option, DatasetError if the data is
+    not available, CheckpointError if a checkpoint cannot be read, written or resumed, OutputError
+    if log or plot cannot be written, and KeyboardInterrupt at a signal, once the checkpoint is
+    written.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
     """
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
     prepared, notice = prepare(Config.of(asked))
-    report = ProgressPrinter(quiet)
+    printer = ProgressPrinter(quiet)
     if notice:
-        report.line(notice)
-    return run(prepared, report)
+        printer.line(notice)
+    return run(prepared, printer)

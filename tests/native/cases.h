@@ -77,7 +77,7 @@ inline std::size_t sum(const Sizes& s) {
 // Block sizes of a rank's call buffers.
 struct Blocks {
   Sizes in, out;            // as in CollectiveRequest; empty: the rank has no such buffer
-  Sizes full_in, full_out;  // as in Offsets: one entry per rank
+  Sizes full_in, full_out;  // as in PlanOffsets: one entry per rank
 };
 
 inline Blocks blocks(const Case& c, Rank r, int world) {
@@ -134,8 +134,8 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
   std::vector<Bytes> in, out, scratch;
   const Sizes uniform =
       alone ? Sizes{sum(blocks(c, 0, 1).full_in)} : blocks(c, c.root, world).full_in;
-  Offsets offsets(plan->plan, uniform, 64 / item);  // cut as in the one-process API
-  std::vector<Memory> memory;
+  PlanOffsets offsets(plan->plan, uniform, 64 / item);  // cut as in the one-process API
+  std::vector<BufferMemory> memory;
   for (Rank r = 0; r < world; ++r) {
     const Blocks b = blocks(c, r, world);
     if (!alone) offsets.set(r, Buffer::input, b.full_in);
@@ -145,9 +145,9 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
     scratch.emplace_back(std::max(in[r].size(), out[r].size()) + item);
   }
   for (Rank r = 0; r < world; ++r)
-    memory.insert(memory.end(),
-                  {Memory{in[r].data()}, Memory{c.in_place ? in[r].data() : out[r].data()},
-                   Memory{scratch[r].data()}, Memory{}});
+    memory.insert(memory.end(), {BufferMemory{in[r].data()},
+                                 BufferMemory{c.in_place ? in[r].data() : out[r].data()},
+                                 BufferMemory{scratch[r].data()}, BufferMemory{}});
   const std::vector<Binding> bindings{{&offsets, memory}};
   cpu::run_in_order({*plan, bindings, c.dtype, c.op, {.world = world}});
   return {in, c.in_place ? in : out};

@@ -62,7 +62,7 @@ class CopyApi final : public Api {
   void write_value(Stream, std::byte*, uint64_t) override { unused(); }
   void wait_value(Stream, std::byte*, uint64_t) override { unused(); }
   std::byte* allocate(Device, std::size_t) override { unused(); }
-  Exported export_memory(std::byte*) override { unused(); }
+  ExportedMemory export_memory(std::byte*) override { unused(); }
   std::byte* map(Device, const pycollect::ipc::UniqueFd&, std::size_t) override { unused(); }
   void unmap(std::byte*) override { unused(); }
   std::byte* register_host(std::byte*, std::size_t) override { unused(); }
@@ -77,7 +77,7 @@ class CopyApi final : public Api {
 };
 
 // Copies host memory with as many OpenMP threads as torch would use.
-class OpenMpHostRuntime final : public HostRuntime {
+class OpenMpHostMemoryOps final : public HostMemoryOps {
  public:
   std::byte* new_pinned(std::size_t bytes) override {
     void* at = nullptr;
@@ -131,7 +131,7 @@ void measure(CopyApi& api, Stream stream, const Memory& memory, std::size_t byte
   });
   for (std::size_t piece = 256 * KiB; piece <= 8 * MiB; piece *= 2)
     for (int pieces : {2, 4, 8}) {
-      OpenMpHostRuntime host;
+      OpenMpHostMemoryOps host;
       PinnedRing ring(api, host, {piece, pieces});
       DeviceGuard device(api);
       const double us = median_us([&] {
@@ -157,7 +157,7 @@ void run() {
   void* at = nullptr;
   check(cudaMalloc(&at, kLargestBytes), "cudaMalloc");
   memory.device = static_cast<std::byte*>(at);
-  memory.pinned = OpenMpHostRuntime().new_pinned(kLargestBytes);
+  memory.pinned = OpenMpHostMemoryOps().new_pinned(kLargestBytes);
   std::vector<std::byte> pageable(kLargestBytes);
   memory.pageable = pageable.data();
   cudaStream_t stream = nullptr;

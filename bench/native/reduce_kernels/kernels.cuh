@@ -1,4 +1,5 @@
-// The fold kernel with its constants as template parameters, and the variants to measure.
+// The reduction kernel, a fold, with its constants as template parameters, and the variants to
+// measure.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

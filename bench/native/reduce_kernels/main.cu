@@ -1,4 +1,4 @@
-// Measures the rate of the fold kernel relative to a copy on the device, with L2 hot and cold, for
+// Measures the rate of the reduction kernel relative to a copy on the device, L2 hot and cold, for
 // different constants: bytes per access, loads in flight, blocks per multiprocessor, waves of a
 // grid. Prints lines of JSON. The exit status without a GPU is 77. The tensor of each rank becomes
 // the mean of all, in place, as in all-reduce on one memory. This moves 2 x world x bytes, like the
@@ -20,8 +20,8 @@ using pycollect::cuda::kBlocksPerSm;
 using pycollect::cuda::kInFlight;
 using pycollect::cuda::kPacketBytes;
 
-constexpr int kWaves =
-    4;  // must equal the constant of csrc/cuda/split_launch.cpp, which is private
+// Must equal the constant of csrc/cuda/split_launch.cpp, which is private.
+constexpr int kWaves = 4;
 constexpr int kRepeats = 15, kNoDevice = 77;
 // Length of the delay kernel: long enough that all later work is issued before it ends.
 constexpr long long kDelayCycles = 100'000;

@@ -136,8 +136,8 @@ class Staged final : public Way {
     }
     context_.device.copy(context_.stream, context_.words[rank], page.staging_buffer(kMaxRanks),
                          bytes);
-    context_.device.synchronize(
-        context_.stream);  // before rank 0 overwrites the sum in the next round
+    // Wait before rank 0 overwrites the sum in the next round.
+    context_.device.synchronize(context_.stream);
   }
 };
 

@@ -23,9 +23,9 @@ from .candidates import DEVICE_PEERS, PEERS
 from .cases import COLLECTIVES, ProcessCase, process_case
 from .groups import MPI, OURS, ZERO_COPY, transports
 from .isolated import ISOLATED
+from .run_worlds import Printer, measure
 from .targets import LEAST, OTHERS, judge
 from .worker_pool import PoolJob, why_no_mpi
-from .worlds import Printer, measure
 
 __all__ = ["run"]
 

@@ -32,7 +32,7 @@ from .groups import (
     shared_empty,
     symm_mem_call,
 )
-from .limits import limits
+from .speed_limit import limits
 from .spin_barrier import SpinBarrier
 
 PEERS = (GLOO, MPI)
@@ -132,9 +132,8 @@ class CandidateSet:
             refusal = reason(error)
         except (TypeError, ValueError, NotImplementedError) as error:
             refusal = reason(error)
-        except (
-            RuntimeError
-        ) as error:  # an error of a peer is its reason; an error of pycollect fails the run
+        # The error of a peer is the reason why it does not run; one of pycollect fails the run.
+        except RuntimeError as error:
             if name == OURS:
                 raise
             refusal = reason(error)

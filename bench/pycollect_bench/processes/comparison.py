@@ -16,8 +16,8 @@ from ..comparison import GPU, RETURN, WALL, CaseResult, Row, clocked, compared
 from .candidate import Candidate
 from .candidates import DEVICE_PEERS, PEERS, CandidateSet, RankState
 from .cases import ProcessCase
-from .clocks import Clocks
-from .limits import LIMITS
+from .speed_limit import LIMITS
+from .timers import Clocks
 
 
 def _measured(candidate_set: CandidateSet, effort: Effort, seed: int) -> dict[str, Timing]:

@@ -102,9 +102,8 @@ def symm_mem_call(case: ProcessCase, rank: int) -> tuple[Buffers, Call]:
 
     def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = symm.empty(count, dtype=dtype, device=device)
-        with (
-            warnings.catch_warnings()
-        ):  # older versions of torch need this call, newer ones warn about it
+        # Older versions of torch need this call, newer ones warn about it.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             symm.enable_symm_mem_for_group(group)
         symm.rendezvous(tensor, group)
@@ -126,4 +125,6 @@ def shared_empty(group: Any, device: torch.device) -> Callable[[int, torch.dtype
     """
     if device.type != "cpu" and not group._get_backend(device).supports_tensor_alloc(device):
         raise NotImplementedError(f"the ranks cannot share tensors on {device}")
-    return lambda count, dtype: pycollect.empty(count, dtype=dtype, device=device, group=group)
+    return lambda count, dtype: pycollect.symmetric_empty(
+        count, dtype=dtype, device=device, group=group
+    )

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pycollect._timing import Effort, Sampler, Timing, interleave, median_ratio, ratios
 from pycollect.train.models import MODELS
-from pycollect.train.optimizers import sgd_optimizer
+from pycollect.train.optimizers import sgd_factory
 from pycollect.train.reduce import GRADIENT_REDUCTIONS
-from pycollect.train.replicas import Replicas
+from pycollect.train.replica_trainer import ReplicaTrainer
 from pycollect.train.settings import StepOptions
 
 from .ddp import BACKENDS, DDPJob, DDPWorkers
@@ -115,11 +115,11 @@ def _in_process(
     case: TrainingCase, devices: Sequence[torch.device], reduction: str, overlap: bool
 ) -> Callable[[list[float]], Sampler]:
     """Return a function that makes a sampler of steps, which records times of reductions."""
-    options = StepOptions(overlap=overlap, exact_seconds=True)
-    replicas = Replicas(
+    options = StepOptions(overlap=overlap, exact_times=True)
+    replicas = ReplicaTrainer(
         MODELS[case.model](),
         devices,
-        optimizer=sgd_optimizer(LR),
+        optimizer=sgd_factory(LR),
         reduction=GRADIENT_REDUCTIONS[reduction],
         options=options,
     )

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from pycollect._timing import Effort, Sampler, Timing, host_time, interleave
-from pycollect.train.data.examples import Examples
+from pycollect.train.data.dataset import Examples
 from pycollect.train.data.folder import scan
 from pycollect.train.loader import Loader, LoaderOptions
 from pycollect.train.models import LeNet
-from pycollect.train.optimizers import sgd_optimizer
-from pycollect.train.replicas import Replicas
+from pycollect.train.optimizers import sgd_factory
+from pycollect.train.replica_trainer import ReplicaTrainer
 from pycollect.train.settings import StepOptions
 
 from .comparison import LR
@@ -87,11 +87,11 @@ def _sampler(
     examples: Examples, loading: LoaderOptions, devices: Sequence[torch.device], waits: list[float]
 ) -> Sampler:
     """Return a sampler of epochs on these devices, which appends waiting times to `waits`."""
-    replicas = Replicas(
+    replicas = ReplicaTrainer(
         LeNet(in_channels=3),
         devices,
-        optimizer=sgd_optimizer(LR),
-        options=StepOptions(exact_seconds=True),
+        optimizer=sgd_factory(LR),
+        options=StepOptions(exact_times=True),
     )
     loader = Loader(examples, loading, devices=devices)
 

@@ -9,9 +9,10 @@ inline py::object words(const std::string& line) {
   return line.empty() ? py::object(py::none()) : py::object(py::str(line));
 }
 
-void bind_streams(py::module_& m);  // the executor for devices on emulated devices, and schedules
-void bind_probe(py::module_& m);    // host copies, and the fd server
-void bind_cuda_probe(py::module_& m);  // the device's kernels, run on host memory
-void bind_emulator(py::module_& m);    // the CUDA emulator
+void bind_emulated_run(
+    py::module_& m);                 // the executor for devices on emulated devices, and schedules
+void bind_probe(py::module_& m);     // host copies, and the fd server
+void bind_kernels(py::module_& m);   // the device's kernels, run on host memory
+void bind_emulator(py::module_& m);  // the CUDA emulator
 
 }  // namespace pycollect

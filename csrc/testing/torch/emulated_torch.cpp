@@ -27,7 +27,7 @@ thread_local Current current_of_thread;
 
 // Each tensor has its own symmetric GPU memory. It is released when the tensor is freed, but on
 // another thread: freeing a tensor of torch's cache does not wait for devices.
-class EmulatedPool final : public TensorPool {
+class EmulatedPool final : public SharedTensorPool {
  public:
   EmulatedPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
                std::shared_ptr<cuda::Emulator> emulator)
@@ -119,7 +119,7 @@ at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType typ
   return pinned_->empty(sizes, type, EmulatedCache::kNoStream, true);
 }
 
-std::unique_ptr<TensorPool> EmulatedTorch::new_pool(
+std::unique_ptr<SharedTensorPool> EmulatedTorch::new_pool(
     std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device) {
   return std::make_unique<EmulatedPool>(std::move(symmetric_memory), emulator_);
 }

@@ -24,8 +24,8 @@ class EmulatedTorch final : public TorchRuntime {
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override;
-  std::unique_ptr<TensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
-                                       at::Device device) override;
+  std::unique_ptr<SharedTensorPool> new_pool(
+      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override;
   void empty_cache() override;
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;

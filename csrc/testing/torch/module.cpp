@@ -7,9 +7,9 @@ namespace pycollect {
 PYBIND11_MODULE(_testing, m) {
   py::module_::import("pycollect._C");
   bind_emulator(m);
-  bind_streams(m);
+  bind_emulated_run(m);
   bind_probe(m);
-  bind_cuda_probe(m);
+  bind_kernels(m);
 }
 
 }  // namespace pycollect

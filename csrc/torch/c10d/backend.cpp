@@ -5,7 +5,7 @@
 
 #include "../../plan/error.h"
 #include "call_runner.h"
-#include "in_flight_calls.h"
+#include "in_flight_guard.h"
 #include "torch_store.h"
 
 namespace pycollect::dist {
@@ -29,7 +29,7 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
                                   " cuda_transport=", o.cuda_transport)};
 }
 
-std::shared_ptr<ipc::Group> make_group(const StorePtr& store, GroupRank me,
+std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
                                        const Options& options) {
   TorchStore bootstrap(store, me.rank, ipc::deadline_after(options.timeout));
   return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
@@ -37,7 +37,7 @@ std::shared_ptr<ipc::Group> make_group(const StorePtr& store, GroupRank me,
 
 }  // namespace
 
-Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
+Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
     : c10d::Backend(me.rank, me.world),
       me_(me),
       options_(std::move(options)),
@@ -49,7 +49,7 @@ Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
       timeout_ms_(options_->timeout.count()),
       group_(make_group(store, me, *options_)),
       messages_(std::make_shared<Messages>(group_, selector_)),
-      allocator_(std::make_shared<SymmetricAllocator>(*group_)),
+      allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
       queue_(std::make_shared<CallQueue>(std::make_shared<CallRunner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
@@ -62,7 +62,7 @@ std::shared_ptr<ipc::Group> Backend::group() const {
   return group_;
 }
 
-std::shared_ptr<SymmetricAllocator> Backend::allocator() const {
+std::shared_ptr<SymmetricHeapAllocator> Backend::allocator() const {
   fork_guard_.require_not_forked("allocate_tensor");
   const std::lock_guard lock(state_mutex_);
   if (!allocator_) throw CollectiveError("allocate_tensor: the group has been destroyed");
@@ -118,7 +118,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-Call Backend::new_call(const CallInfo& info) const {
+Call Backend::new_call(const CallParams& info) const {
   const bool given = is_limit(info.timeout);
   return {.collective = info.collective,
           .name = info.name,
@@ -161,7 +161,7 @@ std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  const CallInfo info{Collective::barrier, "init_process_group", kNoTimeout, false};
+  const CallParams info{Collective::barrier, "init_process_group", kNoTimeout, false};
   fork_guard_.require_not_forked(info.name);
   if (!selector_->devices()->has(device)) return;
   rendezvous(new_call(info), device);
@@ -169,7 +169,7 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
-std::optional<Refusal> Backend::try_build(const CallInfo& info, const char* prefix, Call& call,
+std::optional<Refusal> Backend::try_build(const CallParams& info, const char* prefix, Call& call,
                                           Build build) const {
   const auto published = [&](std::string_view why) {
     const std::string operation = text(info.name, ": ");
@@ -182,9 +182,9 @@ std::optional<Refusal> Backend::try_build(const CallInfo& info, const char* pref
   try {
     build(call);
     return std::nullopt;
-  } catch (const TypeMismatch& error) {
+  } catch (const TypeError& error) {
     const std::string why = error.what();
-    return Refusal{published(why), std::make_exception_ptr(TypeMismatch(raised(why)))};
+    return Refusal{published(why), std::make_exception_ptr(TypeError(raised(why)))};
   } catch (const std::invalid_argument& error) {
     const std::string why = error.what();
     return Refusal{published(why), std::make_exception_ptr(std::invalid_argument(raised(why)))};
@@ -193,8 +193,8 @@ std::optional<Refusal> Backend::try_build(const CallInfo& info, const char* pref
   }
 }
 
-WorkPtr Backend::collective(const CallInfo& info, const at::Tensor* first, Build build) {
-  const InFlightCalls in_flight;
+WorkPtr Backend::collective(const CallParams& info, const at::Tensor* first, Build build) {
+  const InFlightGuard in_flight;
   fork_guard_.require_not_forked(info.name);
   Call call = new_call(info);
   call.number = calls_++;  // refused calls count as well: call numbers must agree across ranks
@@ -220,7 +220,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(
   auto own = c10::make_intrusive<dist::Options>(given != nullptr ? *given : *options_);
   own->timeout = options->timeout;
   own->group_name = options->group_name;
-  const GroupRank me{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
+  const RankAndWorld me{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
   auto made = c10::make_intrusive<Backend>(store->clone(), me, std::move(own));
   last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
   last_split_name_ = options->group_name;

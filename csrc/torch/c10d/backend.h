@@ -12,7 +12,7 @@
 #include "coalescing.h"
 #include "messages.h"
 #include "options.h"
-#include "symmetric_allocator.h"
+#include "symmetric_heap_allocator.h"
 
 namespace pycollect::dist {
 
@@ -28,7 +28,7 @@ bool close_groups();
 class Backend final : public c10d::Backend {
  public:
   // Returns once all ranks share memory. Throws what the constructor of ipc::Group throws.
-  Backend(const StorePtr& store, GroupRank me, OptionsPtr options);
+  Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options);
   ~Backend() override;
 
   const std::string getBackendName() const override { return kBackendName; }
@@ -47,7 +47,7 @@ class Backend final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
-  std::shared_ptr<SymmetricAllocator> allocator() const;
+  std::shared_ptr<SymmetricHeapAllocator> allocator() const;
   TransportSelector& selector() const { return *selector_; }
 
   bool supportsSplitting() const override { return true; }
@@ -104,7 +104,7 @@ class Backend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  struct CallInfo {
+  struct CallParams {
     Collective collective;
     const char* name;
     std::chrono::milliseconds timeout;
@@ -112,12 +112,12 @@ class Backend final : public c10d::Backend {
   };
   using Build = c10::function_ref<void(Call&)>;
   // `first`: the tensor that the call binds first. If it is on a device, all others must be, too.
-  WorkPtr collective(const CallInfo& info, const at::Tensor* first, Build build);
-  WorkPtr coalesce(CoalescedList& list, const CallInfo& info, Call call, const at::Tensor* first,
+  WorkPtr collective(const CallParams& info, const at::Tensor* first, Build build);
+  WorkPtr coalesce(CoalescedList& list, const CallParams& info, Call call, const at::Tensor* first,
                    Build build);
-  std::optional<Refusal> try_build(const CallInfo& info, const char* prefix, Call& call,
+  std::optional<Refusal> try_build(const CallParams& info, const char* prefix, Call& call,
                                    Build build) const;
-  Call new_call(const CallInfo& info) const;
+  Call new_call(const CallParams& info) const;
   std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
   void rendezvous(const Call& before, at::Device device);
   void publish_refusal(const Refusal& refusal, Call call);
@@ -135,7 +135,7 @@ class Backend final : public c10d::Backend {
   // Returns the first device error that was reported to no caller, or null.
   std::exception_ptr close(ipc::Deadline deadline);
 
-  const GroupRank me_;
+  const RankAndWorld me_;
   const OptionsPtr options_;
   const std::shared_ptr<TransportSelector> selector_;
   const ipc::ForkGuard fork_guard_;
@@ -145,7 +145,7 @@ class Backend final : public c10d::Backend {
   mutable std::mutex state_mutex_;  // guards group_, messages_ and allocator_, which close() resets
   std::shared_ptr<ipc::Group> group_;
   std::shared_ptr<Messages> messages_;
-  std::shared_ptr<SymmetricAllocator> allocator_;
+  std::shared_ptr<SymmetricHeapAllocator> allocator_;
   std::shared_ptr<CallQueue> queue_;
   std::mutex rendezvous_mutex_;  // held by the thread that runs the GPU rendezvous
 

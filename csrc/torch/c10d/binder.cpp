@@ -8,7 +8,7 @@
 
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
-#include "../float8_rounding.h"
+#include "../float8_specials.h"
 #include "../threads.h"
 
 namespace pycollect::dist {
@@ -110,7 +110,7 @@ ipc::BufferSegment Binder::read_aliasing(const at::Tensor& t, const ArgumentName
   const auto item = static_cast<std::size_t>(t.element_size());
   const std::byte* own = origin(span.base) + first * item;
   if (own != origin(place.base) || first + place.count > span.count) return span;
-  Extent before = extents_.back(), after = before;
+  ArgumentRange before = extents_.back(), after = before;
   before.end = own;
   after.begin = own + place.count * item;
   extents_.back() = before;
@@ -130,7 +130,7 @@ std::size_t Binder::request(DType dtype) {
   while (i < call_.requests.size() && call_.requests[i].dtype != dtype) ++i;
   if (i == call_.requests.size()) {
     FoldOptions options{.world = me_.world};
-    if (item_bytes(dtype) == 1) options.float8 = float8_rounding();
+    if (item_bytes(dtype) == 1) options.float8 = float8_specials();
     call_.requests.push_back({.collective = call_.collective,
                               .dtype = dtype,
                               .op = form_.op,
@@ -199,14 +199,14 @@ void Binder::finish() {
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();
   if (call_.written == nullptr) return;
-  for (const Extent& e : extents_)
+  for (const ArgumentRange& e : extents_)
     if (e.written) call_.written->add(e.begin, e.end);
 }
 
 bool Binder::touches_written() const {
   if (call_.written == nullptr) return false;
   return std::any_of(extents_.begin(), extents_.end(),
-                     [&](const Extent& e) { return call_.written->touch(e.begin, e.end); });
+                     [&](const ArgumentRange& e) { return call_.written->touch(e.begin, e.end); });
 }
 
 // Copies device tensors into staging: now, or, if an earlier call of the list writes them, when

@@ -13,13 +13,13 @@ namespace pycollect::dist {
 bool check_operand(const at::Tensor& tensor, AccessMode use, const ArgumentName& label,
                    DeviceOps& devices);
 
-struct GroupRank {  // a rank's position in the group
+struct RankAndWorld {  // a rank's position in the group
   Rank rank;
   int world;
 };
 
 // Properties that all requests of a call share.
-struct RequestForm {
+struct RequestTemplate {
   std::size_t input_blocks, output_blocks;  // 0: this rank does not use the buffer
   ReduceOp op = ReduceOp::sum;
   Rank root = 0;
@@ -29,7 +29,8 @@ struct RequestForm {
 class Binder {
  public:
   // `call.staging` must be set if the call's tensors are to be on devices.
-  Binder(Call& call, GroupRank me, const RequestForm& form) : call_(call), me_(me), form_(form) {}
+  Binder(Call& call, RankAndWorld me, const RequestTemplate& form)
+      : call_(call), me_(me), form_(form) {}
 
   // Bind a tensor that the call reads, writes, or both (`update`). Return where the tensor's
   // elements are when the call runs.
@@ -84,10 +85,10 @@ class Binder {
                           bool writes);
 
   Call& call_;
-  const GroupRank me_;
-  const RequestForm form_;
+  const RankAndWorld me_;
+  const RequestTemplate form_;
   c10::SmallVector<RequestBuffers, 1> parts_;  // [request]
-  std::vector<Extent> extents_;
+  std::vector<ArgumentRange> extents_;
   c10::SmallVector<StagedRange, 1> staged_ranges_;
 };
 

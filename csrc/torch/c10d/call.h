@@ -18,12 +18,12 @@ namespace pycollect::dist {
 
 // All requests of coalesced calls, on which the ranks agree before the first call runs. The
 // pointers are valid until then.
-struct CoalescedAgreement {
-  struct BoundRequest {
+struct CoalescedRequests {
+  struct RequestAndTransport {
     const ipc::CollectiveRequest* request;
     ipc::Transport* transport;  // null: the host transport
   };
-  std::vector<BoundRequest> requests = {};
+  std::vector<RequestAndTransport> requests = {};
   std::vector<std::shared_ptr<TensorStaging>> stagings = {};
   bool agreed = false;
   std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
@@ -36,8 +36,8 @@ struct Call {
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
   DeviceOps* devices = nullptr;     // device operations of the group's collectives
   std::chrono::milliseconds timeout{};
-  std::vector<ipc::CollectiveRequest> requests = {};   // run in this order, one per dtype
-  std::shared_ptr<CoalescedAgreement> coalesced = {};  // null: the call is not coalesced
+  std::vector<ipc::CollectiveRequest> requests = {};  // run in this order, one per dtype
+  std::shared_ptr<CoalescedRequests> coalesced = {};  // null: the call is not coalesced
   std::string refusal = {};  // if not empty, published to the peers; the call does not run
   Tensors held = {};         // tensors that the requests' addresses point into
   std::vector<std::function<void()>> fills = {};  // run first: compute temporary inputs

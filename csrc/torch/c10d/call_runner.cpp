@@ -127,7 +127,7 @@ void CallRunner::run(Call& call) {
 // request is agreed on when it runs.
 void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
   if (call.coalesced) {
-    CoalescedAgreement& all = *call.coalesced;
+    CoalescedRequests& all = *call.coalesced;
     if (all.error) std::rethrow_exception(all.error);
     if (std::exchange(all.agreed, true)) return;
     try {
@@ -138,14 +138,14 @@ void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
       throw;
     }
   } else if (call.requests.size() > 1) {
-    std::vector<CoalescedAgreement::BoundRequest> own;
+    std::vector<CoalescedRequests::RequestAndTransport> own;
     for (const ipc::CollectiveRequest& request : call.requests)
       own.push_back({&request, &transport(call)});
     agree(own, deadline);
   }
 }
 
-void CallRunner::agree(const std::vector<CoalescedAgreement::BoundRequest>& bound,
+void CallRunner::agree(const std::vector<CoalescedRequests::RequestAndTransport>& bound,
                        ipc::Deadline deadline) {
   std::vector<const ipc::CollectiveRequest*> requests;
   for (const auto& [request, transport] : bound) {

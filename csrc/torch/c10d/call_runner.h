@@ -28,7 +28,8 @@ class CallRunner {
  private:
   void refuse(const Call& call, ipc::Deadline deadline);
   void agree_on_all(Call& call, ipc::Deadline deadline);
-  void agree(const std::vector<CoalescedAgreement::BoundRequest>& requests, ipc::Deadline deadline);
+  void agree(const std::vector<CoalescedRequests::RequestAndTransport>& requests,
+             ipc::Deadline deadline);
   void fill(Call& call, ipc::Deadline deadline);
   void perform(Call& call, ipc::Deadline deadline);
   ipc::Transport& transport(const Call& call);

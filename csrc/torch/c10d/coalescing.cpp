@@ -17,7 +17,7 @@ uint64_t this_thread() {
 
 std::vector<Call> bind_coalesced(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
-  const auto coalesced = std::make_shared<CoalescedAgreement>();
+  const auto coalesced = std::make_shared<CoalescedRequests>();
   for (Call& call : calls) {
     ipc::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
     for (const ipc::CollectiveRequest& request : call.requests)

@@ -8,10 +8,11 @@ namespace {
 
 constexpr const char *kInput = "input", *kOutput = "output";
 
-std::size_t world_size(GroupRank me) { return static_cast<std::size_t>(me.world); }
+std::size_t world_size(RankAndWorld me) { return static_cast<std::size_t>(me.world); }
 
 // Returns the form of a call in which only the sender and the receiver of a block know its size.
-RequestForm irregular_form(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
+RequestTemplate irregular_form(std::size_t input_blocks, std::size_t output_blocks,
+                               int64_t root = 0) {
   return {.input_blocks = input_blocks,
           .output_blocks = output_blocks,
           .root = static_cast<Rank>(root),
@@ -21,7 +22,7 @@ RequestForm irregular_form(std::size_t input_blocks, std::size_t output_blocks, 
 }  // namespace
 
 // The input of all_gather may be this rank's own part of the output.
-void all_gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors& inputs) {
+void all_gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tensors& inputs) {
   check_lists(call, me, inputs, outputs);
   Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -43,7 +44,7 @@ void all_gather(Call& call, GroupRank me, const TensorLists& outputs, const Tens
   binder.finish();
 }
 
-void all_gather_single(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
+void all_gather_single(Call& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
   check_pairs(call, outputs, inputs);
   Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -61,7 +62,7 @@ void all_gather_single(Call& call, GroupRank me, const Tensors& outputs, const T
   call.results = outputs;
 }
 
-void gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors& inputs,
+void gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tensors& inputs,
             int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   check_one(call, "inputs", inputs.size());
@@ -88,7 +89,7 @@ void gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors&
   binder.finish();
 }
 
-void gather_single(Call& call, GroupRank me, const at::Tensor& output, const at::Tensor& input,
+void gather_single(Call& call, RankAndWorld me, const at::Tensor& output, const at::Tensor& input,
                    int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   const bool receives = me.rank == root;
@@ -107,7 +108,7 @@ void gather_single(Call& call, GroupRank me, const at::Tensor& output, const at:
   binder.finish();
 }
 
-void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists& inputs,
+void scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLists& inputs,
              int64_t root) {
   check_rank(root, me.world, call.name, "src");
   check_one(call, "outputs", outputs.size());
@@ -132,7 +133,7 @@ void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists
   call.results = outputs;
 }
 
-void all_to_all(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
+void all_to_all(Call& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
   check_list(call, me, outputs);
   check_list(call, me, inputs);
   Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
@@ -177,8 +178,8 @@ Sizes split_counts(const at::Tensor& t, const ArgumentName& label,
 
 }  // namespace
 
-void all_to_all_single(Call& call, GroupRank me, const at::Tensor& output, const at::Tensor& input,
-                       const Splits& splits) {
+void all_to_all_single(Call& call, RankAndWorld me, const at::Tensor& output,
+                       const at::Tensor& input, const Splits& splits) {
   const ArgumentName in{call.name, kInput}, out{call.name, kOutput};
   check_dtype(input, in, output, out);
   const Sizes sent = split_counts(input, in, splits.input, "input_split_sizes", me.world);

@@ -3,7 +3,7 @@
 
 #include "../../plan/error.h"
 #include "../threads.h"
-#include "in_flight_calls.h"
+#include "in_flight_guard.h"
 #include "messages.h"
 
 namespace pycollect::dist {
@@ -162,7 +162,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightCalls in_flight;
+  const InFlightGuard in_flight;
   if (staging_) check_no_capture(*staging_, info_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))

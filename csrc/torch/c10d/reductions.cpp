@@ -27,7 +27,7 @@ void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t,
   if (role.writes) binder.add_output(request, 0, span);
 }
 
-void bind_all(Call& call, GroupRank me, const Tensors& tensors, const ReductionRole& role) {
+void bind_all(Call& call, RankAndWorld me, const Tensors& tensors, const ReductionRole& role) {
   require(!tensors.empty(), call.name, ": no tensors were passed; pass at least one");
   const bool out_of_place = role.reduction.scales();
   Binder binder(call, me,
@@ -44,18 +44,18 @@ void bind_all(Call& call, GroupRank me, const Tensors& tensors, const ReductionR
 
 }  // namespace
 
-void all_reduce(Call& call, GroupRank me, const Tensors& tensors, const c10d::ReduceOp& op) {
+void all_reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op) {
   bind_all(call, me, tensors, {Reduction(op, call.name), true, true});
 }
 
-void reduce(Call& call, GroupRank me, const Tensors& tensors, const c10d::ReduceOp& op,
+void reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op,
             int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   bind_all(call, me, tensors,
            {Reduction(op, call.name), true, me.rank == root, static_cast<Rank>(root)});
 }
 
-void broadcast(Call& call, GroupRank me, const Tensors& tensors, int64_t root) {
+void broadcast(Call& call, RankAndWorld me, const Tensors& tensors, int64_t root) {
   check_rank(root, me.world, call.name, "src");
   const bool sends = me.rank == root;
   bind_all(call, me, tensors,
@@ -64,7 +64,7 @@ void broadcast(Call& call, GroupRank me, const Tensors& tensors, int64_t root) {
 
 namespace {
 
-Binder reduce_scatter_binder(Call& call, GroupRank me, const Reduction& reduction) {
+Binder reduce_scatter_binder(Call& call, RankAndWorld me, const Reduction& reduction) {
   return {call,
           me,
           {.input_blocks = static_cast<std::size_t>(me.world),
@@ -75,7 +75,7 @@ Binder reduce_scatter_binder(Call& call, GroupRank me, const Reduction& reductio
 }  // namespace
 
 // The output of reduce_scatter may be this rank's own part of the input.
-void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists& inputs,
+void reduce_scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLists& inputs,
                     const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
   Binder binder = reduce_scatter_binder(call, me, reduction);
@@ -100,8 +100,8 @@ void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const Tens
   call.results = outputs;
 }
 
-void reduce_scatter_single(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs,
-                           const c10d::ReduceOp& op) {
+void reduce_scatter_single(Call& call, RankAndWorld me, const Tensors& outputs,
+                           const Tensors& inputs, const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
   Binder binder = reduce_scatter_binder(call, me, reduction);
   check_pairs(call, outputs, inputs);

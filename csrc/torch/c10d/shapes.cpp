@@ -35,12 +35,12 @@ void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs
           " outputs and ", inputs.size(), " inputs; pass one output for each input");
 }
 
-void check_list(const Call& call, GroupRank me, const Tensors& list) {
+void check_list(const Call& call, RankAndWorld me, const Tensors& list) {
   require(static_cast<int>(list.size()) == me.world, call.name, ": a list has ", list.size(),
           " tensors; pass one for each of ", me.world, " ranks");
 }
 
-void check_lists(const Call& call, GroupRank me, const Tensors& tensors,
+void check_lists(const Call& call, RankAndWorld me, const Tensors& tensors,
                  const std::vector<Tensors>& lists) {
   require(!tensors.empty() && lists.size() == tensors.size(), call.name, ": ", lists.size(),
           " lists for ", tensors.size(), " tensors; pass one list for each tensor");

@@ -18,9 +18,9 @@ void check_joined(const at::Tensor& joined, const ArgumentName& label, const at:
 // Requires as many outputs as inputs, and at least one.
 void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs);
 // Requires one tensor for every rank.
-void check_list(const Call& call, GroupRank me, const Tensors& list);
+void check_list(const Call& call, RankAndWorld me, const Tensors& list);
 // Requires as many lists as tensors, at least one, and one tensor per rank in each list.
-void check_lists(const Call& call, GroupRank me, const Tensors& tensors,
+void check_lists(const Call& call, RankAndWorld me, const Tensors& tensors,
                  const std::vector<Tensors>& lists);
 // Requires exactly one tensor.
 void check_one(const Call& call, const char* what, std::size_t given);

@@ -7,7 +7,7 @@
 #include "../log.h"
 #include "backend.h"
 #include "gil_release.h"
-#include "in_flight_calls.h"
+#include "in_flight_guard.h"
 
 namespace pycollect::dist {
 namespace {
@@ -53,7 +53,7 @@ Backend::~Backend() {
                              std::move(allocator_), std::move(coalescing_), selector_));
     return;
   }
-  const InFlightCalls in_flight;  // counts until this thread has retaken the GIL
+  const InFlightGuard in_flight;  // counts until this thread has retaken the GIL
   const GilRelease gil_release;
   {
     const std::lock_guard lock(live_backends().mutex);
@@ -65,7 +65,7 @@ Backend::~Backend() {
 // Throws the error of a call that failed on its device without a caller waiting for it: no later
 // call can report it.
 void Backend::shutdown() {
-  const InFlightCalls in_flight;
+  const InFlightGuard in_flight;
   if (fork_guard_.forked()) return;
   if (const auto unreported = close(ipc::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(unreported);
@@ -77,7 +77,7 @@ std::exception_ptr Backend::close(ipc::Deadline deadline) {
   const std::exception_ptr unreported = selector_->close(kShutdownTimeout);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<ipc::Group> group;
-  std::shared_ptr<SymmetricAllocator> allocator;
+  std::shared_ptr<SymmetricHeapAllocator> allocator;
   {
     const std::lock_guard lock(state_mutex_);
     messages.swap(messages_);
@@ -95,7 +95,7 @@ std::exception_ptr Backend::close(ipc::Deadline deadline) {
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the
 // groups are closed without the lock. All make progress meanwhile, and share one shutdown timeout.
 bool close_groups() {
-  const bool any_in_flight = InFlightCalls::any();
+  const bool any_in_flight = InFlightGuard::any();
   std::vector<c10::intrusive_ptr<Backend>> all;
   {
     const std::lock_guard lock(live_backends().mutex);
@@ -107,7 +107,7 @@ bool close_groups() {
   for (const auto& b : all)
     if (!b->fork_guard_.forked()) warn_of(b->close(deadline));
   const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;
-  while (InFlightCalls::any() && ipc::Clock::now() < wake_deadline)
+  while (InFlightGuard::any() && ipc::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return any_in_flight;
 }

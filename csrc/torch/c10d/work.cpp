@@ -3,7 +3,7 @@
 
 #include "../../plan/error.h"
 #include "call_queue.h"
-#include "in_flight_calls.h"
+#include "in_flight_guard.h"
 
 namespace pycollect::dist {
 
@@ -59,7 +59,7 @@ std::exception_ptr CollectiveWork::exception() const {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightCalls in_flight;
+  const InFlightGuard in_flight;
   if (call_.staging) check_no_capture(*call_.staging, name());
   if (!is_done()) {
     if (!is_limit(timeout))

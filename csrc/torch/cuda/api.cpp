@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "../../cuda/check.h"
-#include "../../cuda/launch.h"
+#include "../../cuda/launch_level.h"
 #include "driver.h"
 #include "shareable_memory.h"
 
@@ -71,7 +71,7 @@ void enqueue_value(StreamValue call, const char* name, Stream stream, std::byte*
 }
 
 struct Properties {
-  cuda::KernelLimits limits;
+  cuda::DeviceLimits limits;
   bool can_flush;  // a stream wait can flush writes of other GPUs
 };
 
@@ -209,7 +209,9 @@ class CudaApi final : public cuda::Api {
   std::byte* allocate(Device device, std::size_t bytes) override {
     return allocate_shareable(device, bytes);
   }
-  cuda::Exported export_memory(std::byte* memory) override { return export_shareable(memory); }
+  cuda::ExportedMemory export_memory(std::byte* memory) override {
+    return export_shareable(memory);
+  }
   std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override {
     return map_shareable(device, memory, bytes);
   }

@@ -19,7 +19,7 @@
 #include "../profiler_range.h"
 #include "../threads.h"
 #include "api.h"
-#include "host_runtime.h"
+#include "host_memory_ops.h"
 
 namespace pycollect {
 namespace {
@@ -28,7 +28,7 @@ using c10::cuda::CUDAStream;
 
 cuda::Executor& executor() {
   // Never destroyed, because CUDA is used after main.
-  static cuda::Executor& executor = *new cuda::Executor(cuda_api(), torch_host_runtime());
+  static cuda::Executor& executor = *new cuda::Executor(cuda_api(), torch_host_memory_ops());
   return executor;
 }
 

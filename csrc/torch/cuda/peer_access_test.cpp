@@ -11,7 +11,7 @@
 #include "../../plan/error.h"
 #include "../gpus.h"
 #include "api.h"
-#include "host_runtime.h"
+#include "host_memory_ops.h"
 
 namespace pycollect {
 namespace {

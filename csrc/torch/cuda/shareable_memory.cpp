@@ -100,7 +100,7 @@ std::byte* allocate_shareable(Device device, std::size_t bytes) {
   return map_handle(device, handle, whole);
 }
 
-cuda::Exported export_shareable(std::byte* memory) {
+cuda::ExportedMemory export_shareable(std::byte* memory) {
   constexpr const char* kName = "cuMemRetainAllocationHandle";
   const AllocationHandle handle(driver_function<decltype(&cuMemRetainAllocationHandle)>(kName),
                                 kName, static_cast<void*>(memory));

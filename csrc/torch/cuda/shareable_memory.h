@@ -10,7 +10,7 @@ namespace pycollect {
 // Implement allocate, export_memory, map and unmap of cuda::Api. unmap_shareable() does not wait
 // for work that uses the memory.
 std::byte* allocate_shareable(cuda::Device device, std::size_t bytes);
-cuda::Exported export_shareable(std::byte* memory);
+cuda::ExportedMemory export_shareable(std::byte* memory);
 std::byte* map_shareable(cuda::Device device, const ipc::UniqueFd& memory, std::size_t bytes);
 void unmap_shareable(std::byte* memory);
 

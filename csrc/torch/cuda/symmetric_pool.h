@@ -13,7 +13,7 @@
 
 namespace pycollect::dist {
 
-class SymmetricPool final : public TensorPool {
+class SymmetricPool final : public SharedTensorPool {
  public:
   // Throws std::runtime_error if no symmetric memory can be allocated.
   SymmetricPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device);

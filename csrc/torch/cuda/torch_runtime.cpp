@@ -9,7 +9,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "api.h"
-#include "host_runtime.h"
+#include "host_memory_ops.h"
 #include "symmetric_pool.h"
 
 namespace pycollect::dist {
@@ -48,8 +48,8 @@ class CudaRuntime final : public TorchRuntime {
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override {
     return at::Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/true));
   }
-  std::unique_ptr<TensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
-                                       at::Device device) override {
+  std::unique_ptr<SharedTensorPool> new_pool(
+      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override {
     return std::make_unique<SymmetricPool>(std::move(symmetric_memory), device);
   }
   void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }

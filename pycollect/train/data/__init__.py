@@ -5,10 +5,9 @@ The named ones are Fashion-MNIST, scikit-learn's handwritten digits, and image f
 
 from pathlib import Path
 
-from .digits import digits
-from .examples import (
+from .dataset import (
     Data,
-    DataError,
+    DatasetError,
     DatasetUnavailable,
     DefaultHyperparameters,
     Examples,
@@ -16,6 +15,7 @@ from .examples import (
     count,
     fetch,
 )
+from .digits import digits
 from .fashion import fashion_mnist
 from .folder import IMAGE_SIZE, ImageFolder, image_folder
 
@@ -23,7 +23,7 @@ __all__ = [
     "IMAGE_SIZE",
     "NAMES",
     "Data",
-    "DataError",
+    "DatasetError",
     "DatasetUnavailable",
     "DefaultHyperparameters",
     "Examples",
@@ -46,9 +46,13 @@ def load_dataset(
 ) -> tuple[Data, str]:
     """Load a data set by name; return it and a sentence about a substitute that was used, or "".
 
-    Only `auto` substitutes: Fashion-MNIST, or the digits if it is unavailable. A damaged file
-    raises DataError even then. `image_size` in pixels applies to folders only. Raises ValueError
-    for a name that is not in NAMES.
+    "digits" are the handwritten digits of scikit-learn. "fashion-mnist" is read from its IDX files
+    below `data_dir` (default data/), and downloaded by torchvision if they are missing. "folder" is
+    `image_folder(data_dir, image_size)`, with `image_size` in pixels (default 320). "auto", the
+    default, is Fashion-MNIST, or the digits with a sentence if it is unavailable. Raises ValueError
+    for another name, and for an image size below 1 or without a folder; DatasetUnavailable for
+    "fashion-mnist" that is missing and cannot be downloaded; DatasetError for a damaged file, even
+    with "auto", and in the cases of `digits` and `image_folder`.
 
     >>> load_dataset("digits")[0].name
     'digits'

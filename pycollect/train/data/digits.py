@@ -2,7 +2,7 @@
 
 import torch
 
-from .examples import Data, DataError, DefaultHyperparameters
+from .dataset import Data, DatasetError, DefaultHyperparameters
 
 LENET = DefaultHyperparameters(batch_size=64, lr=0.3, epochs=40)
 RESNET18 = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=5)
@@ -11,9 +11,10 @@ RESNET18 = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=5)
 def digits() -> Data:
     """Load the 1,797 handwritten digits that ship with scikit-learn: 1,442 train, 355 test.
 
-    An image of 8 x 8 becomes 28 x 28: every pixel is repeated three times in each direction, with
-    a border of 2, about the usual margin of digits of this size. Every fifth example of each
-    class, in the order of the file, is for testing. Raises DataError without scikit-learn.
+    Images are float32 [n, 1, 28, 28] with values from 0 to 1, labels int64 [n] from 0 to 9. An
+    image of 8 x 8 becomes 28 x 28: every pixel is repeated three times in each direction, with a
+    border of 2, about the usual margin of digits of this size. Every fifth example of each class,
+    in the order of the file, is for testing. Raises DatasetError without scikit-learn.
 
     >>> digits().test[0].shape
     torch.Size([355, 1, 28, 28])
@@ -21,7 +22,7 @@ def digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError(
+        raise DatasetError(
             "the digits need scikit-learn, which cannot be imported "
             f"({error}); install pycollect[train]"
         ) from error

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .examples import Data, DataError, DatasetUnavailable, DefaultHyperparameters, first_line
+from .dataset import Data, DatasetError, DatasetUnavailable, DefaultHyperparameters, first_line
 
 # Dive into Deep Learning's values: LeNet from scratch (256 images, 0.2), and concise ResNet-18.
 LENET = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
@@ -45,7 +45,7 @@ IDX_UBYTE = 0x08  # the type code of bytes in an IDX header
 def fashion_mnist(data_dir: Path) -> Data:
     """Load Fashion-MNIST from its IDX files, which are downloaded if they are missing.
 
-    Raises DatasetUnavailable if they are missing and cannot be downloaded, DataError if damaged.
+    Raises DatasetUnavailable if they are missing and cannot be downloaded, DatasetError if damaged.
     """
     train, test = (
         (images[:, None].float().div_(255), labels.long()) for images, labels in load(data_dir)
@@ -70,23 +70,24 @@ def find(data_dir: Path) -> list[Path]:
 def read_idx(path: Path) -> Tensor:
     """Read an IDX file of bytes, gzipped or not, as a uint8 tensor of the shape in its header.
 
-    Raises DataError if the file cannot be read, is not IDX, or is not as long as its header says.
+    Raises DatasetError if the file cannot be read, is not IDX, or is not as long as its header
+    says.
     """
     try:
         raw = path.read_bytes()
         content = bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
+        raise DatasetError(
             f"{path} cannot be read ({error}); delete it to have it downloaded again"
         ) from error
     if len(content) < 4 or content[:3] != bytes((0, 0, IDX_UBYTE)):
-        raise DataError(f"{path} is not an IDX file of bytes: its first bytes are wrong")
+        raise DatasetError(f"{path} is not an IDX file of bytes: its first bytes are wrong")
     dims = content[3]
     header = 4 + 4 * dims
     shape = struct.unpack_from(f">{dims}I", content, 4) if len(content) >= header else ()
     expected = header + math.prod(shape)
     if len(content) != expected:
-        raise DataError(
+        raise DatasetError(
             f"{path} is damaged: it holds {len(content)} bytes where its header announces "
             f"{expected}; delete it to have it downloaded again"
         )
@@ -94,26 +95,28 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
-    """Read images [n, 28, 28] and labels [n] as uint8; DataError if they do not fit together."""
+    """Read images [n, 28, 28] and labels [n] as uint8; DatasetError if they do not fit together."""
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.dim() != 3 or images.shape[1:] != (28, 28) or len(images) == 0:
-        raise DataError(f"{images_path} holds {list(images.shape)}, not images of 28 x 28")
+        raise DatasetError(f"{images_path} holds {list(images.shape)}, not images of 28 x 28")
     if labels.shape != images.shape[:1]:
-        raise DataError(f"{labels_path} holds {list(labels.shape)}, not {len(images)} labels")
+        raise DatasetError(f"{labels_path} holds {list(labels.shape)}, not {len(images)} labels")
     if int(labels.max()) > 9:
-        raise DataError(f"{labels_path} holds the label {int(labels.max())}; the classes are 0-9")
+        raise DatasetError(
+            f"{labels_path} holds the label {int(labels.max())}; the classes are 0-9"
+        )
     return images, labels
 
 
 def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
     """Return the training images and labels, then the test ones; download missing files.
 
-    Raises DatasetUnavailable if they are missing and cannot be downloaded, DataError if damaged.
+    Raises DatasetUnavailable if they are missing and cannot be downloaded, DatasetError if damaged.
     """
     try:
         paths = find(data_dir)
     except OSError as error:
-        raise DataError(f"{data_dir} cannot be read ({error})") from error
+        raise DatasetError(f"{data_dir} cannot be read ({error})") from error
     if not paths:
         try:
             download(data_dir)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .examples import Data, DataError, DefaultHyperparameters, first_line
+from .dataset import Data, DatasetError, DefaultHyperparameters, first_line
 
 _SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
@@ -29,9 +29,12 @@ RESNET18 = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=10)
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """A data set of (image [3, size, size], class number), from one folder per class.
+    """A map-style data set of image files, as `image_folder` makes it: (image, class number).
 
-    The shorter side of an image is scaled to `size`, and the centre is cropped.
+    An image is float32 [3, size, size] on the CPU, normalised by mean and standard deviation of
+    ImageNet's pixels. Its shorter side is scaled to `size` pixels (default 320), and the centre is
+    cropped. `files` has a path and `labels` a class number for each image, and `classes` has the
+    names of the classes. A file is decoded at each access; DatasetError if it is damaged.
     """
 
     files: tuple[Path, ...]
@@ -47,7 +50,7 @@ class ImageFolder:
 
 
 def decode(path: Path, size: int) -> Tensor:
-    """Decode an image file to float32 [3, size, size], normalised; DataError if it is damaged."""
+    """Decode an image file to float32 [3, size, size], normalised; DatasetError if damaged."""
     from PIL import Image, ImageOps
 
     try:
@@ -57,7 +60,7 @@ def decode(path: Path, size: int) -> Tensor:
             fitted = ImageOps.fit(_in_colour(image), (size, size), Image.Resampling.BILINEAR)
     # Pillow's decoders raise many exception types for a damaged file, even SyntaxError.
     except Exception as error:
-        raise DataError(
+        raise DatasetError(
             f"{path} cannot be decoded as an image ({first_line(error)}); replace or delete it"
         ) from error
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
@@ -77,18 +80,20 @@ def _in_colour(image: Any) -> Any:
 
 
 def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
-    """Find the images below `data_dir`; each is decoded when its batch is fetched.
+    """Return the images of `data_dir` as a `Data`: train/ and val/ or test/, a folder per class.
 
-    The classes are the folders of `train/`, in alphabetical order. Raises DataError if a folder
-    is missing or unreadable, if a class has no image or a dead link, or without Pillow;
-    ValueError for a bad size.
+    The classes are the folders of `train/`, in alphabetical order. Both sets are an `ImageFolder`
+    with images of `image_size` x `image_size` pixels (default 320), each decoded when its batch is
+    fetched. The default model is resnet18, with a batch size of 64, a learning rate of 0.1 and 10
+    epochs. Raises DatasetError if a folder is missing or unreadable, if a class has no image or a
+    dead link, or without Pillow; ValueError for an image size below 1.
     """
     if image_size < 1:
         raise ValueError(f"the image size must be at least 1 pixel, not {image_size}")
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise DataError(
+        raise DatasetError(
             f"image folders need Pillow, which cannot be imported ({error}); "
             "install pycollect[train]"
         ) from error
@@ -97,7 +102,7 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
     test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
     if not train.is_dir() or test is None:
         missing = "train/" if not train.is_dir() else "val/ or test/"
-        raise DataError(
+        raise DatasetError(
             f"{root} holds no folder {missing}; an image folder has train/ and val/ or test/, "
             "each with one folder per class"
         )
@@ -105,35 +110,35 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
         classes = tuple(folder.name for folder in folders(train))
         found, held_out = (scan(parent, classes, image_size) for parent in (train, test))
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror})") from error
+        raise DatasetError(f"{error.filename} cannot be read ({error.strerror})") from error
     name = root.resolve().name
     return Data(name, found, held_out, RESNET18, classes=classes, model="resnet18")
 
 
 def folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent`, sorted, without hidden ones; DataError if there are none."""
+    """Return the folders in `parent`, sorted, without hidden ones; DatasetError without any."""
     there = sorted(p for p in parent.iterdir() if not p.name.startswith("."))
     _refuse_dead_links(parent, there)
     found = [p for p in there if p.is_dir()]
     if not found:
-        raise DataError(f"{parent} holds no folder; there must be one per class")
+        raise DatasetError(f"{parent} holds no folder; there must be one per class")
     return found
 
 
 def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
-    """Find the images of every class; DataError for a class without images or an unknown one."""
+    """Find the images of every class; DatasetError for a class without images or an unknown one."""
     numbers = {name: i for i, name in enumerate(classes)}
     found: list[tuple[Path, int]] = []
     for folder in folders(parent):
         if folder.name not in numbers:
-            raise DataError(
+            raise DatasetError(
                 f"{folder} is not a class of the training set, which has {', '.join(classes)}"
             )
         named = sorted(filter(_is_image_name, _files_below(folder)))
         _refuse_dead_links(folder, named)
         files = [p for p in named if p.is_file()]
         if not files:
-            raise DataError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
+            raise DatasetError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         found += [(path, numbers[folder.name]) for path in files]
     paths, labels = zip(*found, strict=True)
     return ImageFolder(paths, labels, classes, size)
@@ -155,11 +160,13 @@ def _is_image_name(path: Path) -> bool:
 
 
 def _refuse_dead_links(parent: Path, paths: Sequence[Path]) -> None:
-    """Raise DataError for dead links: skipping them would silently train on other data."""
+    """Raise DatasetError for dead links: skipping them would silently train on other data."""
     dead = [path for path in paths if path.is_symlink() and not path.exists()]
     if not dead:
         return
     shown = [f"{path.relative_to(parent)} -> {os.readlink(path)}" for path in dead[:_NAMED_LINKS]]
     more = f" and {len(dead) - _NAMED_LINKS} more" if len(dead) > _NAMED_LINKS else ""
     links = "1 link that leads" if len(dead) == 1 else f"{len(dead)} links that lead"
-    raise DataError(f"{parent} has {links} nowhere: {', '.join(shown)}{more}; fix or delete them")
+    raise DatasetError(
+        f"{parent} has {links} nowhere: {', '.join(shown)}{more}; fix or delete them"
+    )

@@ -27,6 +27,10 @@ def shapes(in_channels: int = 1, num_classes: int = 10) -> list[tuple[int, ...]]
 def init_lenet(seed: int = 0, in_channels: int = 1, num_classes: int = 10) -> list[Tensor]:
     """Draw the eight parameters of LeNet on the CPU; the same seed gives the same bits.
 
+    The list has weight and bias of two convolutions and two dense layers, float32, without
+    gradients. Weights are 0.01 * N(0, 1), biases 0. The images that they fit have `in_channels`
+    channels of 28 x 28 pixels.
+
     >>> [tuple(p.shape) for p in init_lenet()[:4]]
     [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,)]
     """
@@ -42,6 +46,9 @@ def init_lenet(seed: int = 0, in_channels: int = 1, num_classes: int = 10) -> li
 def lenet(images: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Return the scores of every image: [n, channels, 28, 28] to [n, classes].
 
+    `params` are the eight parameters in the order of `init_lenet`, on the device of the images and
+    of their dtype. Raises torch's RuntimeError for images that do not fit the parameters.
+
     >>> lenet(torch.zeros(2, 1, 28, 28), init_lenet()).shape
     torch.Size([2, 10])
     """
@@ -54,6 +61,9 @@ def lenet(images: Tensor, params: Sequence[Tensor]) -> Tensor:
 
 class LeNet(nn.Module):
     """LeNet as a module; its parameters have the order and the bits of `init_lenet`.
+
+    It takes images [n, in_channels, 28, 28] and returns scores [n, num_classes], float32. Raises
+    ValueError for images of another height or width.
 
     >>> LeNet(num_classes=3)(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 3])

@@ -44,9 +44,11 @@ def stage(before: int, after: int) -> nn.Sequential:
 
 
 def resnet18(in_channels: int = 1, num_classes: int = 10, seed: int = 0) -> nn.Module:
-    """Build the ResNet-18 on the CPU, for images [n, in_channels, h, w] of any size.
+    """Build the ResNet-18 on the CPU: images [n, in_channels, h, w] to scores [n, num_classes].
 
-    The same seed gives the same bits; the state of torch's own generator does not change.
+    Images are float32 and of any size; convolutions and the dense layer start with weights
+    N(0, 0.01). The same seed gives the same bits; the state of torch's own generator does not
+    change.
 
     >>> resnet18(in_channels=3)(torch.zeros(2, 3, 8, 8)).shape
     torch.Size([2, 10])

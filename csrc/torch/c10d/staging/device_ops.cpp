@@ -36,9 +36,10 @@ void DeviceEvent::block(Stream stream) const {
 
 namespace {
 
-std::shared_ptr<cuda_ipc::CudaIpcApi> gpu_of(const std::shared_ptr<TorchRuntime>& torch) {
+std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_of(const std::shared_ptr<TorchRuntime>& torch) {
   if (!torch || !torch->shares_memory()) return nullptr;
-  return std::make_shared<cuda_ipc::CudaIpcApi>(torch->cuda(), [torch] { torch->empty_cache(); });
+  return std::make_shared<cuda_ipc::CudaIpcMemory>(torch->cuda(),
+                                                   [torch] { torch->empty_cache(); });
 }
 
 }  // namespace
@@ -126,7 +127,7 @@ at::Tensor DeviceOps::new_symmetric(
 }
 
 // Retries after emptying torch's cache, which may free enough memory.
-std::shared_ptr<TensorPool> DeviceOps::make_pool(
+std::shared_ptr<SharedTensorPool> DeviceOps::make_pool(
     at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
   try {
     return torch_->new_pool(symmetric_memory, device);
@@ -137,14 +138,14 @@ std::shared_ptr<TensorPool> DeviceOps::make_pool(
 }
 
 // Returns null (logged once) if the device's memory cannot be shared. Makes pools without the lock.
-std::shared_ptr<TensorPool> DeviceOps::pool_on(
+std::shared_ptr<SharedTensorPool> DeviceOps::pool_on(
     at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
   {
     const std::lock_guard lock(mutex_);
     const auto found = pools_.find(device.index());
     if (found != pools_.end()) return found->second;
   }
-  std::shared_ptr<TensorPool> made;
+  std::shared_ptr<SharedTensorPool> made;
   try {
     made = make_pool(device, symmetric_memory);
   } catch (const std::runtime_error& error) {
@@ -155,7 +156,7 @@ std::shared_ptr<TensorPool> DeviceOps::pool_on(
 }
 
 void DeviceOps::drop_pools() {
-  std::map<c10::DeviceIndex, std::shared_ptr<TensorPool>> gone;  // destroyed without the lock
+  std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>> gone;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   gone.swap(pools_);
 }

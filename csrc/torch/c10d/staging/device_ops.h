@@ -78,7 +78,7 @@ class DeviceOps {
   void complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
 
   // Calls for GPU memory that processes share; null: not supported.
-  const std::shared_ptr<cuda_ipc::CudaIpcApi>& gpu() const { return gpu_; }
+  const std::shared_ptr<cuda_ipc::CudaIpcMemory>& gpu() const { return gpu_; }
   cuda::Stream stream(at::Device device);  // the group's stream on `device`
   // Returns a tensor of `count` elements in symmetric GPU memory, for the current stream, or in
   // ordinary GPU memory if the device's memory cannot be shared. `symmetric_memory` must be the
@@ -90,16 +90,17 @@ class DeviceOps {
 
  private:
   std::vector<cuda::Stream> streams(const std::vector<at::Device>& devices);
-  std::shared_ptr<TensorPool> pool_on(
+  std::shared_ptr<SharedTensorPool> pool_on(
       at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
-  std::shared_ptr<TensorPool> make_pool(
+  std::shared_ptr<SharedTensorPool> make_pool(
       at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
 
   const std::shared_ptr<TorchRuntime> torch_;
-  const std::shared_ptr<cuda_ipc::CudaIpcApi> gpu_;
+  const std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_;
   std::mutex mutex_;
-  std::map<c10::DeviceIndex, cuda::Stream> streams_;               // the group's streams
-  std::map<c10::DeviceIndex, std::shared_ptr<TensorPool>> pools_;  // null: no shareable memory
+  std::map<c10::DeviceIndex, cuda::Stream> streams_;  // the group's streams
+  std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>>
+      pools_;  // null: no shareable memory
 };
 
 }  // namespace pycollect::dist

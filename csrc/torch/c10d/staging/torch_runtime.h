@@ -14,9 +14,9 @@
 namespace pycollect::dist {
 
 // Allocates tensors of one device in memory that other processes can access.
-class TensorPool {
+class SharedTensorPool {
  public:
-  virtual ~TensorPool() = default;
+  virtual ~SharedTensorPool() = default;
   virtual at::Tensor empty(int64_t count, at::ScalarType type) = 0;  // for the current stream
 };
 
@@ -44,7 +44,7 @@ class TorchRuntime {
   virtual at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) = 0;
   virtual at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) = 0;
   // Throws std::runtime_error if the device's memory cannot be shared with other processes.
-  virtual std::unique_ptr<TensorPool> new_pool(
+  virtual std::unique_ptr<SharedTensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
   virtual void empty_cache() = 0;
   // Prevents reuse of the tensor's memory, after the tensor is freed, before the stream's work at

@@ -17,11 +17,11 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-class DataError(RuntimeError):
+class DatasetError(RuntimeError):
     """A data set cannot be loaded; the message is one sentence with the reason."""
 
 
-class DatasetUnavailable(DataError):
+class DatasetUnavailable(DatasetError):
     """A data set is not on disk and cannot be downloaded."""
 
 
@@ -50,7 +50,15 @@ Examples: TypeAlias = Pair | MapStyle
 
 @dataclass(frozen=True)
 class DefaultHyperparameters:
-    """Hyperparameters with which a model trains well on a data set."""
+    """Hyperparameters with which a model trains well on a data set.
+
+    `batch_size` counts the examples of all ranks together, `lr` is the learning rate of SGD on the
+    mean loss, and `epochs` the number of passes over the training set. The values are checked only
+    when `train` uses them.
+
+    >>> DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10).lr
+    0.2
+    """
 
     batch_size: int
     lr: float
@@ -65,11 +73,22 @@ USUAL = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
 
 @dataclass(frozen=True)
 class Data:
-    """Images and labels for training and testing; ValueError if they do not fit together.
+    """Images and labels for training and testing, for `train(data=...)`.
 
-    `train` and `test` are each a pair of tensors or a map-style data set. `classes` names the
-    classes; without it their number comes from the `classes` of the data set or from the labels of
-    tensors. `defaults` applies to every model that is not in `tuned`.
+    `train` and `test` are each a pair of tensors or a map-style data set. A pair has images
+    [n, C, H, W], of the dtype that the model takes, and labels [n], int64 or uint8, which are class
+    numbers from 0. A map-style data set has a length, and `data_set[i]` is an image tensor
+    [C, H, W] and an integer label; it is called in loader threads if batches are prepared ahead.
+    All images have one shape.
+
+    `name` is for messages. `classes` names the classes; by default their number comes from the
+    `classes` of the training set, or from the largest label of tensors. `model` is the default
+    model (lenet). `defaults` applies to every model that is not a key of `tuned`; by default it is
+    a batch size of 256, a learning rate of 0.2 and 10 epochs.
+
+    Raises ValueError for an empty set, for numbers of images and labels that differ, and for label
+    tensors of another shape or dtype, below 0, or not below the number of `classes`. The labels of
+    map-style data sets are not checked.
 
     >>> images, labels = torch.zeros(3, 1, 28, 28), torch.tensor([0, 1, 2])
     >>> data = Data("mine", (images, labels), (images, labels))

@@ -31,7 +31,7 @@ class Usage(NamedTuple):
     reserved: int
 
 
-class Allocator:
+class SymmetricAllocator:
     """Allocate tensors in the symmetric memory of a group (default: the default group).
 
     Tensors are ordinary torch tensors, on the CPU unless `device` is a GPU, and may outlive the
@@ -47,7 +47,7 @@ class Allocator:
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
     >>> dist.init_process_group("pycollect", store=store, rank=0, world_size=1)
-    >>> x = pc.Allocator().empty(2, 3).zero_()
+    >>> x = pc.SymmetricAllocator().empty(2, 3).zero_()
     >>> dist.all_reduce(x); x.shape
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
@@ -136,7 +136,7 @@ def _backend_of(group: Any, device: torch.device) -> Any:
     return backend
 
 
-def empty(
+def symmetric_empty(
     *size: Any,
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
@@ -145,14 +145,14 @@ def empty(
     """Return an uninitialized tensor in the symmetric memory of a group.
 
     `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU,
-    and `group` defaults to the default group. Raises the errors of `Allocator` and
-    `Allocator.empty`.
+    and `group` defaults to the default group. Raises the errors of `SymmetricAllocator` and
+    `SymmetricAllocator.empty`.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
     >>> dist.init_process_group("pycollect", store=store, rank=0, world_size=1)
-    >>> pc.empty(2, 3, dtype=torch.float16).shape
+    >>> pc.symmetric_empty(2, 3, dtype=torch.float16).shape
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
     """
-    return Allocator(group, device).empty(*size, dtype=dtype)
+    return SymmetricAllocator(group, device).empty(*size, dtype=dtype)

@@ -6,6 +6,6 @@ namespace pycollect::cuda {
 
 // Launches the kernels for all works of `launch` on a stream of the current device. Allocates
 // nothing and waits for nothing, so it can be captured.
-void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits);
+void launch_level(Stream stream, const Launch& launch, const DeviceLimits& limits);
 
 }  // namespace pycollect::cuda

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from .compare import DDP_BACKEND, PAIR, parse_names
-from .compare import NAMES as COMPARED
+from .comparison import DDP_BACKEND, PAIR, parse_names
+from .comparison import NAMES as COMPARED
 from .config import PREFETCH, Config
 from .data import IMAGE_SIZE, NAMES
 from .data.digits import LENET as DIGITS

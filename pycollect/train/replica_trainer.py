@@ -21,32 +21,38 @@ from torch import Tensor, nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .accuracy import accuracy
 from .buckets import Buckets
-from .dry_run import SingleValueCheck, explained
-from .evaluation import accuracy
 from .lockstep import lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
+from .module_check import SingleValueCheck, explained
+from .module_replication import replicate_module
 from .optimizers import MakeOptimizer, check_step
 from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
-from .replication import replicate_module
 from .settings import StepOptions
 from .shares import check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm
 
 
-class Replicas:
+class ReplicaTrainer:
     """One replica of a module for every rank, trained on shards of the same batches.
 
-    `module` does not change. There is one rank per device that `pycollect.devices` returns, and a
-    device may occur several times. `optimizer` makes an optimizer from a list of parameters, and is
-    called once per rank. `loss` returns the *sum* over a shard's examples, never a mean. Each rank
-    has its own batch statistics, and the model takes rank 0's, unless the options synchronise them.
-    Raises ValueError for a module without parameters to train, and for a loss whose `reduction` is
-    not "sum".
+    `module` does not change. There is one rank per device that `pycollect.devices` returns for
+    `devices`, and a device may occur several times. `optimizer` makes an optimizer from a list of
+    parameters, as `sgd_factory` returns it, and is called once per rank. `loss(output, y)`
+    returns the *sum* over a shard's examples, without dimensions and never a mean (default:
+    `summed_cross_entropy`). `reduction` sums the gradients over the ranks (default: in one
+    collective; see GRADIENT_REDUCTIONS). `options` are the `StepOptions`, by default all at their
+    defaults. Each rank has its own batch statistics, and the model takes rank 0's, unless the
+    options synchronise them.
 
-    >>> from pycollect.train import LeNet, sgd_optimizer
-    >>> replicas = Replicas(LeNet(), "cpu*2", optimizer=sgd_optimizer(0.1))
+    `modules`, `parameters` and `optimizers` are lists with an item for each rank. Raises ValueError
+    for a module without parameters to train, a loss whose `reduction` is not "sum", an optimizer
+    whose step needs a closure, and a device that does not exist.
+
+    >>> from pycollect.train import LeNet, sgd_factory
+    >>> replicas = ReplicaTrainer(LeNet(), "cpu*2", optimizer=sgd_factory(0.1))
     >>> len(replicas.step(torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])))
     2
     """
@@ -72,7 +78,7 @@ class Replicas:
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
-        self._clock = StepClock(self.devices, self.options.exact_seconds)
+        self._clock = StepClock(self.devices, self.options.exact_times)
         # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
         gpus = {device for device in self.devices if device.type == "cuda"}
         self._joint = self.options.sync_batchnorm or len(gpus) > 1
@@ -99,9 +105,11 @@ class Replicas:
     def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
         """Train on one batch; return each rank's summed loss, on its device.
 
-        X has shape [n, ...] and y [n]; `shares` are the numbers of examples per rank, even by
-        default. Raises ValueError for shares that do not add up to n, for a batch that `strict`
-        forbids, and for a batch without examples.
+        X has shape [n, ...] and y [n], on any device; `shares` are the numbers of examples per
+        rank, even by default. A loss is a tensor without dimensions; a rank without examples has 0.
+        Raises ValueError if X and y differ in length, for shares that do not add up to n, for a
+        batch without examples or that `strict` forbids, for a shard of one example under batch
+        normalisation, for a loss with dimensions, and where torch does not record gradients.
         """
         self._clock.begin()
         self._check(len(X))
@@ -111,7 +119,11 @@ class Replicas:
         return self._train(X_shards, y_shards)
 
     def step_on_shards(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
-        """Train on shards that are already on their ranks' devices; see `step`."""
+        """Train on shards that are already on their ranks' devices; return as `step` does.
+
+        `X[rank]` has shape [k, ...] and `y[rank]` [k]. Raises ValueError unless there is one shard
+        of each for every rank, with one label per example, and in the cases of `step`.
+        """
         self._clock.begin()
         if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
             raise ValueError("there must be one shard for each rank, with one label per example")
@@ -121,8 +133,9 @@ class Replicas:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Return the fraction of examples whose highest score is the label's, 0..1.
 
-        Every example counts once and all ranks take part, with rank 0's batch statistics. Training
-        mode and the ranks' own statistics are restored. Raises ValueError if there are no examples.
+        `batches` has pairs (X, y) of shapes [k, ...] and [k]. Every example counts once and all
+        ranks take part, with rank 0's batch statistics. Training mode and the ranks' own statistics
+        are restored. Raises ValueError if there are no examples.
         """
         return accuracy(self.modules, self.devices, batches)
 

@@ -50,15 +50,15 @@ class WorldResults:
 
 
 def measure(
-    jobs: Sequence[PoolJob], isolated: Sequence[str], seconds: float, report: Printer
+    jobs: Sequence[PoolJob], isolated: Sequence[str], seconds: float, printer: Printer
 ) -> WorldResults:
     """Measure world by world; the time limit of the `isolated` peers is `seconds` for each size."""
     found = WorldResults()
-    isolated_peers = Isolated(seconds, report)
+    isolated_peers = Isolated(seconds, printer)
     try:
         with found.interruption:
             for job in jobs:
-                _measure_world(job, found.results, report)
+                _measure_world(job, found.results, printer)
                 begin = len(found.results) - len(job.cases)
                 requested = slice(begin, begin + job.requested)
                 for peer in isolated:
@@ -70,8 +70,8 @@ def measure(
     return found
 
 
-def _measure_world(job: PoolJob, results: list[CaseResult], report: Printer) -> None:
+def _measure_world(job: PoolJob, results: list[CaseResult], printer: Printer) -> None:
     with WorkerPool(job) as worker_pool:
         for _ in job.cases:
             results.append(worker_pool.result(_ANSWER_SECONDS if job.both_clocks else None))
-            report(results[-1])
+            printer(results[-1])

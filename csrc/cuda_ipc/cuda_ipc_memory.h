@@ -1,4 +1,4 @@
-// CudaIpcApi: CUDA operations for ranks that are processes. GPU memory is exported as a file
+// CudaIpcMemory: CUDA operations for ranks that are processes. GPU memory is exported as a file
 // descriptor (cuMem* calls, not cudaIpc*). Any thread may call them, whatever device is current and
 // whatever other threads capture. Each throws std::runtime_error with CUDA's reason.
 #pragma once
@@ -19,7 +19,7 @@ using cuda::Launch;
 using cuda::Stream;
 
 // Handle of exported GPU memory: the ticket of its offered descriptor, and its size.
-struct MemHandle {
+struct ShareableHandle {
   ipc::FdServer::FdTicket ticket = {};
   uint64_t bytes = 0;
 };
@@ -30,13 +30,13 @@ constexpr std::size_t whole_granules(std::size_t bytes) {
   return (bytes + kGranule - 1) / kGranule * kGranule;
 }
 
-class CudaIpcApi {
+class CudaIpcMemory {
  public:
   // `empty_cache` makes the tensor allocator free its cached memory.
-  CudaIpcApi(cuda::Api& api, std::function<void()> empty_cache)
+  CudaIpcMemory(cuda::Api& api, std::function<void()> empty_cache)
       : api_(api), empty_cache_(std::move(empty_cache)) {}
-  CudaIpcApi(const CudaIpcApi&) = delete;
-  CudaIpcApi& operator=(const CudaIpcApi&) = delete;
+  CudaIpcMemory(const CudaIpcMemory&) = delete;
+  CudaIpcMemory& operator=(const CudaIpcMemory&) = delete;
 
   std::string identity(Device device) { return api_.identity(device); }
   // Calls act(api) with the device current.
@@ -49,10 +49,10 @@ class CudaIpcApi {
   std::byte* allocate(Device device, std::size_t bytes);
   void empty_cache(Device device);  // not from within the tensor allocator
   // Exports an allocation as a descriptor, which peers fetch from this process's fd server.
-  MemHandle handle_of(Device device, std::byte* memory);
+  ShareableHandle handle_of(Device device, std::byte* memory);
   void free(Device device, std::byte* memory);
   // Maps another process's memory; only once for each handle.
-  std::byte* open(Device device, const MemHandle& handle);
+  std::byte* open(Device device, const ShareableHandle& handle);
   void close(Device device, std::byte* opened);
 
   // Registers whole pages of host memory; returns their address on the device.
@@ -64,7 +64,7 @@ class CudaIpcApi {
   const std::function<void()> empty_cache_;
   std::mutex mutex_;
   std::optional<ipc::FdServer> fd_server_;  // created with the first handle
-  std::map<std::byte*, MemHandle> exported_;
+  std::map<std::byte*, ShareableHandle> exported_;
 };
 
 }  // namespace pycollect::cuda_ipc

@@ -17,9 +17,10 @@ from pycollect.devices import DeviceSpec
 def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     """Copy a module once per rank, onto the rank's device; the original does not change.
 
-    A device may be named several times. Training mode, frozen parameters, tied parameters, hooks
-    and the order of dimensions in memory are kept; gradients are not. Raises ValueError for a
-    module whose parameters have no shape yet.
+    `devices` is an argument of `pycollect.devices`, and may name a device several times; the result
+    has a module for each rank. Shapes, dtypes, training mode, frozen parameters, tied parameters,
+    hooks and the order of dimensions in memory are kept; gradients are not. Raises ValueError for a
+    module whose parameters have no shape yet, and for a device that does not exist.
 
     >>> a, b = replicate_module(nn.Linear(2, 3), "cpu*2")
     >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()

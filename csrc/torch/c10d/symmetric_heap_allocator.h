@@ -10,10 +10,10 @@
 
 namespace pycollect::dist {
 
-class SymmetricAllocator final : public c10::Allocator,
-                                 public std::enable_shared_from_this<SymmetricAllocator> {
+class SymmetricHeapAllocator final : public c10::Allocator,
+                                     public std::enable_shared_from_this<SymmetricHeapAllocator> {
  public:
-  explicit SymmetricAllocator(const ipc::Group& group) : heap_(group) {}
+  explicit SymmetricHeapAllocator(const ipc::Group& group) : heap_(group) {}
 
   // The returned memory keeps this allocator and the mapping alive, even after the group is gone.
   c10::DataPtr allocate(std::size_t bytes) override;

@@ -12,8 +12,8 @@ from pycollect.devices import DeviceSpec
 
 from .config import Config
 from .curves import plot
-from .dry_run import unused_parameters
 from .log import Log
+from .module_check import unused_parameters
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
 from .progress_printer import ProgressPrinter
@@ -27,14 +27,24 @@ DDP_BACKEND = "gloo"  # default backend of "ddp": the most widely available one
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Results of runs on the same batches, the baseline first."""
+class ReductionComparison:
+    """Results of runs on the same batches, as `compare` returns them.
+
+    `run_results` has a `RunResult` for each compared name, the baseline first. `str()` gives the
+    printed summary. For two runs it has the median times in milliseconds of a reduction and an
+    epoch, and their ratios: the baseline's time divided by the other's, so above 1 is faster than
+    the baseline. For more runs it is a table, with the time of a step and the test accuracy
+    (0..1) as well. The last line tells whether the trained parameters have the same bits.
+    """
 
     run_results: Sequence[RunResult]
 
     @property
     def identical(self) -> bool:
-        """Whether every parameter of every rank has the same bits in all runs."""
+        """Whether every parameter of every rank has the same bits in all runs.
+
+        A run of "ddp" returns only rank 0's parameters, and is compared by those.
+        """
         first = self.run_results[0]
         return all(run_result.difference(first) == 0 for run_result in self.run_results[1:])
 
@@ -106,37 +116,53 @@ def parse_names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     unknown = [name for name in names if name not in NAMES]
     if unknown or len(set(names)) != len(names) or len(names) < 2:
-        raise ValueError(f"--compare takes two or more of {','.join(NAMES)}, not {text!r}")
+        raise ValueError(f"a comparison takes two or more of {','.join(NAMES)}, not {text!r}")
     return names
 
 
-def compare(
+def compare_reductions(
     devices: DeviceSpec = None,
     batch_size: int | None = None,
     lr: float | None = None,
     *,
-    names: Sequence[str] = PAIR,
+    names: Sequence[str] | str = PAIR,
     ddp_backend: str | None = None,
     quiet: bool = False,
     **options: Any,
-) -> Comparison:
-    """Train once per name on the same batches; the other arguments are those of `train`.
+) -> ReductionComparison:
+    """Train once per name on the same batches, and return all results, the first as the baseline.
 
-    "ddp" is DistributedDataParallel over `ddp_backend` (gloo by default) in spawned processes, so
-    a script that calls it needs the usual `if __name__ == "__main__":`.
+    `names` are two or more different ones of "naive", "pycollect" and "ddp" (default: the first
+    two), in a sequence or with commas between them. "naive" and "pycollect" are the reductions of
+    `GRADIENT_REDUCTIONS`; their runs alternate at every step in this process. "ddp" is torch's
+    DistributedDataParallel in spawned processes, one per rank, over the torch.distributed backend
+    `ddp_backend` (default "gloo"); it runs after them, and a script that calls it needs the usual
+    `if __name__ == "__main__":`.
 
-    >>> comparison = compare("cpu*2", data="digits", epochs=1, quiet=True)
+    `devices`, `batch_size`, `lr`, `quiet` and the other options are those of `train`, without
+    `checkpoint`, `resume`, `log`, `graph`, `reduce`, `replay_shares` and `weights="auto"`.
+    `overlap` is off unless it is given; times are exact, whatever `exact_times` is. Without `quiet`
+    it prints a line per epoch and run, and the comparison.
+
+    Raises ValueError for names, options or values that are not allowed, for a `ddp_backend` without
+    "ddp" or that torch does not have, and with "ddp" for parameters that the output does not depend
+    on, and for data or a model that cannot be pickled. Raises TypeError, DatasetError and
+    OutputError as `train` does, and torch.multiprocessing's errors if a process of "ddp" fails.
+
+    >>> comparison = compare_reductions("cpu*2", data="digits", epochs=1, quiet=True)
     >>> comparison.identical
     True
     """
-    names = parse_names(",".join(names))
+    names = parse_names(names if isinstance(names, str) else ",".join(names))
     check_options(options)
+    if "reduce" in options:
+        raise ValueError("a comparison does not support reduce; pass names")
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
     prepared, notice = prepare(Config.of(asked))
-    report = ProgressPrinter(quiet)
+    printer = ProgressPrinter(quiet)
     if notice:
-        report.line(notice)
-    return run(prepared, names, report, ddp_backend)
+        printer.line(notice)
+    return run(prepared, names, printer, ddp_backend)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -174,37 +200,40 @@ def _check_all_used(prepared: PreparedRun) -> None:
 
 
 def run(
-    prepared: PreparedRun, names: Sequence[str], report: ProgressPrinter, backend: str | None = None
-) -> Comparison:
+    prepared: PreparedRun,
+    names: Sequence[str],
+    printer: ProgressPrinter,
+    backend: str | None = None,
+) -> ReductionComparison:
     """Train once per name; print a line per epoch and run, and the comparison.
 
     Raises the ValueErrors of `check`.
     """
     check(prepared, names, backend)
-    report.line(f"{prepared}, {' against '.join(names)}")
-    in_turns = _in_turns(prepared, [name for name in names if name in GRADIENT_REDUCTIONS], report)
+    printer.line(f"{prepared}, {' against '.join(names)}")
+    in_turns = _in_turns(prepared, [name for name in names if name in GRADIENT_REDUCTIONS], printer)
     run_results = {run_result.name: run_result for run_result in in_turns}
     if "ddp" in names:
-        run_results["ddp"] = run_spawned(prepared, backend or DDP_BACKEND, report)
-    comparison = Comparison([run_results[name] for name in names])
-    report.line(comparison)
+        run_results["ddp"] = run_spawned(prepared, backend or DDP_BACKEND, printer)
+    comparison = ReductionComparison([run_results[name] for name in names])
+    printer.line(comparison)
     for run_result in comparison.run_results:
         if lost := run_result.divergence:
-            report.warning(f"{run_result.name}: {lost}")
+            printer.warning(f"{run_result.name}: {lost}")
     if prepared.config.plot is not None:
         plot(comparison.run_results, prepared.config.plot, str(prepared))
     return comparison
 
 
 def _in_turns(
-    prepared: PreparedRun, names: Sequence[str], report: ProgressPrinter
+    prepared: PreparedRun, names: Sequence[str], printer: ProgressPrinter
 ) -> list[RunResult]:
     """Train the runs that share this process, alternating at every step."""
     if not names:
         return []
     with Log(None) as log, prepared.repeatable():
         runs = [start_run(prepared, name, log, compared=True) for name in names]
-        for _ in fit(prepared, runs, report):
+        for _ in fit(prepared, runs, printer):
             for run in runs:
-                report.line(f"{run.epochs[-1]} ({run.name})")
+                printer.line(f"{run.epochs[-1]} ({run.name})")
     return [run.result(prepared.settings) for run in runs]

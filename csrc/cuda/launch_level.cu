@@ -1,9 +1,9 @@
-// See launch.h. The kernel is looked up by dtype and op in a KernelTable. Small arguments have
-// kernels of their own, because a launch copies all of a kernel's parameters.
+// See launch_level.h. The kernel is looked up by dtype and op in a KernelTable. Small arguments
+// have kernels of their own, because a launch copies all of a kernel's parameters.
 #include "check.h"
 #include "kernel_table.h"
 #include "kernels.h"
-#include "launch.h"
+#include "launch_level.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -19,7 +19,7 @@ KernelPair find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
 
 }  // namespace
 
-void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits) {
+void launch_level(Stream stream, const Launch& launch, const DeviceLimits& limits) {
   split_launch(launch, limits, [&](const KernelLaunch& kernel_launch) {
     const KernelPair kernel = find_kernel(kernel_launch.kind, launch.dtype, launch.op);
     const bool small = kernel_launch.bytes <= sizeof(SmallKernelArgs);

@@ -7,12 +7,12 @@
 
 namespace pycollect::dist {
 
-class InFlightCalls {
+class InFlightGuard {
  public:
-  InFlightCalls() { ++count_; }
-  ~InFlightCalls() { --count_; }
-  InFlightCalls(const InFlightCalls&) = delete;
-  InFlightCalls& operator=(const InFlightCalls&) = delete;
+  InFlightGuard() { ++count_; }
+  ~InFlightGuard() { --count_; }
+  InFlightGuard(const InFlightGuard&) = delete;
+  InFlightGuard& operator=(const InFlightGuard&) = delete;
 
   static bool any() { return count_ != 0; }
 

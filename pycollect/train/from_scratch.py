@@ -21,7 +21,10 @@ ParameterLists: TypeAlias = Sequence[Sequence[Tensor]]  # [rank][parameter]
 
 
 def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Copy the parameters to a device and attach gradients, which start as zeros.
+    """Return a copy of the parameters on one device, with gradients of zeros attached.
+
+    Shapes and dtypes are kept, and `params` do not change. The copies are leaves that require grad.
+    Raises RuntimeError for an integer dtype, ValueError for a device that does not exist.
 
     >>> get_params([torch.ones(2)], "cpu")[0].grad
     tensor([0., 0.])
@@ -32,9 +35,12 @@ def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Ten
 def replicate_params(
     params: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
-    """Copy the parameters once for every rank and attach gradients, which start as zeros.
+    """Return `replicas[rank][i]`: a copy of every parameter for each rank, with zeros as gradients.
 
-    A device may occur several times; each rank still has its own memory.
+    `devices` has one device per rank. A device may occur several times; each rank still has its own
+    memory. Shapes and dtypes are kept, and `params` do not change. The copies are leaves that
+    require grad. Raises RuntimeError for an integer dtype, ValueError for no device and for a
+    device that does not exist.
 
     >>> len(replicate_params([torch.ones(2)], [torch.device("cpu")] * 3))
     3
@@ -70,10 +76,19 @@ def gradients(params: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
-    """Take one SGD step on the mean loss, and set the gradients to zero.
+    """Take one SGD step on one replica in place, and set its gradients to zero.
 
-    The gradients are those of the loss summed over `batch_size` examples, those of all ranks.
+    The step is `param -= lr / batch_size * grad`. The gradients are those of a loss that is summed
+    over `batch_size` examples, the whole batch of all ranks, so that this is a step of plain SGD on
+    the mean loss. Raises ValueError for a parameter without a gradient, and for a batch size below
+    1.
+
+    >>> [param] = get_params([torch.ones(2)], "cpu")
+    >>> param.grad += 4.0; sgd([param], lr=0.5, batch_size=4); param.tolist()
+    [0.5, 0.5]
     """
+    if batch_size < 1:
+        raise ValueError(f"a step needs at least 1 example, not {batch_size}")
     for param, grad in zip(params, gradients(params), strict=True):
         param.sub_(grad, alpha=lr / batch_size)
         grad.zero_()
@@ -90,8 +105,17 @@ def train_batch(
 ) -> list[Tensor]:
     """Train every replica on its shard of one batch; return each rank's summed loss.
 
-    X has shape [n, ...] and y [n]; a rank's device is that of its replica. Equal replicas stay
-    equal. Raises ValueError if X and y differ in length.
+    X has shape [n, ...] and y [n], on any device; y holds class numbers, int64 or uint8. `replicas`
+    are those of `replicate_params`, and a rank's device is that of its replica.
+    `model(X_shard, params)` returns scores [k, classes]. The batch is split by `split_batch`, every
+    rank's gradients of the cross-entropy are summed over its shard, `reduction` sums them over the
+    ranks (default: in one collective), and `sgd` updates every replica with the learning rate `lr`
+    on the mean loss of the batch. Replicas that are equal before are equal afterwards, and their
+    gradients are zeros.
+
+    The losses are tensors without dimensions on the ranks' devices, summed over a rank's shard; a
+    rank without examples has 0. Raises ValueError if X and y differ in length or are empty, or if a
+    parameter has no gradient; torch's errors for labels that cross-entropy does not take.
 
     >>> from pycollect.train import init_lenet, lenet
     >>> replicas = replicate_params(init_lenet(), [torch.device("cpu")] * 2)
@@ -99,6 +123,8 @@ def train_batch(
     >>> len(train_batch(X, y, replicas, 0.1, model=lenet))
     2
     """
+    if len(X) == 0:
+        raise ValueError("the batch has no examples")
     devices = [replica[0].device for replica in replicas]
     X_shards, y_shards = split_batch(X, y, devices)
     shards = zip(X_shards, y_shards, replicas, strict=True)
@@ -111,13 +137,21 @@ def train_batch(
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_accuracy(
     X: Tensor, y: Tensor, replicas: ParameterLists, *, model: Model, batch_size: int = 1024
 ) -> float:
     """Return the fraction of examples whose highest score is the label's, 0..1.
 
-    All ranks take part, every example counts once, and at most `batch_size` examples are on the
-    devices at a time. Raises ValueError if there are no examples.
+    X has shape [n, ...] and y [n], on any device; `replicas` and `model` are those of
+    `train_batch`. All ranks take part, every example counts once, and at most `batch_size` examples
+    of all ranks together (default 1024) are copied to the devices at a time. Raises ValueError if
+    there are no examples or X and y differ in length, RuntimeError for a batch size below 1.
+
+    >>> from pycollect.train import init_lenet, lenet
+    >>> replicas = replicate_params(init_lenet(), [torch.device("cpu")] * 2)
+    >>> X, y = torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])
+    >>> 0 <= evaluate_accuracy(X, y, replicas, model=lenet) <= 1
+    True
     """
     if len(X) == 0:
         raise ValueError("no examples to evaluate")

@@ -1,16 +1,16 @@
-#include "cuda_ipc_api.h"
+#include "cuda_ipc_memory.h"
 
 namespace pycollect::cuda_ipc {
 
-std::byte* CudaIpcApi::allocate(Device device, std::size_t bytes) {
+std::byte* CudaIpcMemory::allocate(Device device, std::size_t bytes) {
   return on(device, [&](cuda::Api& api) { return api.allocate(device, bytes); });
 }
 
-void CudaIpcApi::empty_cache(Device device) {
+void CudaIpcMemory::empty_cache(Device device) {
   on(device, [&](cuda::Api&) { empty_cache_(); });
 }
 
-MemHandle CudaIpcApi::handle_of(Device device, std::byte* memory) {
+ShareableHandle CudaIpcMemory::handle_of(Device device, std::byte* memory) {
   const std::lock_guard lock(mutex_);
   const auto known = exported_.find(memory);
   if (known != exported_.end()) return known->second;
@@ -20,7 +20,7 @@ MemHandle CudaIpcApi::handle_of(Device device, std::byte* memory) {
 }
 
 // The physical memory is freed when no process has it mapped and no descriptor of it is open.
-void CudaIpcApi::free(Device device, std::byte* memory) {
+void CudaIpcMemory::free(Device device, std::byte* memory) {
   {
     const std::lock_guard lock(mutex_);
     const auto exported = exported_.extract(memory);
@@ -29,20 +29,20 @@ void CudaIpcApi::free(Device device, std::byte* memory) {
   close(device, memory);
 }
 
-std::byte* CudaIpcApi::open(Device device, const MemHandle& handle) {
+std::byte* CudaIpcMemory::open(Device device, const ShareableHandle& handle) {
   const ipc::UniqueFd fetched = ipc::fetch(handle.ticket);
   return on(device, [&](cuda::Api& api) { return api.map(device, fetched, handle.bytes); });
 }
 
-void CudaIpcApi::close(Device device, std::byte* opened) {
+void CudaIpcMemory::close(Device device, std::byte* opened) {
   on(device, [&](cuda::Api& api) { api.unmap(opened); });
 }
 
-std::byte* CudaIpcApi::register_host(Device device, std::byte* memory, std::size_t bytes) {
+std::byte* CudaIpcMemory::register_host(Device device, std::byte* memory, std::size_t bytes) {
   return on(device, [&](cuda::Api& api) { return api.register_host(memory, bytes); });
 }
 
-void CudaIpcApi::unregister_host(Device device, std::byte* memory) {
+void CudaIpcMemory::unregister_host(Device device, std::byte* memory) {
   on(device, [&](cuda::Api& api) { api.unregister_host(memory); });
 }
 

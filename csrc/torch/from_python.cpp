@@ -1,4 +1,4 @@
-#include "convert.h"
+#include "from_python.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 

@@ -1,4 +1,4 @@
-#include "float8_rounding.h"
+#include "float8_specials.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
@@ -8,7 +8,7 @@
 namespace pycollect {
 namespace {
 
-Float8Rounding::Bytes probe(at::ScalarType type) {
+Float8Specials::Codes probe(at::ScalarType type) {
   float values[]{1e6F, std::numeric_limits<float>::infinity(),
                  std::numeric_limits<float>::quiet_NaN()};
   const at::Tensor bytes = at::from_blob(values, {3}, at::kFloat).to(type).view(at::kByte);
@@ -18,8 +18,8 @@ Float8Rounding::Bytes probe(at::ScalarType type) {
 
 }  // namespace
 
-const Float8Rounding& float8_rounding() {
-  static const Float8Rounding rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
+const Float8Specials& float8_specials() {
+  static const Float8Specials rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
   return rounding;
 }
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio
+from pycollect.train.from_scratch import gradients, replicate_params, train_batch
 from pycollect.train.graph import GraphedStep
 from pycollect.train.models import init_lenet, lenet
 from pycollect.train.reduce import GRADIENT_REDUCTIONS
-from pycollect.train.step import gradients, replicate_params, train_batch
 
 from .gpu import synchronizer
 from .targets import Outcome

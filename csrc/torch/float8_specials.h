@@ -6,6 +6,6 @@ namespace pycollect {
 
 // Returns the results of converting an overflow, infinity and NaN with torch, which is done once
 // per process.
-const Float8Rounding& float8_rounding();
+const Float8Specials& float8_specials();
 
 }  // namespace pycollect

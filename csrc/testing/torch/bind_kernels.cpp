@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "../../cuda/copy.h"
-#include "../../cuda/fold.h"
+#include "../../cuda/copy_kernel.h"
+#include "../../cuda/fold_kernel.h"
 #include "../../cuda/split_launch.h"
 #include "../../plan/find_name.h"
 #include "bind.h"
@@ -134,7 +134,7 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
   Launch launch{{},
                 static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
                 static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
-                {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)},
+                {.world = world, .float8 = std::bit_cast<Float8Specials>(float8)},
                 reinterpret_cast<const std::byte*>(guard)};
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
     launch.works.push_back(
@@ -151,7 +151,7 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
 }  // namespace
 }  // namespace cuda
 
-void bind_cuda_probe(pybind11::module_& m) {
+void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
         py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"),

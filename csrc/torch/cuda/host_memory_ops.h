@@ -1,4 +1,4 @@
-// cuda::HostRuntime with torch's memory and threads, and conversions between torch's streams and
+// cuda::HostMemoryOps with torch's memory and threads, and conversions between torch's streams and
 // cuda::Stream.
 #pragma once
 #include <c10/cuda/CUDAStream.h>
@@ -7,7 +7,7 @@
 
 namespace pycollect {
 
-cuda::HostRuntime& torch_host_runtime();
+cuda::HostMemoryOps& torch_host_memory_ops();
 
 inline cuda::Stream api_stream(const c10::cuda::CUDAStream& s) {
   return {s.device_index(), s.stream()};

@@ -1,5 +1,5 @@
-// See symmetric_allocator.h.
-#include "symmetric_allocator.h"
+// See symmetric_heap_allocator.h.
+#include "symmetric_heap_allocator.h"
 
 #include <ATen/EmptyTensor.h>
 
@@ -7,8 +7,8 @@
 
 namespace pycollect::dist {
 
-struct SymmetricAllocator::Block {
-  std::shared_ptr<SymmetricAllocator> owner;
+struct SymmetricHeapAllocator::Block {
+  std::shared_ptr<SymmetricHeapAllocator> owner;
   std::size_t offset;
 
   static void free(void* context) {
@@ -17,18 +17,18 @@ struct SymmetricAllocator::Block {
   }
 };
 
-c10::DataPtr SymmetricAllocator::allocate(std::size_t bytes) {
+c10::DataPtr SymmetricHeapAllocator::allocate(std::size_t bytes) {
   auto block = std::make_unique<Block>(Block{shared_from_this(), 0});
   block->offset = heap_.allocate(bytes);
   void* const data = heap_.data() + block->offset;
   return {data, block.release(), &Block::free, c10::Device(c10::kCPU)};
 }
 
-void SymmetricAllocator::copy_data(void* to, const void* from, std::size_t bytes) const {
+void SymmetricHeapAllocator::copy_data(void* to, const void* from, std::size_t bytes) const {
   std::memcpy(to, from, bytes);
 }
 
-at::Tensor SymmetricAllocator::empty(at::IntArrayRef sizes, at::ScalarType type) {
+at::Tensor SymmetricHeapAllocator::empty(at::IntArrayRef sizes, at::ScalarType type) {
   return at::Tensor(at::detail::empty_generic(
       sizes, this, c10::DispatchKeySet(c10::DispatchKey::CPU), type, std::nullopt));
 }

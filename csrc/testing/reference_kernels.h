@@ -5,7 +5,7 @@
 namespace pycollect::cuda {
 
 // Executes one work of a launch, a fold or a copy; only the type, op and options of `how` are used.
-void fold(const KernelWork& work, const Launch& how);
+void fold(const LaunchWork& work, const Launch& how);
 void move(const CopyRect& it);
 
 }  // namespace pycollect::cuda

@@ -7,7 +7,7 @@
 namespace pycollect::dist {
 
 // Adds a call to the list and returns null. After a refusal, further calls are not checked.
-WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& info, Call call,
+WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, Call call,
                           const at::Tensor* first, Build build) {
   if (!list.first) list.first = info.collective;
   if (list.refusal) return {};

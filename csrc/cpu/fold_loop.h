@@ -17,7 +17,7 @@ template <bool kUnrolled, class F>
 
 // The sums of kVectors vectors of every source.
 template <class K, int kVectors>
-struct FoldBlock {
+struct VectorSums {
   typename K::Acc sums[kVectors][K::kParts];
 
   template <class Access>
@@ -60,7 +60,7 @@ template <int kVectors, class Access>
 template <int kVectors, class K, class Access>
 [[gnu::always_inline]] inline void fold_block(const K& kernel, Pointers dsts, Pointers srcs,
                                               std::size_t at, Access access) {
-  FoldBlock<K, kVectors> block;
+  VectorSums<K, kVectors> block;
   Raw result[kVectors];
   block.load(kernel, stream(srcs, 0, at), access);
   each<K::kHot>(1, srcs.n, [&](int s) [[gnu::always_inline]] {
@@ -93,14 +93,14 @@ inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, st
                                std::size_t bytes) {
   constexpr std::size_t kBlock = kVectors<K> * kVectorBytes, kPiece = 2048;
   constexpr int kSourcesAtOnce = 8;
-  FoldBlock<K, kVectors<K>> blocks[kPiece / kBlock];
+  VectorSums<K, kVectors<K>> blocks[kPiece / kBlock];
   Raw results[kPiece / kBlock][kVectors<K>];
   for (; at + kPiece <= bytes; at += kPiece) {
     for (int first = 0; first < srcs.n; first += kSourcesAtOnce) {
       const int end = first + kSourcesAtOnce < srcs.n ? first + kSourcesAtOnce : srcs.n;
       for (std::size_t b = 0; b < kPiece / kBlock; ++b) {
         const std::size_t from = at + b * kBlock;
-        FoldBlock<K, kVectors<K>> block;
+        VectorSums<K, kVectors<K>> block;
         if (first == 0)
           block.load(kernel, stream(srcs, 0, from), WholeVector());
         else

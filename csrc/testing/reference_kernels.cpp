@@ -1,5 +1,5 @@
-// See reference_run.h.
-#include "reference_run.h"
+// See reference_kernels.h.
+#include "reference_kernels.h"
 
 #include <cstring>
 
@@ -7,7 +7,7 @@
 
 namespace pycollect::cuda {
 
-void fold(const KernelWork& work, const Launch& how) {
+void fold(const LaunchWork& work, const Launch& how) {
   std::vector<void*> dsts(work.dsts.begin(), work.dsts.end()),
       srcs(work.srcs.begin(), work.srcs.end());
   const bool scales = how.op != ReduceOp::avg || work.finishes;

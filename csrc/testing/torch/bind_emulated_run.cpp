@@ -87,7 +87,7 @@ std::vector<int> redundant_waits(const EmulatedRun& r) {
   return found;
 }
 
-void bind_emulated_run(py::module_& m) {
+void bind_runs(py::module_& m) {
   py::class_<EmulatedRun>(m, "EmulatedRun")
       .def(py::init(&emulated_run), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("level_policy") = "any", py::arg("callers_apart") = false,
@@ -141,9 +141,9 @@ void bind_peers(py::module_& m) {
 }  // namespace
 }  // namespace cuda
 
-void bind_streams(pybind11::module_& m) {
+void bind_emulated_run(pybind11::module_& m) {
   using namespace cuda;
-  bind_emulated_run(m);
+  bind_runs(m);
   bind_peers(m);
   m.def(
       "stage",

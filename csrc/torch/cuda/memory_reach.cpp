@@ -38,33 +38,33 @@ bool reaches(at::Device from, at::Device to) {
 
 // Ranks on the host reach nothing directly, because they execute nothing; copies access their
 // memory.
-Reachability reachability_of(const DeviceList& devices, bool peer_access) {
-  Reachability reachability{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
+MemoryReach reachability_of(const DeviceList& devices, bool peer_access) {
+  MemoryReach memory_reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
   for (std::size_t r = 0; r < devices.size(); ++r) {
-    reachability.on_host.push_back(devices[r].is_cpu());
+    memory_reach.on_host.push_back(devices[r].is_cpu());
     for (std::size_t of = 0; of < devices.size(); ++of)
-      reachability.directly[r][of] =
+      memory_reach.directly[r][of] =
           r == of || (peer_access && !devices[r].is_cpu() && !devices[of].is_cpu() &&
                       reaches(devices[r], devices[of]));
   }
-  return reachability;
+  return memory_reach;
 }
 
 struct StagedKey {
   const Algorithm* algorithm;
   int world, root, pieces;
   bool in_place;
-  std::vector<bool> reach;  // Reachability::on_host, then the rows of `directly`
+  std::vector<bool> reach;  // MemoryReach::on_host, then the rows of `directly`
   auto operator<=>(const StagedKey&) const = default;
 };
 
-std::shared_ptr<const CompiledPlan> staged(const Choice& choice, const CallKey& s, Rank root,
+std::shared_ptr<const CompiledPlan> staged(const Choice& choice, const SelectionKey& s, Rank root,
                                            const DeviceList& devices, bool peer_access) {
   static std::mutex mutex;
   static auto& cache = *new std::map<StagedKey, std::shared_ptr<const CompiledPlan>>;
-  const Reachability reachability = reachability_of(devices, peer_access);
-  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reachability.on_host};
-  for (const auto& row : reachability.directly)
+  const MemoryReach memory_reach = reachability_of(devices, peer_access);
+  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, memory_reach.on_host};
+  for (const auto& row : memory_reach.directly)
     key.reach.insert(key.reach.end(), row.begin(), row.end());
   const std::lock_guard lock(mutex);
   auto& plan = cache[key];
@@ -73,7 +73,7 @@ std::shared_ptr<const CompiledPlan> staged(const Choice& choice, const CallKey& 
     // The chunks of a pipeline are already cut into pieces.
     const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
     plan = std::make_shared<const CompiledPlan>(
-        compile(stage(whole, s.in_place, reachability, pieces), s.in_place, LevelPolicy::one_task,
+        compile(stage(whole, s.in_place, memory_reach, pieces), s.in_place, LevelPolicy::one_task,
                 choice.algorithm));
   }
   return plan;
@@ -94,8 +94,9 @@ Topology topology_of(const DeviceList& devices, bool peer_access) {
   return Topology::peers;
 }
 
-std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const CallKey& s, Rank root,
-                                                 const DeviceList& devices, bool peer_access) {
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const SelectionKey& s,
+                                                 Rank root, const DeviceList& devices,
+                                                 bool peer_access) {
   if (s.topology == Topology::staged) return staged(choice, s, root, devices, peer_access);
   return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
 }

@@ -16,7 +16,7 @@ from torch._C._dynamo import eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def eager(function: F) -> F:
+def skip_compile(function: F) -> F:
     """Mark a function whose calls break the graph of torch.compile; it is not wrapped."""
     if isinstance(function, FunctionType):
         function.__dict__["_torchdynamo_disable"] = True  # its callers do not trace into it

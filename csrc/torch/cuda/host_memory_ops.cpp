@@ -1,6 +1,6 @@
-// Implements cuda::HostRuntime: pinned memory of torch, which is never freed, and copies by torch's
-// threads.
-#include "host_runtime.h"
+// Implements cuda::HostMemoryOps: pinned memory of torch, which is never freed, and copies by
+// torch's threads.
+#include "host_memory_ops.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -11,7 +11,7 @@
 namespace pycollect {
 namespace {
 
-class TorchHostRuntime final : public cuda::HostRuntime {
+class TorchHostMemoryOps final : public cuda::HostMemoryOps {
  public:
   std::byte* new_pinned(std::size_t bytes) override {
     const at::Device current(at::kCUDA, c10::cuda::current_device());
@@ -24,8 +24,8 @@ class TorchHostRuntime final : public cuda::HostRuntime {
 
 }  // namespace
 
-cuda::HostRuntime& torch_host_runtime() {
-  static TorchHostRuntime host;
+cuda::HostMemoryOps& torch_host_memory_ops() {
+  static TorchHostMemoryOps host;
   return host;
 }
 
