@@ -2,7 +2,8 @@
 
 A PlacedApi replaces the `pycollect` module in a CPU test: it moves the tensors of a call to the
 devices, makes the call there, and copies all memory back, including the memory around views.
-PYCOLLECT_TEST_GPU=cpu uses the CPU in place of the GPU, which checks the tests, not the library.
+PYCOLLECT_TEST_GPU_DEVICE=cpu uses the CPU in place of the GPU, which checks the tests, not the
+library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import pycollect as pc
 
-GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
+GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
 STANDS_IN = not GPU.startswith("cuda")
 # Marks of tests that can also run with the CPU as stand-in; tests that cannot are marked cuda.
 MARKS = [] if STANDS_IN else [pytest.mark.cuda]

@@ -25,7 +25,7 @@ CUDA_IPC_SITES = ("late:cuda_ipc", "eager:cuda_ipc")
 EMULATED, REAL = (*CUDA_IPC_SITES, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
 # Bytes of the staging buffers of an emulated rank: 300,000 elements take dozens of pieces.
 STAGING_BYTES = 1 << 16
-GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
+GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
 LARGE = 300_000  # elements; more than one piece through the staging buffers
 _CYCLES = 10_000_000  # GPU cycles, about 5 ms
 

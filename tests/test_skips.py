@@ -96,7 +96,7 @@ def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> st
         shutil.copy(HERE / name, folder)
     (folder / "test_some.py").write_text(tests)
     shutil.copy(HERE.parent / "pyproject.toml", folder)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYCOLLECT_TEST_GPU": "cuda:0"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYCOLLECT_TEST_GPU_DEVICE": "cuda:0"}
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     outside = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     done = programs.run(

@@ -35,7 +35,7 @@ def net() -> nn.Module:
 
 def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> Settings:
     chosen = {"devices": devices, "batch_size": batch_size, "data": DATA, "model": net()}
-    return prepare(Config.of(chosen | options))[0].settings
+    return prepare(Config.of(chosen | options)).settings
 
 
 def run(devices: Any = "cpu*2", batch_size: int = 8, **options: Any) -> Any:

@@ -57,8 +57,8 @@ def silent_server() -> Iterator[str]:
 @pytest.mark.parametrize("place", ["", "FashionMNIST/raw", "raw"])
 def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzipped: bool) -> None:
     write_fashion(tmp_path / place, gzipped=gzipped)
-    data, notice = load_dataset("auto", tmp_path)
-    assert (data.name, notice) == ("fashion-mnist", "")
+    data = load_dataset("auto", tmp_path)
+    assert (data.name, data.notice) == ("fashion-mnist", "")
     (X, y), (X_test, y_test) = data.train, data.test
     assert (X.shape, X.dtype) == ((TRAIN, 1, 28, 28), torch.float32)
     assert X[0].min() == X.max() == 1
@@ -69,9 +69,9 @@ def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzip
 
 
 def test_defaults_belong_to_the_data_set(tmp_path: Path) -> None:
-    fashion = load_dataset("fashion-mnist", write_fashion(tmp_path))[0].defaults
+    fashion = load_dataset("fashion-mnist", write_fashion(tmp_path)).defaults
     assert (fashion.batch_size, fashion.lr, fashion.epochs) == (256, 0.2, 10)
-    small = load_dataset("digits")[0].defaults
+    small = load_dataset("digits").defaults
     assert (small.batch_size, small.lr, small.epochs) == (64, 0.3, 40)
 
 
@@ -119,11 +119,11 @@ def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) 
 
 @pytest.mark.usefixtures("no_network")
 def test_without_a_network_auto_takes_the_digits_with_a_notice(tmp_path: Path) -> None:
-    data, notice = load_dataset("auto", tmp_path)
+    data = load_dataset("auto", tmp_path)
     assert data.name == "digits"
-    assert "\n" not in notice
+    assert "\n" not in data.notice
     for word in ("Fashion-MNIST", str(tmp_path), "no answer from example.org", "digits"):
-        assert word in notice
+        assert word in data.notice
 
 
 @pytest.mark.usefixtures("no_network")
@@ -140,13 +140,13 @@ def test_incomplete_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
 
     (write_fashion(tmp_path) / FILES[2]).unlink()
     monkeypatch.setattr(fashion_module, "download", finish)
-    assert load_dataset("fashion-mnist", tmp_path)[0].name == "fashion-mnist"
+    assert load_dataset("fashion-mnist", tmp_path).name == "fashion-mnist"
 
 
 def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "torchvision.datasets", raising=False)
-    assert "torchvision is not installed" in load_dataset("auto", tmp_path)[1]
+    assert "torchvision is not installed" in load_dataset("auto", tmp_path).notice
 
 
 def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:

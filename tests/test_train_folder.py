@@ -40,8 +40,8 @@ def plain(image: torch.Tensor) -> torch.Tensor:
 
 
 def test_classes_are_folders(folder: Path) -> None:
-    data, notice = load_dataset("folder", folder, 32)
-    assert (data.name, notice, data.model) == ("fruit", "", "resnet18")
+    data = load_dataset("folder", folder, 32)
+    assert (data.name, data.notice, data.model) == ("fruit", "", "resnet18")
     assert (data.classes, data.num_classes) == (("apple", "banana"), 2)
     assert (count(data.train), count(data.test)) == (6, 2)
     assert data.image_shape == (3, 32, 32)
@@ -53,7 +53,7 @@ def test_classes_are_folders(folder: Path) -> None:
 
 def test_test_may_be_called_test(folder: Path) -> None:
     (folder / "val").rename(folder / "test")
-    assert count(load_dataset("folder", folder, 32)[0].test) == 2
+    assert count(load_dataset("folder", folder, 32).test) == 2
 
 
 def test_the_centre_is_cropped(tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_more_than_sixteen_bits_are_refused(tmp_path: Path, mode: str, colour: f
 
 def test_hidden_files_are_ignored(folder: Path) -> None:
     (folder / "train" / "apple" / "._0.png").write_text("notes of a file system")
-    assert count(load_dataset("folder", folder, 32)[0].train) == 6
+    assert count(load_dataset("folder", folder, 32).train) == 6
 
 
 def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
     path = folder / "train" / "banana" / "2.bmp"
     path.write_bytes(b"no image")
-    data = load_dataset("folder", folder, 32)[0]
+    data = load_dataset("folder", folder, 32)
     fetch(data.train, torch.arange(5))
     with pytest.raises(DatasetError, match=r"banana/2\.bmp cannot be decoded as an image"):
         fetch(data.train, torch.tensor([5]))
@@ -106,7 +106,7 @@ def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["0.png", "1.JPEG", "2.bmp"])
 def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) -> None:
     path = folder / "train" / "apple" / name
-    data = load_dataset("folder", folder, 32)[0]
+    data = load_dataset("folder", folder, 32)
     whole = path.read_bytes()
     content = {"cut": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"<html>", "gone": None}
     if content[damage] is None:
@@ -140,7 +140,7 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
         link.unlink()
     (apple / "notes").symlink_to("nowhere")  # not an image, so it is ignored
     (apple / "5.png").symlink_to("0.png")
-    assert len(load_dataset("folder", folder, 32)[0].train) == 7
+    assert len(load_dataset("folder", folder, 32).train) == 7
     (folder / "train" / "cherry").symlink_to("nowhere")
     with pytest.raises(
         DatasetError, match="train has 1 link that leads nowhere: cherry -> nowhere"

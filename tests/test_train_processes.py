@@ -55,7 +55,7 @@ class Ends(nn.Sequential):
 def prepared(world: int, norm: bool, backend: str | None = None, **options: Any) -> PreparedRun:
     chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
     chosen |= {"model": net(norm), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
-    return prepare(Config.of(chosen), backend)[0]
+    return prepare(Config.of(chosen), backend)
 
 
 def trained(

@@ -45,9 +45,7 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
         try:
             check_backend(args.backend)
             launch_context = torchrun_context(args.backend)
-            prepared, notice = launch_context.after_rank_0(
-                lambda: _prepare(args, launch_context.world)
-            )
+            prepared = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))
         except ValueError as error:
             # Before the rendezvous every process raises the same error; then only rank 0 prints it.
             if launch_context.first_to_fail() and (
@@ -55,8 +53,7 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
             ):
                 command.error(str(error))
             return BAD_INPUT
-        if notice and launch_context.rank == 0:
-            print(notice, flush=True)
+        ProgressPrinter(quiet=launch_context.rank != 0).notice(prepared.data.notice)
         _run(args, prepared, launch_context)
     except (DatasetError, CheckpointError, OutputError) as error:
         if launch_context.first_to_fail():
@@ -77,18 +74,18 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     return 0
 
 
-def _prepare(args: Namespace, world: int) -> tuple[PreparedRun, str]:
+def _prepare(args: Namespace, world: int) -> PreparedRun:
     if args.compare:
         check_options(vars(args))
     asked = config(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
-    prepared, notice = prepare(asked, args.backend)
+    prepared = prepare(asked, args.backend)
     if args.compare:
         check_comparison(prepared, args.compare, args.ddp_backend)
     elif args.ddp_backend is not None:
         raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
-    return prepared, notice
+    return prepared
 
 
 def _run(args: Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:

@@ -158,10 +158,9 @@ def compare_reductions(
     if "reduce" in options:
         raise ValueError("a comparison does not support reduce; pass names")
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    prepared, notice = prepare(Config.of(asked))
+    prepared = prepare(Config.of(asked))
     printer = ProgressPrinter(quiet)
-    if notice:
-        printer.line(notice)
+    printer.notice(prepared.data.notice)
     return run(prepared, names, printer, ddp_backend)
 
 

@@ -174,8 +174,8 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, str]:
-    """Load data and model; return the run, and a notice if another data set is used, or "".
+def prepare(config: Config, backend: str | None = None) -> PreparedRun:
+    """Load the data and the model of a run, and check all options against them.
 
     Raises ValueError for a bad value, before any data is loaded; DatasetError if the data is not
     available; CheckpointError if the run cannot be resumed with these options.
@@ -192,10 +192,10 @@ def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, st
     (config if config.batch_size else replace(config, strict=None)).settings(None, stored)
     source = config.source(stored)
     if isinstance(config.data, Data):
-        data, notice = config.data, ""
+        data = config.data
     else:
         assert source is not None
-        data, notice = load_dataset(**source)
+        data = load_dataset(**source)
         source["name"] = data.name if source["name"] == "auto" else source["name"]
     settings = config.settings(data, stored)
     module = config.module(data, settings)
@@ -205,7 +205,7 @@ def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, st
         raise checkpoint.CheckpointError(
             f"{config.resume} cannot be continued with other settings: it has {'; '.join(found)}"
         )
-    return prepared, notice
+    return prepared
 
 
 def _measured_shares(path: Path | str) -> dict[str, Any]:

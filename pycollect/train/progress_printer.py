@@ -65,6 +65,11 @@ class ProgressPrinter:
         if not self.quiet:
             print(text, flush=True)
 
+    def notice(self, text: str) -> None:
+        """Print one line unless it is empty."""
+        if text:
+            self.line(text)
+
     def warning(self, text: object) -> None:
         """Print one line on standard error."""
         if not self.quiet:

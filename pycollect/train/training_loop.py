@@ -223,8 +223,7 @@ def train(
     1
     """
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    prepared, notice = prepare(Config.of(asked))
+    prepared = prepare(Config.of(asked))
     printer = ProgressPrinter(quiet)
-    if notice:
-        printer.line(notice)
+    printer.notice(prepared.data.notice)
     return run(prepared, printer)

@@ -3,6 +3,7 @@
 The named ones are Fashion-MNIST, scikit-learn's handwritten digits, and image folders.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from .dataset import (
@@ -43,31 +44,31 @@ NAMES = ("auto", "digits", "fashion-mnist", "folder")
 
 def load_dataset(
     name: str = "auto", data_dir: Path | str = "data", image_size: int | None = None
-) -> tuple[Data, str]:
-    """Load a data set by name; return it and a sentence about a substitute that was used, or "".
+) -> Data:
+    """Load a data set by name.
 
     "digits" are the handwritten digits of scikit-learn. "fashion-mnist" is read from its IDX files
     below `data_dir` (default data/), and downloaded by torchvision if they are missing. "folder" is
     `image_folder(data_dir, image_size)`, with `image_size` in pixels (default 320). "auto", the
-    default, is Fashion-MNIST, or the digits with a sentence if it is unavailable. Raises ValueError
-    for another name, and for an image size below 1 or without a folder; DatasetUnavailable for
-    "fashion-mnist" that is missing and cannot be downloaded; DatasetError for a damaged file, even
-    with "auto", and in the cases of `digits` and `image_folder`.
+    default, is Fashion-MNIST, or the digits if it is unavailable, for the reason in `notice`.
+    Raises ValueError for another name, and for an image size below 1 or without a folder;
+    DatasetUnavailable for "fashion-mnist" that is missing and cannot be downloaded; DatasetError
+    for a damaged file, even with "auto", and in the cases of `digits` and `image_folder`.
 
-    >>> load_dataset("digits")[0].name
+    >>> load_dataset("digits").name
     'digits'
     """
     check(name, image_size)
     if name == "digits":
-        return digits(), ""
+        return digits()
     if name == "folder":
-        return image_folder(Path(data_dir), image_size or IMAGE_SIZE), ""
+        return image_folder(Path(data_dir), image_size or IMAGE_SIZE)
     try:
-        return fashion_mnist(Path(data_dir)), ""
+        return fashion_mnist(Path(data_dir))
     except DatasetUnavailable as error:
         if name == "fashion-mnist":
             raise
-        return digits(), f"{error}; using scikit-learn's handwritten digits instead"
+        return replace(digits(), notice=f"{error}; using scikit-learn's handwritten digits instead")
 
 
 def check(name: str, image_size: int | None) -> None:

@@ -81,8 +81,9 @@ class Data:
     [C, H, W] and an integer label; it is called in loader threads if batches are prepared ahead.
     All images have one shape.
 
-    `name` is for messages. `classes` names the classes; by default their number comes from the
-    `classes` of the training set, or from the largest label of tensors. `model` is the default
+    `name` is for messages, and `notice` is a sentence for the user, such as the reason for which
+    this data set replaces another. `classes` names the classes; by default their number comes from
+    the `classes` of the training set, or from the largest label of tensors. `model` is the default
     model (lenet). `defaults` applies to every model that is not a key of `tuned`; by default it is
     a batch size of 256, a learning rate of 0.2 and 10 epochs.
 
@@ -103,6 +104,7 @@ class Data:
     classes: Sequence[str] = ()
     tuned: Mapping[str, DefaultHyperparameters] = field(default_factory=dict)
     model: str = "lenet"  # the default model for this data set
+    notice: str = ""
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
