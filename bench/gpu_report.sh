@@ -281,7 +281,7 @@ stage_dist_slow() {
 stage_questions() {
   local json=(--json "$out/.content.json") worlds=2,4,8 few=() sizes=()
   ((quick)) && worlds=2 few=(--rounds 5) sizes=(-e 4K -n 1 -w 1)
-  most=190 step waits "$python" bench/waits.py --world "$worlds" "${few[@]}" "${json[@]}"
+  most=190 step gpu_waits "$python" bench/gpu_waits.py --world "$worlds" "${few[@]}" "${json[@]}"
   most=110 step reduce_kernels "$python" bench/reduce_kernels.py --seconds 60 "${json[@]}"
   most=90 step pinned_ring "$python" bench/pinned_ring.py --seconds 60 "${json[@]}"
   step graph_replay "$python" bench/graph_replay.py --devices "$devices" "${sizes[@]}" "${json[@]}"

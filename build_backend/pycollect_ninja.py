@@ -22,7 +22,7 @@ CORE_FOLDERS = (
     "cuda",
     "bootstrap",
     "group",
-    "transport",
+    "rank_executor",
     "send_recv",
     "cuda_ipc",
     "analysis",

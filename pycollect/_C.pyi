@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C._distributed_c10d import Backend
 
-# Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
+# Plans, programs, the registry of algorithms, and the analysis of plans (csrc/torch/bind_plan.cpp).
 SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host, first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
@@ -206,7 +206,7 @@ class Options(Backend.Options):
 
     Defaults: algorithm "" (the library selects one for each call), buffer_bytes 524288 (512 KiB),
     symmetric_heap_bytes None (by the host's memory and the number of ranks), cuda_buffer_bytes
-    33554432 (32 MiB), cuda_transport "auto". An unknown cuda_transport raises ValueError; the other
+    16777216 (16 MiB), cuda_transport "auto". An unknown cuda_transport raises ValueError; the other
     values are first checked when a group or a call uses them.
     """
 

@@ -210,7 +210,7 @@ class Emulator:
         """Return the address of new memory; kind: "device", "pinned" or "pageable"."""
 
     def launch(self, stream: Stream, works: Sequence[WorkTuple], /) -> None:
-        """Enqueue a sum of uint8 for each row."""
+        """Enqueue a sum of uint8 for each work."""
 
     def copy(self, stream: Stream, dst: tuple[int, int], src: tuple[int, int], bytes: int) -> None:
         """Enqueue a copy; dst, src: address and device."""

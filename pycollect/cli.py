@@ -1,4 +1,7 @@
-"""The command ``pycollect``: info, plan and bench, each described by its ``--help``."""
+"""The command ``pycollect``: info, plan and bench, each described by its ``--help``.
+
+bench works in a checkout only.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     option("collective", choices=_C.COLLECTIVES)
     option("world", type=int, help="number of ranks")
     option("-a", "--algorithm", help="its name (default: the one for ranks that share memory)")
-    option("-b", "--bytes", type=_size, default=1 << 20, help="per rank, such as 64K (default: 1M)")
+    about = "of a rank's largest buffer, such as 64K (default: 1M)"
+    option("-b", "--bytes", type=_size, default=1 << 20, help=about)
     option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")
     option("--pieces", type=int, default=4, help="pieces of a pipeline (4)")
     option("--out-of-place", action="store_true", help="outputs have memory of their own")
     option("--model", choices=list(_C.models()), help="machine to predict for (default: each)")
     option("--plot", metavar="FILE", help="draw ranks against predicted time, as PNG or SVG")
 
-    command = commands.add_parser("bench", help="Compare collectives with other implementations.")
+    about = "Compare collectives with other implementations (in a checkout only)."
+    command = commands.add_parser("bench", help=about, description=about)
     _add_bench(command)
     return parser
 

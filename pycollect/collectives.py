@@ -5,6 +5,13 @@ fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers,
 The result has the same bits for every size, every number of threads, and every algorithm that keeps
 this contract.
 
+At the edges: "avg" multiplies the accumulated sum by 1/W; for integers, it divides the wrapped sum
+by W, rounding toward zero. Integer sums and products wrap around. "min" and "max" of floats are NaN
+if any rank has NaN. For bools, "sum", "max" and "bor" are the logical or, "prod", "min" and "band"
+the logical and, and "bxor" the exclusive or. A result too large for its float becomes infinity; for
+the float8 dtypes it becomes the value that the conversion ``Tensor.to`` of the installed torch
+gives (float8_e4m3fn has no infinity: 448 or NaN, by the version of torch).
+
 The functions share these arguments. W is the number of ranks.
 
 * ``tensors``: a list or tuple with one tensor per rank. An array with ``__dlpack__`` (NumPy, CuPy)
@@ -94,8 +101,7 @@ def all_reduce(
 ) -> Work | None:
     """Reduce over all ranks, in place: every tensor becomes the result.
 
-    ``avg`` multiplies the accumulated sum by 1/W for W ranks; for integers it divides the wrapped
-    sum, rounding toward zero. Returns None, or a ``Work`` with ``async_op=True``.
+    Returns None, or a ``Work`` with ``async_op=True``.
 
     Shared arguments and errors: `help(pycollect.collectives)`.
 
@@ -339,8 +345,10 @@ def copy_(
 def barrier(devices: DeviceSpec) -> None:
     """Wait until all earlier collectives, including asynchronous ones, have finished.
 
-    On GPUs, waits for all work of the devices, as torch.cuda.synchronize does. Raises ValueError
-    during the capture of a CUDA graph, because the host cannot wait for captured work.
+    Whatever ``devices`` is, waits for all queued asynchronous collectives of the process that have
+    no CUDA tensors. Also waits for all work of the GPUs in ``devices``, as torch.cuda.synchronize
+    does. With a GPU, raises ValueError during the capture of a CUDA graph, because the host cannot
+    wait for captured work.
 
     Shared arguments and errors: `help(pycollect.collectives)`.
 

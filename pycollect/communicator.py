@@ -24,6 +24,32 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+class _OwnPeerAccess:
+    """The default of ``peer_access`` in the signatures of a communicator's methods."""
+
+    def __repr__(self) -> str:
+        return "<the communicator's>"
+
+
+def _describe(method: Any, function: Callable[..., Any], by_position: int) -> None:
+    """Give a method the signature of its calls, and the text of its function without the example.
+
+    The first `by_position` arguments after self are taken only by position.
+    """
+    signature = inspect.signature(function)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    for parameter in signature.parameters.values():
+        if parameter.name == "peer_access":
+            parameters.append(parameter.replace(default=_OwnPeerAccess()))
+        elif parameter.name != "devices":
+            only = len(parameters) <= by_position
+            kind = inspect.Parameter.POSITIONAL_ONLY if only else parameter.kind
+            parameters.append(parameter.replace(kind=kind))
+    method.__signature__ = signature.replace(parameters=parameters)
+    method.__doc__ = (function.__doc__ or "").partition(">>>")[0].rstrip()
+    method.__module__, method.__qualname__ = __name__, f"Communicator.{function.__name__}"
+
+
 def _bound(
     function: Callable[Concatenate[T, P], R],
 ) -> Callable[Concatenate[Communicator, T, P], R]:
@@ -39,6 +65,7 @@ def _bound(
             kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
         return function(ranks, *args, **self._with_peer_access(kwargs))
 
+    _describe(method, function, by_position=1)
     return skip_compile(method)
 
 
@@ -51,6 +78,7 @@ def _bound_with_devices(
     def method(self: Communicator, data: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(data, self.devices, *args, **self._with_peer_access(kwargs))
 
+    _describe(method, function, by_position=1)
     return skip_compile(method)
 
 
@@ -61,6 +89,7 @@ def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Co
     def method(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **self._with_peer_access(kwargs))
 
+    _describe(method, function, by_position=0)
     return skip_compile(method)
 
 
@@ -72,11 +101,12 @@ class Communicator:
     GPUs, or between all GPUs with ``peer_access=False``, goes through pinned host memory. With
     ``peer_access=True``, ValueError names the first pair without peer access. CPU ranks share their
     memory, so ``peer_access`` does not affect them. Methods take the arguments of the module
-    functions, without ``devices``; ``peer_access`` defaults to the communicator's.
+    functions, without ``devices`` and with the first one by position, except in ``copy_``;
+    ``peer_access`` defaults to the communicator's.
 
     Attributes: ``devices``, a list with the torch.device of each rank; ``world``, its length;
     ``peer_access``, True, False or None (default: where it works); ``tuning``, the result of
-    ``tune``, or None for the library's selection of algorithms.
+    ``tune`` (a pycollect.tuning.Tuning), or None for the library's selection of algorithms.
 
     Raises ValueError for a device that does not exist or that this build does not support, and
     TypeError for a ``peer_access`` that is neither a bool nor None. Methods raise ValueError for a
@@ -121,7 +151,8 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all earlier collectives have finished, as ``pycollect.barrier`` does.
 
-        On GPUs, waits for all work of this communicator's devices.
+        Waits for all queued asynchronous collectives of the process that have no CUDA tensors, not
+        only this communicator's, and for all work of this communicator's GPUs.
 
         Shared arguments and errors: `help(pycollect.collectives)`.
         """
@@ -137,14 +168,15 @@ class Communicator:
         """Time the algorithms on these devices, and use the fastest in later calls.
 
         For each of ``collectives`` (default: all_reduce, reduce, broadcast and all_gather, which
-        have several algorithms) and each of ``sizes`` in bytes per rank (default: 4 KiB to 16 MiB),
-        all algorithms take turns for about ``seconds``. Calls without an ``algorithm`` then use the
-        fastest one that keeps the numerical contract for their dtype, so the bits do not change.
-        The result is returned and kept in ``tuning``, which may be assigned to another communicator
-        or set to None. Must not be called during the capture of a CUDA graph. Raises ValueError for
-        a collective with one algorithm only, for sizes below 4 bytes or that need more than half of
-        the host's memory, and for seconds that are not above 0 and finite; TypeError for arguments
-        of another type.
+        have several algorithms) and each of ``sizes`` (default: 4 KiB, 64 KiB, 1 MiB and 16 MiB),
+        all algorithms take turns for about ``seconds``. A size is the bytes of a rank's input
+        tensor; an all_gather's result has W times as many. Calls without an ``algorithm`` then use
+        the fastest one that keeps the numerical contract for their dtype, so the bits do not
+        change. The result, a pycollect.tuning.Tuning, is returned and kept in ``tuning``, which may
+        be assigned to another communicator or set to None. Must not be called during the capture of
+        a CUDA graph. Raises ValueError for a collective with one algorithm only, for sizes below 4
+        bytes or that need more than half of the host's memory, and for seconds that are not above 0
+        and finite; TypeError for arguments of another type.
 
         >>> two = Communicator("cpu*2")
         >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)

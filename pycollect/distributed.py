@@ -2,7 +2,7 @@
 
 `import pycollect` registers it. All ranks are processes of one host. Tensors are on the CPU or, in
 a build with CUDA, on one or several GPUs. Another backend can be chosen for CUDA tensors:
-`init_process_group("cpu:pycollect,cuda:nccl")`.
+`init_process_group("cpu:pycollect,cuda:nccl")`. `options` sets what a group may use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a s
 
 from . import _C, _coalescing_patch
 from .plans import algorithms
+
+__all__ = ["options"]
 
 NAME = "pycollect"
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
@@ -52,11 +54,11 @@ def options(
     1/8 of the limit of `ulimit -v`, if there is one, divided by W. File descriptors of the shared
     memory are sent through a Unix socket, so containers must share a network namespace.
 
-    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses
-    `cuda_buffer_bytes` bytes of GPU memory per rank (default 32 MiB, at least 16384) as two staging
-    buffers, which all processes map from a file descriptor (CUDA's cuMem functions, not cudaIpc),
-    and streams that wait for each other. "host_staging" uses pinned host memory. "auto" (default)
-    tests in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
+    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses two staging
+    buffers per rank of `cuda_buffer_bytes` bytes of GPU memory (default 16 MiB, at least 8192),
+    which all processes map from a file descriptor (CUDA's cuMem functions, not cudaIpc), and
+    streams that wait for each other. "host_staging" uses pinned host memory. "auto" (default) tests
+    in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
     otherwise uses "host_staging"; the environment variable PYCOLLECT_CUDA_TRANSPORT replaces
     "auto". If a named transport does not work, the call fails. A group with a `device_id` runs the
     test when it is created, so that the first calls of several groups may come in any order.
@@ -69,7 +71,7 @@ def options(
 
     All options must be the same on all ranks; a group has at most 64. Raises ValueError for an
     unknown algorithm or transport and for a size out of range, and TypeError for a size that is not
-    an int and a transport that is not a string.
+    an int and for an algorithm or transport that is not a string.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -83,12 +85,22 @@ def options(
     if symmetric_heap_bytes is not None:
         made.symmetric_heap_bytes = _bytes("symmetric_heap_bytes", symmetric_heap_bytes, least=0)
     if cuda_buffer_bytes is not None:
-        made.cuda_buffer_bytes = _bytes("cuda_buffer_bytes", cuda_buffer_bytes, least=16384)
+        made.cuda_buffer_bytes = _bytes("cuda_buffer_bytes", cuda_buffer_bytes, least=8192)
+    if not isinstance(cuda_transport, str):
+        allowed = ", ".join(map(repr, _C.cuda_transports()))
+        raise TypeError(
+            f"cuda_transport is a {type(cuda_transport).__name__}; pass one of {allowed}"
+        )
     made.cuda_transport = cuda_transport
     return made
 
 
 def _check_algorithm(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"algorithm is a {type(name).__name__}; pass a name out of pycollect.algorithms(), or "
+            "None"
+        )
     known = sorted({a for collective in _C.COLLECTIVES for a in algorithms(collective)})
     if name not in known:
         raise ValueError(f"algorithm is {name!r}; allowed are {', '.join(known)}")

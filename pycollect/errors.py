@@ -1,16 +1,36 @@
-"""Exceptions of collectives that fail while they run.
+"""Exceptions of collectives that fail while they run, and of groups that have ended.
 
-Invalid arguments raise TypeError or ValueError instead, before any data moves.
+Invalid arguments raise TypeError or ValueError instead, before any data moves. After PeerLost, and
+after Timeout at a group's timeout, the group has ended for all its ranks: later calls raise the
+same cause, and only a new group can be used. Tensors that a failed call would have written have
+undefined contents.
 """
 
 
 class CollectiveError(RuntimeError):
-    """Raised when a running collective cannot complete, or its group has ended."""
+    """Raised when a running collective or message cannot complete, or its group has ended.
+
+    PeerLost and Timeout are its subclasses. It is raised itself by calls on a destroyed group or in
+    a forked child of a rank, and when a group cannot be created or cannot use its GPUs. Tensors
+    that the failed call would have written have undefined contents.
+    """
 
 
 class PeerLost(CollectiveError):
-    """Raised when a rank dies, leaves its group or aborts it while other ranks depend on it."""
+    """Raised when a rank dies, leaves its group or aborts it while other ranks depend on it.
+
+    The message names the rank. The group has then ended for all its ranks, and every later call on
+    it raises with the same cause. Tensors that the failed call would have written have undefined
+    contents.
+    """
 
 
 class Timeout(CollectiveError):
-    """Raised when a collective does not complete within its timeout."""
+    """Raised when a collective or message does not complete within a timeout.
+
+    At the group's timeout (`timeout=` of init_process_group and new_group), the message names the
+    ranks that are missing. The group has then ended for all its ranks, every later call on it
+    raises with the same cause, and tensors that the failed call would have written have undefined
+    contents. If the timeout of ``Work.wait(timeout)`` is over first, only that wait fails: the call
+    keeps running and may be waited for again; until then its tensors have undefined contents.
+    """

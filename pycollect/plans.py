@@ -32,6 +32,11 @@ class CostModel:
     for no such limit. Raises TypeError for a value that is not a number, and ValueError for one
     that is infinite, NaN or negative, and for a port or memory of zero.
 
+    The named models are "nvlink", CostModel(1.5e-6, 400e9, 3000e9), for eight GPUs behind a switch,
+    and "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each. For another
+    machine, ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs,
+    and memory twice that within a GPU, as a copy reads and writes. It does not measure alpha.
+
     >>> import pycollect as pc
     >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
     >>> pc.plan("all_reduce", 4, algorithm="chain").predict(model) > 0
@@ -164,7 +169,8 @@ class Plan:
     def timeline(self, model: str | CostModel = "nvlink") -> list[TaskSpan]:
         """Return the predicted times of the steps, in the order of the steps.
 
-        Takes the models of ``predict``, and raises the same errors.
+        A ``pycollect.plans.TaskSpan`` has rank, step, start and end. Takes the models of
+        ``predict``, and raises the same errors.
 
         >>> import pycollect as pc
         >>> [span.rank for span in pc.plan("gather", 3).timeline()]
@@ -176,10 +182,10 @@ class Plan:
     def predict(self, model: str | CostModel = "nvlink") -> float:
         """Return the predicted seconds from the call until the last rank returns.
 
-        model: "nvlink", "pcie" or a ``CostModel``. The prediction is for one process with one
-        device per rank and ignores the cost of arithmetic; it serves to compare algorithms and
-        sizes, and may be wrong by 20 %. Raises ValueError for an unknown name, TypeError for
-        another type.
+        model: "nvlink", "pcie" or a ``CostModel``, whose help has the figures. The prediction is
+        for one process with one device per rank and ignores the cost of arithmetic; it serves to
+        compare algorithms and sizes, and may be wrong by 20 %. Raises ValueError for an unknown
+        name, TypeError for another type.
 
         >>> import pycollect as pc
         >>> small, large = (pc.plan("all_reduce", 8, nbytes=n).predict() for n in (1024, 1 << 30))
@@ -208,7 +214,7 @@ class Plan:
 def algorithms(collective: str = "all_reduce") -> list[str]:
     """List the algorithms of a collective, those that keep the numerical contract first.
 
-    Raises ValueError for an unknown collective.
+    Raises ValueError for an unknown collective, and TypeError for one that is not a string.
 
     >>> import pycollect as pc
     >>> pc.algorithms("broadcast")
@@ -230,7 +236,8 @@ def plan(
     """Return the plan of a collective for a world of ranks, without running it.
 
     algorithm: a name from ``algorithms(collective)``; None selects the one for ranks that share
-    memory. world: 1 to 1024 ranks. nbytes: bytes of a rank's largest buffer, for ``predict``;
+    memory. world: 1 to 1024 ranks. nbytes: bytes of a rank's largest buffer, for ``predict``: its
+    tensor, but the result of all_gather and gather and the input of reduce_scatter and scatter;
     ignored for a barrier. root: the root rank, 0 to world - 1, for collectives that have one.
     pieces: the number of pieces of a pipeline, 1 to 2**18 / world. in_place: whether a rank's
     output is its input; None means yes if the algorithm allows it. Raises ValueError for an unknown

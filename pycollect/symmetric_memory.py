@@ -37,8 +37,12 @@ class SymmetricAllocator:
     Tensors are ordinary torch tensors, on the CPU unless `device` is a GPU, and may outlive the
     group. GPU memory comes from torch's caching allocator, in a separate pool.
 
-    After a call has failed (`PeerLost`, `Timeout`), a slow rank may still write to the call's
-    tensors. Their memory is then not reused, and the group allocates no more CPU memory.
+    Allocation concerns one rank alone: it is not collective, the ranks' sizes and order may differ,
+    and no rendezvous call follows.
+
+    After a call has failed (`PeerLost`, or `Timeout` at the group's timeout), a slow rank may still
+    write to the call's tensors. Their memory is then not reused, and the group allocates no more
+    CPU memory.
 
     Raises ValueError without a process group, for a device that is neither the CPU nor a GPU, and
     for a group whose backend for the device has no symmetric memory; TypeError for a group that is
@@ -78,10 +82,14 @@ class SymmetricAllocator:
         """Return an uninitialized tensor of shape `size`, as torch.empty does.
 
         `size` is given as several ints or as one iterable of ints; `dtype` defaults to torch's
-        default dtype. The tensor is contiguous. Raises ValueError for a negative size and a tensor
-        of 2**63 bytes or more, TypeError for another type of `size` or `dtype`, RuntimeError if
-        the symmetric heap (`symmetric_heap_bytes`) or the GPU has no room, and CollectiveError
-        after the group has been destroyed.
+        default dtype. The tensor is contiguous. The call is not collective: other ranks may
+        allocate other sizes, in another order, or nothing.
+
+        Raises ValueError for a negative size, for a tensor of 2**63 bytes or more, and during the
+        capture of a CUDA graph on the device; TypeError for another type of `size` or `dtype`;
+        RuntimeError if the symmetric heap (`symmetric_heap_bytes`) or the GPU has no room;
+        CollectiveError after the group has been destroyed; and on the CPU, the group's PeerLost or
+        Timeout after a call has failed with it.
         """
         given = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
         shape = torch.Size(_C.int_from(n, "empty", "size") for n in given)
@@ -100,6 +108,7 @@ class SymmetricAllocator:
     def usage(self) -> Usage:
         """Return this rank's usage in bytes: of the CPU's symmetric memory, or of all GPUs'.
 
+        The result is a pycollect.symmetric_memory.Usage with the fields used, cached and reserved.
         Raises ValueError if TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped the group's backend.
         """
         if self._device.type == "cuda":
@@ -145,8 +154,11 @@ def symmetric_empty(
     """Return an uninitialized tensor in the symmetric memory of a group.
 
     `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU,
-    and `group` defaults to the default group. Raises the errors of `SymmetricAllocator` and
-    `SymmetricAllocator.empty`.
+    and `group` defaults to the default group. The call is not collective: other ranks may allocate
+    other sizes, in another order, or nothing, and no rendezvous call follows. Raises the errors of
+    `SymmetricAllocator` and `SymmetricAllocator.empty`; among them are the group's PeerLost or
+    Timeout on the CPU after a call has failed with it, and CollectiveError after the group has been
+    destroyed.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()

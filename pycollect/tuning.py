@@ -40,8 +40,8 @@ _MEASURED_AS = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_r
 class SizeRange:
     """A range of sizes, in which the algorithms have one order of speed.
 
-    up_to: the largest size of the range, in bytes per rank; math.inf for the last range. ranking:
-    names of algorithms, the fastest first; None stands for the library's default.
+    up_to: the largest size of the range, in bytes of a rank's input; math.inf for the last range.
+    ranking: names of algorithms, the fastest first; None stands for the library's default.
     """
 
     up_to: float
@@ -82,7 +82,7 @@ class Tuning:
         return next(
             name
             for name in span.ranking
-            if name is None or all(_canonical(collective, name, t.dtype) for t in tensors)
+            if name is None or all(_keeps_contract(collective, name, t.dtype) for t in tensors)
         )
 
     def merged(self, other: Tuning | None) -> Tuning:
@@ -102,7 +102,7 @@ class Tuning:
 
 
 @cache
-def _canonical(collective: str, name: str, dtype: torch.dtype) -> bool:
+def _keeps_contract(collective: str, name: str, dtype: torch.dtype) -> bool:
     """Return whether an algorithm keeps the numerical contract for a dtype."""
     try:
         return _C.find_algorithm(collective, name).keeps_contract(str(dtype).removeprefix("torch."))
@@ -139,12 +139,12 @@ def measure(
 ) -> Tuning:
     """Time all algorithms that keep the contract, on one new float32 tensor per device.
 
-    `wanted` are names of collectives (default: those of `tunable`). `sizes` are bytes per rank
-    (default: 4 KiB, 64 KiB, 1 MiB and 16 MiB). `seconds` (default 0.1) is the approximate time for
-    all algorithms of a collective at one size. `peer_access` is that of the collectives. Raises
-    ValueError for a collective with one algorithm only, for sizes below 4 bytes or that need more
-    than half of the host's memory, and for seconds that are not above 0 and finite; TypeError for
-    other types.
+    `wanted` are names of collectives (default: those of `tunable`). `sizes` are bytes of a rank's
+    input (default: 4 KiB, 64 KiB, 1 MiB and 16 MiB). `seconds` (default 0.1) is the approximate
+    time for all algorithms of a collective at one size. `peer_access` is that of the collectives.
+    Raises ValueError for a collective with one algorithm only, for sizes below 4 bytes or that need
+    more than half of the host's memory, and for seconds that are not above 0 and finite; TypeError
+    for other types.
     """
     chosen = _checked_collectives(wanted)
     sizes = _checked_sizes(SIZES if sizes is None else sizes)

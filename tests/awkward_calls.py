@@ -139,7 +139,7 @@ PLAN = {
 MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
 NOT_CALLED = {"CollectiveError", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
-NOT_CALLED |= {"autograd", "distributed", "ops"}
+NOT_CALLED |= {"autograd", "distributed"}
 
 
 def without_devices(good: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def bound() -> Iterator[Case]:
 
 
 def models(**figures: Any) -> object:
-    """Build a Model from the figures and use it: predict, timeline and plot a plan with it."""
+    """Build a CostModel from the figures and use it: predict, timeline and plot a plan with it."""
     plan, model = pc.plan("all_reduce", 2), pc.CostModel(**figures)
     return plan.predict(model), plan.timeline(model), plan.plot(FOLDER / "plan.svg", model)
 
@@ -190,17 +190,18 @@ def cases() -> Iterator[Case]:
     yield "devices", pc.devices, lambda: {"spec": "cpu*2"}
     yield "algorithms", pc.algorithms, lambda: {"collective": "all_reduce"}
     yield "plan", planned, lambda: dict(PLAN)
-    yield "Model", models, lambda: dict(MODEL)
+    yield "CostModel", models, lambda: dict(MODEL)
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
     yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
     yield "Plan.plot", made.plot, lambda: {"path": FOLDER / "a.svg", "model": "nvlink"}
     yield "SymmetricAllocator", pc.SymmetricAllocator, lambda: {"group": None, "device": None}
     yield (
-        "empty",
+        "symmetric_empty",
         lambda size, **how: pc.symmetric_empty(size, **how),
         lambda: {"size": [2], "dtype": None},
     )
-    yield "train.Trainer", trained, lambda: {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
+    numbers = {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
+    yield "train.GluonTrainer", trained, lambda: dict(numbers)
 
 
 def missing() -> list[str]:

@@ -160,7 +160,7 @@ class Emulated(Site):
         self.streams = bool(transport)
         options = {
             "cuda_transport": transport or "auto",
-            "cuda_buffer_bytes": STAGING_BYTES,
+            "cuda_buffer_bytes": STAGING_BYTES // 2,
             **options,
         }
         self.options = pc.distributed.options(**options)

@@ -35,7 +35,7 @@ def test_a_program_that_fails_ends_the_run(executor):
         executor.run(["sh", "-c", "echo wrong >&2; exit 3"])
 
 
-@pytest.mark.parametrize("program", ["allreduce.cpp", "waits/main.cpp"])
+@pytest.mark.parametrize("program", ["allreduce.cpp", "gpu_waits/main.cpp"])
 def test_the_programs_compile_without_a_gpu(program):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")

@@ -6,6 +6,9 @@ lists, and the same methods bound to devices.
 
 from __future__ import annotations
 
+import inspect
+import pydoc
+
 import pytest
 import torch
 from reference import (
@@ -272,3 +275,30 @@ def test_a_communicator_has_the_same_methods():
     communicator.all_reduce_coalesced(lists)
     assert_same([mine[0] for mine in lists], expected("all_reduce", tensors))
     communicator.barrier()
+
+
+BOUND = [name for name in pc.__all__ if hasattr(pc.Communicator, name) and name != "barrier"]
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_signatures_of_a_communicators_methods(name):
+    """The function's, without `devices`; by position only where a call by name is refused."""
+    function = inspect.signature(getattr(pc, name)).parameters
+    of_class = inspect.signature(getattr(pc.Communicator, name))
+    bound = inspect.signature(getattr(pc.Communicator("cpu*2"), name))
+    wanted = [argument for argument in function if argument != "devices"]
+    assert list(of_class.parameters) == ["self", *wanted]
+    assert list(bound.parameters) == wanted
+    first = bound.parameters[wanted[0]]
+    assert (first.kind is first.POSITIONAL_ONLY) == (name != "copy_")
+    assert repr(bound.parameters["peer_access"].default) == "<the communicator's>"
+    for argument in wanted[1:-1]:
+        assert bound.parameters[argument] == function[argument]
+
+
+def test_help_on_a_communicator_shows_its_calls():
+    text = pydoc.plain(pydoc.render_doc(pc.Communicator))
+    assert len(BOUND) == 12
+    assert "scatter(self, tensor: 'TensorLike', /, *, chunk_sizes:" in text
+    assert "replicate(self, tensors: 'TensorList', /, *, peer_access:" in text
+    assert ">>> scatter(" not in text, "the example of the module function"

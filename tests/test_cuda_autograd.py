@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import pycollect as pc
 from pycollect import autograd
-from pycollect.train import DataParallel, GluonTrainer, convert_sync_batchnorm, lockstep
+from pycollect.train import DataParallel, GluonTrainer, convert_sync_batchnorm, run_lockstep
 
 pytestmark = pytest.mark.cuda
 DEVICES = ("cuda:0*2", ["cuda:0", "cpu"], ["cpu", "cuda:0", "cpu"])
@@ -83,7 +83,7 @@ def test_batch_norm_over_ranks(devices: object, memory_format: torch.memory_form
     X = torch.randn(7, 4, 5, 3, dtype=torch.float64).to(memory_format=memory_format)
     whole, factor = X.clone().requires_grad_(), torch.randn_like(X)
     shards = on_devices(X.split(shares), devices)
-    got = lockstep([partial(m, x) for m, x in zip(layers, shards, strict=True)])
+    got = run_lockstep([partial(m, x) for m, x in zip(layers, shards, strict=True)])
     expected = layer(whole)
     (expected * factor).sum().backward()
     factors = on_devices(factor.split(shares), devices)
@@ -104,7 +104,7 @@ def test_batch_norm_over_ranks_under_autocast() -> None:
     X = torch.randn(16, 3, 8, 8, device="cuda")
     with torch.autocast("cuda", torch.float16):
         expected = net(X)
-        got = lockstep([partial(n, x) for n, x in zip(nets, X.split(8), strict=True)])
+        got = run_lockstep([partial(n, x) for n, x in zip(nets, X.split(8), strict=True)])
     assert got[1].dtype == torch.float16
     close(torch.cat(got), expected, rtol=1e-2, atol=1e-2)
     torch.autograd.backward([y.float().square().sum() for y in got])

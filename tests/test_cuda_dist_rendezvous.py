@@ -215,7 +215,7 @@ def in_a_callback(me: RankContext) -> list[float]:
 
 
 def with_an_odd_buffer_size(me: RankContext) -> list[float]:
-    me.start("odd", Emulated("eager:cuda_ipc", cuda_buffer_bytes=33_333))
+    me.start("odd", Emulated("eager:cuda_ipc", cuda_buffer_bytes=16_667))
     x = torch.full((30_000,), 1.25)
     for _ in range(2):
         dist.all_reduce(x)

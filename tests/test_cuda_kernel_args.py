@@ -1,4 +1,4 @@
-"""Launch tables of the GPU kernels, emulated on the host: grids, heads, tails and pitches."""
+"""Arguments of the GPU kernels, emulated on the host: grids, heads, tails and pitches."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_lines_without_gaps_are_merged():
     assert torch.equal(srcs[1], torch.arange(64.0).view(16, 4) * 2 + 1)
 
 
-# Tables and grids
+# Arguments and grids
 
 
 @pytest.mark.parametrize("guard", [0, 0x7F00_1234_5678])
 @pytest.mark.parametrize("args_bytes", [SMALL, LARGE])
-def test_rows_that_exceed_a_table_take_several_launches(args_bytes: int, guard: int):
+def test_works_that_exceed_the_arguments_take_several_launches(args_bytes: int, guard: int):
     """Each launch carries the address of the guard word that can disable it."""
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
@@ -118,7 +118,7 @@ def test_copies_and_folds_are_launched_separately():
 
 
 @pytest.mark.parametrize("world", [64, 1000, 4000])
-def test_worlds_that_fill_a_table(world: int):
+def test_worlds_that_fill_the_arguments(world: int):
     rows = []
     for _ in range(3):
         srcs = [torch.full((1, 17), float(r)) for r in range(world)]
@@ -132,7 +132,7 @@ def test_worlds_that_fill_a_table(world: int):
 
 @pytest.mark.parametrize("height", [1, 6])
 @pytest.mark.parametrize("world", [1, 2, 100])
-def test_destinations_that_exceed_a_table_are_copied_from_the_first(world: int, height: int):
+def test_destinations_that_exceed_the_arguments_are_copied_from_the_first(world: int, height: int):
     tensors = ref.randoms(world, [height, 19], torch.bfloat16)
     base = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
     dsts = [r[:, :19] for r in base]

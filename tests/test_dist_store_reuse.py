@@ -215,6 +215,19 @@ def test_huge_sizes_are_refused(name):
     assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("algorithm", "pycollect.algorithms"), ("cuda_transport", "'auto'.*'host_staging'")],
+)
+def test_names_that_are_not_strings_are_refused(name, allowed):
+    import pycollect
+
+    for value in (3, b"ring", ["ring"]):
+        kind = type(value).__name__
+        with pytest.raises(TypeError, match=f"{name} is a {kind}; pass .*{allowed}"):
+            pycollect.distributed.options(**{name: value})
+
+
 def calls_with_timeout(me: RankContext, timeout: datetime.timedelta) -> None:
     """Every wait that takes a timeout, with a timeout beyond the range of clocks."""
     me.init("timeouts", timeout=timeout)

@@ -104,7 +104,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
                 "pinned_ring",
                 "reduce_kernels",
             ),
-            *("train", "train_step", "waits"),
+            *("train", "train_step", "gpu_waits"),
         )
     },
 }

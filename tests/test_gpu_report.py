@@ -210,12 +210,12 @@ def test_the_dist_benchmarks_accept_the_scripts_arguments(contents):
 
 
 def test_a_measurement_that_cannot_run_is_a_printed_skip(machine, fake_python, tmp_path):
-    status, output = machine("questions", python=fake_python("waits.py", 77), nvidia_smi=SMI)
+    status, output = machine("questions", python=fake_python("gpu_waits.py", 77), nvidia_smi=SMI)
     assert status == 0, output
-    assert "SKIPPED: waits: ran: bench/waits.py --world 2" in output
+    assert "SKIPPED: gpu_waits: ran: bench/gpu_waits.py --world 2" in output
     runs = record_of(tmp_path / "out")["runs"]
     assert {name: run["status"] for name, run in runs.items()} == {
-        "waits": 77,
+        "gpu_waits": 77,
         "reduce_kernels": 0,
         "pinned_ring": 0,
         "graph_replay": 0,
@@ -287,7 +287,7 @@ def test_a_dry_run_runs_nothing(machine, fake_python, tmp_path):
     assert status == 0
     assert "ran:" not in output
     assert not list((tmp_path / "results").iterdir())
-    for name in ("build: ", "test-cuda: ", "copies: ", "dist-all_reduce: ", "waits: "):
+    for name in ("build: ", "test-cuda: ", "copies: ", "dist-all_reduce: ", "gpu_waits: "):
         assert f"\n{name}" in output or f"== {name}" in output
 
 

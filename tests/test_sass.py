@@ -24,7 +24,7 @@ namespace pycollect::cuda {{
 template KernelPair fold_kernel<float, Avg>();
 template KernelPair fold_kernel<BFloat16, Avg>();
 template KernelPair fold_kernel<Complex<float>, Prod>();
-template __global__ void copy_level(const __grid_constant__ SmallTable);
+template __global__ void copy_level(const __grid_constant__ SmallKernelArgs);
 }}
 """
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
@@ -50,7 +50,7 @@ def tools() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The operations of each kernel with a small table, in code order."""
+    """The operations of each kernel with small arguments, in code order."""
     found, folder = tools(), tmp_path_factory.mktemp("sass")
     spec = importlib.util.spec_from_file_location(
         "pycollect_native", ROOT / "build_backend" / "pycollect_native.py"

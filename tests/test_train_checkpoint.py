@@ -17,7 +17,7 @@ from pycollect.train import (
     Data,
     ReplicaTrainer,
     RunResult,
-    Settings,
+    RunSettings,
     checkpoint,
     train,
 )
@@ -163,7 +163,7 @@ def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     first = run(epochs=1, seed=7, drop_last=True, checkpoint=path)
     again = train(model=net(), data=DATA, epochs=2, resume=path, quiet=True)
-    assert again.settings == Settings(**{**vars(first.settings), "epochs": 2})
+    assert again.settings == RunSettings(**{**vars(first.settings), "epochs": 2})
     assert len(again.epochs) == 2
     assert len(train(model=net(), data=DATA, resume=path, quiet=True).epochs) == 1  # as before
     if not torch.cuda.is_available():

@@ -12,9 +12,10 @@ from pathlib import Path
 import programs
 import pytest
 
-from pycollect.train import DatasetUnavailable, ProgressPrinter
+from pycollect.train import DatasetUnavailable
 from pycollect.train.__main__ import main
 from pycollect.train.data import fashion
+from pycollect.train.progress_printer import ProgressPrinter
 
 EPOCH = re.compile(r"epoch \d+, time \d+\.\d sec, loss \d+\.\d{3}, test acc [01]\.\d\d")
 SECONDS = r"\d+\.\d sec"

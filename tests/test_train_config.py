@@ -20,7 +20,7 @@ from pycollect.train.graph import GraphedStep
 from pycollect.train.prepared_run import prepare
 from pycollect.train.reduce import reduce_gradients_coalesced
 from pycollect.train.run_result import same_bits
-from pycollect.train.settings import Settings, StepOptions, parse_weights
+from pycollect.train.settings import RunSettings, StepOptions, parse_weights
 from pycollect.train.single_process import SingleProcessEngine
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(25, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> Settings:
+def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> RunSettings:
     chosen = {"devices": devices, "batch_size": batch_size, "data": DATA, "model": net()}
     return prepare(Config.of(chosen | options)).settings
 
@@ -188,7 +188,7 @@ def test_the_command_line_gives_the_same_settings() -> None:
         "--weight-decay 0.001 --microbatch 4 --sync-batchnorm --seed 5 --prefetch 3 --no-overlap"
     )
     made = config(parser().parse_args(text.split()))
-    expected = Settings(
+    expected = RunSettings(
         devices=(CPU, CPU), batch_size=20, lr=0.4, epochs=3, seed=5, model="resnet18",
         momentum=0.9, weight_decay=0.001, weights=(80.0, 20.0), microbatch=4, sync_batchnorm=True,
         strict=True, shuffle=False, drop_last=True,

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Data, OutputError, RunResult, Settings, StepSeconds, checkpoint, train
+from pycollect.train import (
+    Data,
+    OutputError,
+    RunResult,
+    RunSettings,
+    StepSeconds,
+    checkpoint,
+    train,
+)
 from pycollect.train import log as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.curves import plot
@@ -41,7 +49,7 @@ def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> StepR
 
 
 def result_of(name: str, epochs: list[EpochRecord], steps: list[StepRecord]) -> RunResult:
-    settings = Settings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
+    settings = RunSettings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
     return RunResult(name, settings, epochs, steps, [])
 
 

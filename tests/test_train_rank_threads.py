@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from pycollect.train import lockstep, lockstep_exchange, lockstep_size
+from pycollect.train import lockstep_exchange, lockstep_size, run_lockstep
 
 WORLDS = (1, 2, 3, 5)
 TIMEOUT_SECONDS = 20  # a hang is a failure, and must not block the test run
@@ -45,7 +45,7 @@ def test_one_at_a_time_in_rank_order(world: int) -> None:
         trace.append((3, rank))
         return 10 * rank
 
-    got = lockstep([lambda rank=rank: run(rank) for rank in range(world)])  # type: ignore[misc]
+    got = run_lockstep([lambda rank=rank: run(rank) for rank in range(world)])  # type: ignore[misc]
     assert got == [10 * rank for rank in range(world)]
     assert trace == [(layer, rank) for layer in range(4) for rank in range(world)]
 
@@ -54,7 +54,7 @@ def test_each_rank_gets_its_own_result() -> None:
     def double(values: list[int]) -> list[int]:
         return [2 * v for v in values]
 
-    assert lockstep([lambda r=r: lockstep_exchange(r, double, "b") for r in range(4)]) == [
+    assert run_lockstep([lambda r=r: lockstep_exchange(r, double, "b") for r in range(4)]) == [
         0,
         2,
         4,
@@ -63,8 +63,8 @@ def test_each_rank_gets_its_own_result() -> None:
 
 
 def test_no_ranks_and_one_rank() -> None:
-    assert lockstep([]) == []
-    assert lockstep([lambda: (exchange(1), lockstep_size())]) == [([1], 1)]
+    assert run_lockstep([]) == []
+    assert run_lockstep([lambda: (exchange(1), lockstep_size())]) == [([1], 1)]
     assert lockstep_size() is None
 
 
@@ -84,7 +84,7 @@ def test_an_error_of_any_rank_is_raised(world: int, layer: int) -> None:
                 ended.append(rank)
 
         with pytest.raises(ZeroDivisionError, match=f"rank {bad}"):
-            lockstep([lambda rank=rank: run(rank) for rank in range(world)])  # type: ignore[misc]
+            run_lockstep([lambda rank=rank: run(rank) for rank in range(world)])  # type: ignore[misc]
         started = world if layer else bad + 1
         assert sorted(ended) == list(range(started))
         assert lockstep_size() is None
@@ -103,7 +103,7 @@ def test_a_module_that_catches_errors_is_stopped_too() -> None:
                 raise
 
     with pytest.raises(LookupError):
-        lockstep([lambda: run(0), lambda: run(1)])
+        run_lockstep([lambda: run(0), lambda: run(1)])
     assert [type(error) for error in caught] == [LookupError]
 
 
@@ -118,7 +118,7 @@ def test_the_first_error_is_the_one_raised() -> None:
         raise ZeroDivisionError("first")
 
     with pytest.raises(ZeroDivisionError, match="first"):
-        lockstep([wait_and_fail, fail])
+        run_lockstep([wait_and_fail, fail])
 
 
 def test_an_error_of_combine_is_raised() -> None:
@@ -126,7 +126,7 @@ def test_an_error_of_combine_is_raised() -> None:
         raise LookupError("combine")
 
     with pytest.raises(LookupError, match="combine"):
-        lockstep([lambda: lockstep_exchange(0, combine, "b")] * 3)
+        run_lockstep([lambda: lockstep_exchange(0, combine, "b")] * 3)
 
 
 class Interrupt:
@@ -139,7 +139,7 @@ class Interrupt:
 
 def interrupted(runs: Sequence[Callable[[], object]]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        lockstep(runs)
+        run_lockstep(runs)
 
 
 def test_an_interrupt_while_the_caller_waits_at_a_barrier() -> None:
@@ -174,20 +174,22 @@ def test_ranks_that_pass_different_layers_are_refused() -> None:
         ),
     ):
         with pytest.raises(RuntimeError, match=f"{message}.*same layers in the same order"):
-            lockstep(runs)  # type: ignore[arg-type]
+            run_lockstep(runs)  # type: ignore[arg-type]
 
 
 def test_synchronize_outside_of_a_lockstep_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"bn1: ranks can only synchronise in lockstep\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"bn1: ranks can exchange values only in run_lockstep\(\)"
+    ):
         exchange(0, "bn1")
 
 
 def test_a_lockstep_inside_of_one() -> None:
     def run() -> object:
-        inner = lockstep([lambda: exchange("a"), lambda: exchange("b")])
+        inner = run_lockstep([lambda: exchange("a"), lambda: exchange("b")])
         return inner, exchange("outer")
 
-    assert lockstep([run] * 3) == [([["a", "b"]] * 2, ["outer"] * 3)] * 3
+    assert run_lockstep([run] * 3) == [([["a", "b"]] * 2, ["outer"] * 3)] * 3
 
 
 def test_every_rank_has_the_callers_torch_state() -> None:
@@ -206,7 +208,7 @@ def test_every_rank_has_the_callers_torch_state() -> None:
         )
 
     def check() -> None:
-        assert lockstep([state] * 3) == [state()] * 3
+        assert run_lockstep([state] * 3) == [state()] * 3
 
     check()
     seen.set("by the caller")
@@ -230,7 +232,7 @@ def test_saved_tensors_pass_through_the_callers_hooks() -> None:
         (torch.ones(2, requires_grad=True) ** 2).sum()
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        lockstep([run] * 3)
+        run_lockstep([run] * 3)
     assert len(saved) == 3
 
 
@@ -240,7 +242,7 @@ def test_random_numbers_are_drawn_in_rank_order() -> None:
         exchange(0)
         return [first, torch.rand(1).item()]
 
-    drawn = lockstep([draw] * 3)
+    drawn = run_lockstep([draw] * 3)
     torch.manual_seed(0)
     expected = torch.rand(6).tolist()
     assert [d[0] for d in drawn] + [d[1] for d in drawn] == expected
@@ -250,4 +252,4 @@ def test_random_numbers_are_drawn_in_rank_order() -> None:
 def test_every_rank_has_the_callers_cuda_stream() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        assert lockstep([torch.cuda.current_stream] * 3) == [stream] * 3
+        assert run_lockstep([torch.cuda.current_stream] * 3) == [stream] * 3

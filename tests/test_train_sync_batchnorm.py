@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycollect.train import SyncBatchNorm, convert_sync_batchnorm, lockstep
+from pycollect.train import SyncBatchNorm, convert_sync_batchnorm, run_lockstep
 
 KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 EXTENTS = {1: (5,), 2: (5, 3), 3: (2, 3, 4)}
@@ -24,7 +24,7 @@ def in_lockstep(layers: Sequence[nn.Module], shards: Sequence[Tensor]) -> list[T
     runs: list[Callable[[], Tensor]] = [
         partial(layer, x) for layer, x in zip(layers, shards, strict=True)
     ]
-    return lockstep(runs)
+    return run_lockstep(runs)
 
 
 def replicas(layer: nn.Module, world: int) -> list[nn.Module]:
@@ -222,7 +222,7 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
 def test_outside_of_lockstep_it_refuses() -> None:
     layers = replicas(nn.BatchNorm1d(3), 2)
     with pytest.raises(
-        RuntimeError, match=r"over 2 ranks was called outside of lockstep.*lockstep"
+        RuntimeError, match=r"over 2 ranks was called outside of run_lockstep.*train\.run_lockstep"
     ):
         layers[0](torch.randn(4, 3))
     with pytest.raises(RuntimeError, match="in a lockstep of 1"):

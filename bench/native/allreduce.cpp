@@ -9,8 +9,8 @@
 #include <cstring>
 #include <string>
 
-#include "../../csrc/transport/executor.h"
-#include "../../csrc/transport/shm_transport.h"
+#include "../../csrc/rank_executor/executor.h"
+#include "../../csrc/rank_executor/shm_transport.h"
 #include "../../tests/native/stores.h"
 #include "measure.h"
 

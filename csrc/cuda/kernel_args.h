@@ -1,5 +1,6 @@
-// The parameters of the kernels, passed by value: the works of one launch, with the addresses that
-// they read and write. Nothing is uploaded or kept alive, and a CUDA graph captures all of it.
+// The parameters of the kernels, passed by value: the works of one kernel launch, with the
+// addresses that they read and write. Nothing is uploaded or kept alive, and a CUDA graph captures
+// all of it.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -48,7 +49,7 @@ static_assert(sizeof(ArgsHead) == 32);
 
 // Every driver takes 4 KiB of parameters, drivers since CUDA 12.1 take 32,764 bytes. A work of s
 // sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s. Works that do not fit
-// go into further launches. Works per launch:
+// go into further ones. Works per kernel launch:
 //    ranks in place   4 KiB    32 KiB
 //         2             84       681
 //         8             42       340

@@ -1,5 +1,5 @@
-// The kernels. One launch runs all folds, or all copies, of a level on one stream, for all tensors
-// of a call.
+// The kernels. One kernel launch runs all folds, or all copies, of a level on one stream, for all
+// tensors of a call.
 #pragma once
 #include <cuda_runtime_api.h>
 

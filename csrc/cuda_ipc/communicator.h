@@ -59,10 +59,11 @@ class CudaIpcCommunicator {
   // Topology for tensors that go through staging buffers, and for tensors in symmetric GPU memory
   // that peers access in place.
   Topology topology() const {
-    return resources_.multi_gpu ? Topology::ipc_buffers_multi_gpu : Topology::ipc_buffers;
+    return resources_.multi_gpu ? Topology::cuda_ipc_buffers_multi_gpu : Topology::cuda_ipc_buffers;
   }
   Topology zero_copy_topology() const {
-    return resources_.multi_gpu ? Topology::ipc_symmetric_multi_gpu : Topology::ipc_symmetric;
+    return resources_.multi_gpu ? Topology::cuda_ipc_symmetric_multi_gpu
+                                : Topology::cuda_ipc_symmetric;
   }
   const std::byte* guard() const { return resources_.registered->base(); }  // see Launch::guard
 

@@ -50,7 +50,7 @@ class CudaIpcRendezvous {
   // One step: runs `act` and waits for every rank. Returns all ranks' failures, or "".
   template <class F>
   std::string run_step(F&& act) {
-    RendezvousStatus& result = mine_.results[++step_ & 1];
+    RendezvousStepResult& result = mine_.results[++step_ & 1];
     result.succeeded = true;
     try {
       act();
@@ -62,7 +62,7 @@ class CudaIpcRendezvous {
     wait_for_all();
     std::string why;
     for (Rank r = 0; r < group_.world(); ++r) {
-      const RendezvousStatus& theirs = signal_pad_.entry(r).results[step_ & 1];
+      const RendezvousStepResult& theirs = signal_pad_.entry(r).results[step_ & 1];
       if (!theirs.succeeded)
         why += text(why.empty() ? "" : "; ", "rank ", r, ": ", ipc::read_text(theirs.why));
     }

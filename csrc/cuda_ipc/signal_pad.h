@@ -22,7 +22,7 @@ struct alignas(128) Counter {
 static_assert(sizeof(Counter) == 128);
 
 // A rank's result of one step of the GPU rendezvous (see rendezvous.h).
-struct RendezvousStatus {
+struct RendezvousStepResult {
   bool succeeded = false;
   std::array<char, 239> why = {};
 };
@@ -31,10 +31,10 @@ struct RendezvousStatus {
 struct alignas(128) PeerEntry {
   // The last signal enqueued on the rank's stream: no stream of a peer waits for a later one.
   std::atomic<uint64_t> enqueued{0};
-  std::atomic<uint64_t> steps{0};                // rendezvous steps that the rank has completed
-  std::array<RendezvousStatus, 2> results = {};  // [step & 1]; written before `steps`
-  ShareableHandle handle = {};                   // of its staging buffer
-  std::array<char, 64> gpu = {};                 // identity of the GPU with the staging buffer
+  std::atomic<uint64_t> steps{0};                    // rendezvous steps that the rank has completed
+  std::array<RendezvousStepResult, 2> results = {};  // [step & 1]; written before `steps`
+  ShareableHandle handle = {};                       // of its staging buffer
+  std::array<char, 64> gpu = {};                     // identity of the GPU with the staging buffer
 };
 
 // Published descriptor of one symmetric GPU memory segment, which peers may open (see

@@ -5,8 +5,8 @@
 #include "transport.h"
 
 #include "../plan/error.h"
-#include "../transport/chunk_loop.h"
-#include "../transport/program_choice.h"
+#include "../rank_executor/chunk_loop.h"
+#include "../rank_executor/program_choice.h"
 
 namespace pycollect::cuda_ipc {
 namespace {

@@ -2,7 +2,7 @@
 // tensors may be in symmetric GPU memory. Launches on the rank's stream move data, and streams
 // signal each other. A call returns when all of its work is enqueued.
 #pragma once
-#include "../transport/transport.h"
+#include "../rank_executor/transport.h"
 #include "communicator.h"
 
 namespace pycollect::cuda_ipc {

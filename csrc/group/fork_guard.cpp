@@ -10,10 +10,16 @@
 namespace pycollect::ipc {
 namespace {
 
-// Returns a byte that is 1 in this process and becomes 0 in its forked children, or null. All
-// objects of a process share it, and it is never freed. A forked child allocates another one.
+// Clears the page in forked children. False if the kernel cannot: an emulator of one may accept any
+// advice, even -1, and ignore it.
+bool wipe_on_fork(void* page, std::size_t bytes) {
+  return madvise(page, bytes, -1) != 0 && madvise(page, bytes, MADV_WIPEONFORK) == 0;
+}
+
+// Returns a byte that is 1 in this process and becomes 0 in its forked children, or null. It is
+// never freed, and all objects that this copy of the library constructs in the process share it.
 const unsigned char* byte_wiped_on_fork() {
-  constexpr std::size_t kPageBytes = 4096;  // the least that can be mapped
+  constexpr std::size_t kPageBytes = 4096;  // the smallest page; larger ones are mapped whole
   static std::atomic<unsigned char*> shared{nullptr};
   unsigned char* current = shared.load(std::memory_order_acquire);
   if (current != nullptr && *current != 0) return current;
@@ -21,7 +27,7 @@ const unsigned char* byte_wiped_on_fork() {
       mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) return nullptr;
   const auto fresh = static_cast<unsigned char*>(page);
-  if (madvise(page, kPageBytes, MADV_WIPEONFORK) == 0) {
+  if (wipe_on_fork(page, kPageBytes)) {
     *fresh = 1;
     if (shared.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return fresh;
   } else {

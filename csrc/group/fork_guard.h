@@ -17,7 +17,7 @@ class ForkGuard {
  private:
   // A pointer, not a counter of forks in a static variable: the library may be loaded twice (as
   // pycollect._testing), and one copy constructs objects that the other one uses.
-  const unsigned char* alive_;  // null if the kernel cannot wipe a page on fork
+  const unsigned char* alive_;  // null: no such page; then process ids are compared
   pid_t pid_;
 };
 

@@ -1,5 +1,5 @@
 // The registry of all algorithms, by collective and name, for the tests, the benchmark, the
-// simulator and the selector. An algorithm is one file in csrc/algorithms that ends with constants
+// analysis and the selector. An algorithm is one file in csrc/algorithms that ends with constants
 // of type `RegisterAlgorithm`.
 #pragma once
 #include <array>

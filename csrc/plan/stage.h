@@ -30,7 +30,7 @@ struct MemoryReach {
   }
   bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
 
-  // Returns the memory_reach of processes, which share scratch and host memory. `input`, `output`:
+  // Returns the reach of processes, which share scratch and host memory. `input`, `output`:
   // whether these buffers are shared, too.
   static MemoryReach processes(int world, bool input, bool output, bool push_to_all);
 };

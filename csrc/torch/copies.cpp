@@ -84,7 +84,9 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access
   const ArgumentName to{"copy_", "dst"}, from{"copy_", "src"};
   check_tensor(dst, AccessMode::write, to);
   check_tensor(src, AccessMode::read, from);
-  check_alike(src, from, dst, to, Alike::shape);
+  require(dst.scalar_type() == src.scalar_type() && dst.sizes() == src.sizes(), "copy_: dst is ",
+          dtype_name(dst), " of shape ", dst.sizes(), ", src is ", dtype_name(src), " of shape ",
+          src.sizes(), "; their dtypes and shapes must be equal");
   const DType dtype = dtype_of(dst, to);
   std::vector<ArgumentRange> extents{extent(dst, AccessMode::write, to),
                                      extent(src, AccessMode::read, from)};

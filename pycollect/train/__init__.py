@@ -28,12 +28,11 @@ from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, 
 from .gluon import GluonTrainer
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .lockstep import lockstep, lockstep_exchange, lockstep_size
+from .lockstep import lockstep_exchange, lockstep_size, run_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
 from .optimizers import linear_lr, sgd_factory
-from .progress_printer import ProgressPrinter
 from .records import EpochRecord, StepRecord
 from .reduce import (
     GRADIENT_REDUCTIONS,
@@ -43,7 +42,7 @@ from .reduce import (
 )
 from .replica_trainer import ReplicaTrainer
 from .run_result import RunResult
-from .settings import Settings, StepOptions
+from .settings import RunSettings, StepOptions
 from .shares import AutoShares, split_batch
 from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -68,11 +67,10 @@ __all__ = [
     "Loader",
     "LoaderOptions",
     "OutputError",
-    "ProgressPrinter",
     "ReductionComparison",
     "ReplicaTrainer",
     "RunResult",
-    "Settings",
+    "RunSettings",
     "StepOptions",
     "StepRecord",
     "StepSeconds",
@@ -87,7 +85,6 @@ __all__ = [
     "lenet",
     "linear_lr",
     "load_dataset",
-    "lockstep",
     "lockstep_exchange",
     "lockstep_size",
     "naive_all_reduce",
@@ -96,6 +93,7 @@ __all__ = [
     "replicate_module",
     "replicate_params",
     "resnet18",
+    "run_lockstep",
     "sgd",
     "sgd_factory",
     "split_batch",

@@ -28,7 +28,7 @@ DDP_BACKEND = "gloo"  # default backend of "ddp": the most widely available one
 
 @dataclass(frozen=True)
 class ReductionComparison:
-    """Results of runs on the same batches, as `compare` returns them.
+    """Results of runs on the same batches, as `compare_reductions` returns them.
 
     `run_results` has a `RunResult` for each compared name, the baseline first. `str()` gives the
     printed summary. For two runs it has the median times in milliseconds of a reduction and an
@@ -155,7 +155,7 @@ def compare_reductions(
     """
     names = parse_names(names if isinstance(names, str) else ",".join(names))
     check_options(options)
-    if "reduce" in options:
+    if options.get("reduce") is not None:
         raise ValueError("a comparison does not support reduce; pass names")
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
     prepared = prepare(Config.of(asked))

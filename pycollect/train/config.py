@@ -1,4 +1,4 @@
-"""The user's options of a run, from the command line or `train`, and their `Settings`.
+"""The user's options of a run, from the command line or `train`, and their `RunSettings`.
 
 Options that are not given come from the resumed checkpoint or from defaults; sizes are scaled.
 """
@@ -20,7 +20,7 @@ from .data import Data, DefaultHyperparameters
 from .models import MODELS
 from .optimizers import linear_lr
 from .reduce import GRADIENT_REDUCTIONS
-from .settings import Settings, parse_weights
+from .settings import RunSettings, parse_weights
 
 # Default number of batches prepared ahead: one takes the work off the step, the second evens out
 # slow batches.
@@ -112,7 +112,7 @@ class Config:
             raise TypeError(f"unknown option {unknown[0]!r}; allowed are {allowed}")
         return cls(**options)
 
-    def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> Settings:
+    def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> RunSettings:
         """Return the settings, None filled in; ValueError for a value or device out of range.
 
         Without data only the values are checked. `stored` is the checkpoint to resume.
@@ -137,22 +137,22 @@ class Config:
         if self.scale_lr:
             usual = defaults.lr if self.lr is None else self.lr
             sizes["lr"] = linear_lr(usual, batch_size=world, base_batch_size=1)
-        values = {field.name: pick(field.name, field.default) for field in fields(Settings)}
+        values = {field.name: pick(field.name, field.default) for field in fields(RunSettings)}
         values |= {"devices": tuple(devices), **sizes, "model": model}
         values["weights"] = parse_weights(values["weights"])
-        return Settings(**values)
+        return RunSettings(**values)
 
     def model_name(self, data: Data | None, stored: Mapping[str, Any]) -> str:
         """Return the model's name, for a module its class name; ValueError if unknown."""
         if isinstance(self.model, nn.Module):
             return type(self.model).__name__
-        name = self.model or stored.get("model") or (data.model if data else Settings.model)
+        name = self.model or stored.get("model") or (data.model if data else RunSettings.model)
         if name not in MODELS:
             what = f"unknown model {name!r}; allowed are {', '.join(MODELS)}"
             raise ValueError(f"{what}, and any torch.nn.Module")
         return str(name)
 
-    def module(self, data: Data, settings: Settings) -> nn.Module:
+    def module(self, data: Data, settings: RunSettings) -> nn.Module:
         """Return a new model for the data, or the module that the user passed."""
         if isinstance(self.model, nn.Module):
             return self.model

@@ -24,7 +24,7 @@ from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
 from .losses import summed_cross_entropy
 from .module_check import SingleValueCheck
-from .settings import Settings
+from .settings import RunSettings
 from .shares import AutoShares, check_strict, microbatches, shares_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
 from .sync_batchnorm import convert_sync_batchnorm
@@ -60,7 +60,7 @@ class DDPEngine:
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, *, exact_times: bool, prefetch: int = 0
+        self, module: nn.Module, settings: RunSettings, *, exact_times: bool, prefetch: int = 0
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = settings.devices[self.rank]

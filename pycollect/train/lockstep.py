@@ -116,9 +116,9 @@ _current: ContextVar[tuple[_Lockstep, int] | None] = ContextVar("_current", defa
 
 
 def lockstep_size() -> int | None:
-    """Return the number of ranks of the ``lockstep`` in which the caller runs, or None outside.
+    """Return the number of ranks of the ``run_lockstep`` in which the caller runs, or None outside.
 
-    >>> lockstep([lockstep_size] * 2), lockstep_size()
+    >>> run_lockstep([lockstep_size] * 2), lockstep_size()
     ([2, 2], None)
     """
     current = _current.get()
@@ -131,22 +131,24 @@ def lockstep_exchange(value: V, combine: Callable[[list[V]], Sequence[R]], name:
     The result is ``combine(values)``: ``values`` has the ``value`` of every rank, in rank order,
     and ``combine`` returns a sequence with one item for each rank. The rank that arrives last calls
     it, once for all. Values and items are passed by reference, without a copy. ``name`` is the
-    barrier's name in errors. Raises RuntimeError outside of ``lockstep``, and if another rank is at
-    a barrier of another name or has finished; an error of ``combine`` ends all ranks.
+    barrier's name in errors. Raises RuntimeError outside of ``run_lockstep``, and if another rank
+    is at a barrier of another name or has finished; an error of ``combine`` ends all ranks.
 
     >>> def share(x): return [sum(x)] * len(x)
-    >>> lockstep([lambda r=r: lockstep_exchange(r, share, "sum") for r in (1, 2)])
+    >>> run_lockstep([lambda r=r: lockstep_exchange(r, share, "sum") for r in (1, 2)])
     [3, 3]
     """
     current = _current.get()
     if current is None:
-        raise RuntimeError(f"{name}: ranks can only synchronise in lockstep(); run them through it")
+        raise RuntimeError(
+            f"{name}: ranks can exchange values only in run_lockstep(); run them in it"
+        )
     shared, rank = current
     result: R = shared.exchange(rank, value, combine, name)
     return result
 
 
-def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
+def run_lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
     """Run one callable per rank, one at a time in rank order; return their results in that order.
 
     ``runs`` has a callable without arguments for each rank; an empty list gives []. Each rank has a
@@ -159,7 +161,7 @@ def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
     error of any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait at a
     barrier end at once, others at their next barrier.
 
-    >>> lockstep([lambda: "a", lambda: "b"])
+    >>> run_lockstep([lambda: "a", lambda: "b"])
     ['a', 'b']
     """
     if not runs:

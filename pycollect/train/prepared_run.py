@@ -20,7 +20,7 @@ from .loader import LoaderOptions
 from .models import LeNet
 from .models.lenet import SIZE
 from .module_check import SingleValueCheck
-from .settings import Settings, StepOptions, device_list
+from .settings import RunSettings, StepOptions, device_list
 from .shares import check_strict, microbatches, shares_of
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -33,7 +33,7 @@ class PreparedRun:
     """The model, data and options of a run; ValueError if they do not fit together."""
 
     data: Data
-    settings: Settings
+    settings: RunSettings
     config: Config
     module: nn.Module
     source: Mapping[str, Any] | None  # arguments of `load_dataset`, stored to resume

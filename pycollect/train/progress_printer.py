@@ -66,7 +66,7 @@ class ProgressPrinter:
             print(text, flush=True)
 
     def notice(self, text: str) -> None:
-        """Print one line unless it is empty."""
+        """Print the notice of a data set, unless it is empty."""
         if text:
             self.line(text)
 

@@ -41,7 +41,7 @@ def reduce_gradients_naive(gradients: Gradients) -> None:
 
     The sum of each parameter is that of `naive_all_reduce`, with its shapes, dtypes and errors.
     Raises ValueError if the ranks have different numbers of gradients. It is
-    `GRADIENT_REDUCTIONS["naive"]`, the baseline of `compare`.
+    `GRADIENT_REDUCTIONS["naive"]`, the baseline of `compare_reductions`.
 
     >>> g = [[torch.ones(2)], [torch.ones(2)]]; reduce_gradients_naive(g)
     >>> g[1]

@@ -23,7 +23,7 @@ from pycollect.devices import DeviceSpec
 
 from .accuracy import accuracy
 from .buckets import Buckets
-from .lockstep import lockstep
+from .lockstep import run_lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .module_check import SingleValueCheck, explained
 from .module_replication import replicate_module
@@ -222,7 +222,7 @@ class ReplicaTrainer:
             with self._clock.ranks(group):
                 runs = [partial(self._forward, rank, X[rank], y[rank]) for rank in group]
                 synchronized = self.options.sync_batchnorm
-                found = lockstep(runs) if synchronized else [run() for run in runs]
+                found = run_lockstep(runs) if synchronized else [run() for run in runs]
                 last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
                 with last:
                     torch.autograd.backward(found)

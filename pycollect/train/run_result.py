@@ -1,4 +1,4 @@
-"""The result of a finished training run: what `train` returns, and `compare` for every run."""
+"""The result of a training run: what `train` returns, and `compare_reductions` for every run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .records import PARTS, EpochRecord, StepRecord, divergence, typical
-from .settings import Settings, device_list
+from .settings import RunSettings, device_list
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -34,7 +34,7 @@ class RunResult:
     """
 
     name: str
-    settings: Settings
+    settings: RunSettings
     epochs: Sequence[EpochRecord]
     steps: Sequence[StepRecord]
     modules: Sequence[nn.Module]

@@ -51,7 +51,7 @@ class StepOptions:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """All values that decide the result of a run on given data; ValueError if out of range.
 
     `devices` has a device for each rank, at least one. `batch_size` and `epochs` are at least 1;
@@ -68,7 +68,7 @@ class Settings:
     ranks does not divide. `shuffle` is on by default; `sync_batchnorm`, `strict` and `drop_last`,
     which leaves out a smaller last batch, are off.
 
-    >>> Settings((torch.device("cpu"),), batch_size=64, lr=0.3, epochs=0)
+    >>> RunSettings((torch.device("cpu"),), batch_size=64, lr=0.3, epochs=0)
     Traceback (most recent call last):
     ValueError: the number of epochs must be at least 1, not 0
     """

@@ -13,7 +13,7 @@ from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
 from .reduce import Reduction
 from .replica_trainer import ReplicaTrainer
-from .settings import Settings, StepOptions
+from .settings import RunSettings, StepOptions
 from .shares import AutoShares, shares_of
 from .step_clock import StepSeconds
 
@@ -30,7 +30,7 @@ class SingleProcessEngine:
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        settings: RunSettings,
         *,
         reduction: Reduction,
         options: StepOptions,

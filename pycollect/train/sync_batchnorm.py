@@ -35,8 +35,8 @@ class SyncBatchNorm(_BatchNorm):
     It takes the shapes and dtypes of the layer that it replaces, [n, channels, ...]; statistics of
     float16 and bfloat16 are float32. In training (and in evaluation without running statistics) all
     ranks must call the layer, also those without examples. Ranks of one process call it in
-    ``lockstep``, and one torch.autograd.backward takes all their losses; processes run forward and
-    backward separately. The layer can be differentiated once. Raises RuntimeError outside of a
+    ``run_lockstep``, and one torch.autograd.backward takes all their losses; processes run forward
+    and backward separately. The layer can be differentiated once. Raises RuntimeError outside of a
     lockstep of its number of ranks, ValueError for less than two values per channel over all ranks.
     """
 
@@ -68,10 +68,10 @@ class SyncBatchNorm(_BatchNorm):
             return _merge_in_process([here])[0]
         ranks = lockstep_size()
         if ranks != self.ranks:
-            where = "outside of lockstep()" if ranks is None else f"in a lockstep of {ranks}"
+            where = "outside of run_lockstep()" if ranks is None else f"in a lockstep of {ranks}"
             raise RuntimeError(
                 f"{self.path}: batch normalisation over {self.ranks} ranks was called {where}; "
-                f"call all {self.ranks} replicas through pycollect.train.lockstep"
+                f"call all {self.ranks} replicas through pycollect.train.run_lockstep"
             )
         return lockstep_exchange(here, _merge_in_process, self.path)
 

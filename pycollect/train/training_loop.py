@@ -1,7 +1,8 @@
 """The training loop: epochs over shuffled batches, for one run or several alternating runs.
 
 Alternating runs train on the same batches at the same time, so a comparison is fair on a machine
-whose speed drifts. The training step itself is in replicas.py, that of a DDP process in ddp.py.
+whose speed drifts. The training step itself is in replica_trainer.py, that of a DDP process in
+ddp.py.
 """
 
 import time
@@ -198,7 +199,7 @@ def train(
     data_dir, image_size: further arguments of `load_dataset` ("data"; 320 pixels)
     model: a name in `MODELS` or an nn.Module; default: that of the data set
     seed, momentum, weight_decay, weights, microbatch, sync_batchnorm, strict, shuffle, drop_last:
-        as in `Settings`, with its defaults; `weights` may also be a string such as "80,20"
+        as in `RunSettings`, with its defaults; `weights` may also be a string such as "80,20"
 
     A checkpoint does not hold the other options, which decide how the training runs:
 

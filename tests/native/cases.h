@@ -9,8 +9,8 @@
 #include "../../csrc/cpu/executor.h"
 #include "../../csrc/plan/error.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/transport/call_buffers.h"
-#include "../../csrc/transport/shm_transport.h"
+#include "../../csrc/rank_executor/call_buffers.h"
+#include "../../csrc/rank_executor/shm_transport.h"
 
 namespace pycollect::ipc {
 

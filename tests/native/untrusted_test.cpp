@@ -8,7 +8,7 @@
 #include "../../csrc/bootstrap/fd_server.h"
 #include "../../csrc/bootstrap/unix_socket.h"
 #include "../../csrc/group/abort_state.h"
-#include "../../csrc/transport/agreement.h"
+#include "../../csrc/rank_executor/agreement.h"
 #include "group_ranks.h"
 
 namespace pycollect::ipc {

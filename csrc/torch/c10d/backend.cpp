@@ -11,8 +11,6 @@
 namespace pycollect::dist {
 namespace {
 
-// Staging buffers per rank, used in turn: a rank fills one while its peers still read the other.
-constexpr std::size_t kStagingBuffers = 2;
 constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a timeout of its own
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
@@ -43,9 +41,8 @@ Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
       options_(std::move(options)),
       selector_(std::make_shared<TransportSelector>(
           std::make_shared<DeviceOps>(options_->torch ? options_->torch : torch_runtime()),
-          TransportSelector::TransportSettings{
-              options_->cuda_transport,
-              options_->cuda_buffer_bytes / kStagingBuffers / kAlign * kAlign})),
+          TransportSelector::TransportSettings{options_->cuda_transport,
+                                               options_->cuda_buffer_bytes / kAlign * kAlign})),
       timeout_ms_(options_->timeout.count()),
       group_(make_group(store, me, *options_)),
       messages_(std::make_shared<Messages>(group_, selector_)),

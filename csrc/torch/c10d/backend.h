@@ -43,7 +43,7 @@ class Backend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Allocation in symmetric memory, for DDP's buckets and pycollect.empty.
+  // Allocation in symmetric memory, for DDP's buckets and pycollect.symmetric_empty.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../transport/executor.h"
+#include "../../rank_executor/executor.h"
 #include "../arguments.h"
 #include "address_ranges.h"
 #include "staging/transport_selector.h"

@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "../../transport/shm_transport.h"
+#include "../../rank_executor/shm_transport.h"
 #include "call.h"
 
 namespace pycollect::dist {

@@ -18,9 +18,10 @@ struct Options final : c10d::Backend::Options {
   std::size_t buffer_bytes = ipc::GroupSettings{}.buffer_bytes;
   // Address space of each rank's symmetric heap; none: default.
   std::optional<std::size_t> symmetric_heap_bytes = {};
-  // GPU memory of each rank for staging. A piece of a large collective is half of it, so that a
-  // piece's fixed cost, some 20 us of synchronization, is a few percent. The value is a guess.
-  std::size_t cuda_buffer_bytes = 32 << 20;
+  // Size of each of a rank's two staging buffers in GPU memory, as `buffer_bytes` for the host. A
+  // piece of a large collective is as long, so that its fixed cost, some 20 us of synchronization,
+  // is a few percent. The value is a guess.
+  std::size_t cuda_buffer_bytes = 16 << 20;
   // Transport of CUDA tensors: "auto", "host_staging", or "cuda_ipc", which maps peers' GPU memory
   // from file descriptors (cuMem* calls, not cudaIpc*).
   std::string cuda_transport = kAutoTransport;

@@ -38,7 +38,7 @@ bool reaches(at::Device from, at::Device to) {
 
 // Ranks on the host reach nothing directly, because they execute nothing; copies access their
 // memory.
-MemoryReach reachability_of(const DeviceList& devices, bool peer_access) {
+MemoryReach memory_reach_of(const DeviceList& devices, bool peer_access) {
   MemoryReach memory_reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
   for (std::size_t r = 0; r < devices.size(); ++r) {
     memory_reach.on_host.push_back(devices[r].is_cpu());
@@ -62,7 +62,7 @@ std::shared_ptr<const CompiledPlan> staged(const Choice& choice, const Selection
                                            const DeviceList& devices, bool peer_access) {
   static std::mutex mutex;
   static auto& cache = *new std::map<StagedKey, std::shared_ptr<const CompiledPlan>>;
-  const MemoryReach memory_reach = reachability_of(devices, peer_access);
+  const MemoryReach memory_reach = memory_reach_of(devices, peer_access);
   StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, memory_reach.on_host};
   for (const auto& row : memory_reach.directly)
     key.reach.insert(key.reach.end(), row.begin(), row.end());

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../../transport/executor.h"
+#include "../../../rank_executor/executor.h"
 #include "device_ops.h"
 
 namespace pycollect::dist {

@@ -5,7 +5,7 @@
 
 #include "../../../plan/error.h"
 #include "../../../plan/find_name.h"
-#include "../../../transport/executor.h"
+#include "../../../rank_executor/executor.h"
 #include "../../log.h"
 #include "../call.h"
 

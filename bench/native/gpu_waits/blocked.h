@@ -6,7 +6,7 @@
 
 #include "page.h"
 
-namespace waits {
+namespace gpu_waits {
 
 // Indices of RankState::values: WorkerValue for the last rank, BlockedValue for all other ranks.
 enum WorkerValue { kFree, kFreeBurst, kBlocked, kBlockedBurst, kReleasedAt };
@@ -125,4 +125,4 @@ class Blocked {
   const Stream stream_, second_;
 };
 
-}  // namespace waits
+}  // namespace gpu_waits

@@ -3,7 +3,7 @@
 #pragma once
 #include "page.h"
 
-namespace waits {
+namespace gpu_waits {
 
 // Device, stream and memory of one rank in an exchange.
 struct RankContext {
@@ -141,4 +141,4 @@ class Staged final : public Way {
   }
 };
 
-}  // namespace waits
+}  // namespace gpu_waits

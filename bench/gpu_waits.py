@@ -1,9 +1,9 @@
 """Measure five ways in which processes on one GPU can wait for each other.
 
 An exchange is the synchronisation of an all-reduce on one rank: all ranks signal rank 0, which sums
-and signals back. Try `python bench/waits.py --world 2,4`. The script builds native/waits with nvcc,
-and every experiment has a time limit. Without nvcc or a GPU it prints one sentence and exits with
-status 77.
+and signals back. Try `python bench/gpu_waits.py --world 2,4`. The script builds native/gpu_waits
+with nvcc, and every experiment has a time limit. Without nvcc or a GPU it prints one sentence and
+exits with status 77.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pycollect_bench.nvcc import NO_GPU, ROOT, CannotRun, Finding, build, output
 from pycollect_bench.options import list_of
 from pycollect_bench.output import write_json
 
-SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
+SOURCES = [ROOT / "bench" / "native" / "gpu_waits" / name for name in ("main.cpp", "cuda.cu")]
 WAYS = {
     "device": "stream memory operations on the GPU's memory",
     "pinned": "stream memory operations on shared pinned memory",
@@ -130,7 +130,7 @@ def run(program: Path, args: argparse.Namespace, keep: Callable[[Finding, str], 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return scripts.run("waits", lambda: probe(argv))
+    return scripts.run("gpu_waits", lambda: probe(argv))
 
 
 def probe(argv: Sequence[str] | None) -> int:
@@ -148,10 +148,10 @@ def probe(argv: Sequence[str] | None) -> int:
         program = args.program or build(SOURCES, args.build / "waits")
         output_of(program, ["host", 2, 8, 1, args.seconds], args.seconds + MARGIN)
     except CannotRun as error:
-        print(f"bench/waits.py: {error}")
+        print(f"bench/gpu_waits.py: {error}")
         return NO_GPU
     except RuntimeError as error:
-        print(f"bench/waits.py: {error}")
+        print(f"bench/gpu_waits.py: {error}")
         return 1
     print(*environment.header(about), sep="\n")
     print("# round: one exchange until the stream is done, on the slowest rank; batch: one of many")

@@ -1,5 +1,5 @@
 // Interface of the wait probe to a GPU. cuda.cu implements it on CUDA, tests/native/
-// waits_threads.cpp with threads. A process has one device, made after the fork.
+// gpu_waits_threads.cpp with threads. A process has one device, made after the fork.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-namespace waits {
+namespace gpu_waits {
 
 using Word = uint64_t;
 using Handle = std::array<std::byte, 64>;  // the size of CUDA IPC memory and event handles
@@ -58,4 +58,4 @@ void prepare();
 // Returns the device of this process. Throws NoDevice with the reason if there is none.
 std::unique_ptr<Device> make_device();
 
-}  // namespace waits
+}  // namespace gpu_waits

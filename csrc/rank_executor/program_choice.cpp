@@ -11,7 +11,7 @@ const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const Selectio
   const Choice choice = choose(s, r.algorithm);
   // If each destination's rank copied a block itself, processes that share one GPU would run these
   // kernels one after another, and each would read the block again. So one step copies to all.
-  const bool push_to_all = s.topology == Topology::ipc_symmetric;
+  const bool push_to_all = s.topology == Topology::cuda_ipc_symmetric;
   return rank_program({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
                        is_zero_copy(s.topology), push_to_all});
 }

@@ -8,7 +8,7 @@
 
 #include "device.h"
 
-namespace waits {
+namespace gpu_waits {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = 132;
@@ -194,4 +194,4 @@ std::unique_ptr<Device> make_device() {
   return std::make_unique<Cuda>();
 }
 
-}  // namespace waits
+}  // namespace gpu_waits

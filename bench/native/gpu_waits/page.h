@@ -13,7 +13,7 @@
 
 #include "device.h"
 
-namespace waits {
+namespace gpu_waits {
 
 inline constexpr int kMaxRanks = 16;
 inline constexpr int kMaxSamples = 2000;
@@ -115,4 +115,4 @@ class ProcessGroup {
   Word barriers_ = 0;
 };
 
-}  // namespace waits
+}  // namespace gpu_waits

@@ -1,7 +1,7 @@
-// A fake device for the probe of waits (bench/native/waits), without a GPU: a stream is a thread,
-// and device memory is a mapping that all processes share. WAITS_FAKE=none: no device; =deaf:
-// writes of streams are lost; =hasty: waits do not wait; =exclusive: no other stream runs while one
-// waits.
+// A fake device for the probe of waits (bench/native/gpu_waits), without a GPU: a stream is a
+// thread, and device memory is a mapping that all processes share. WAITS_FAKE=none: no device;
+// =deaf: writes of streams are lost; =hasty: waits do not wait; =exclusive: no other stream runs
+// while one waits.
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -10,9 +10,9 @@
 #include <functional>
 #include <mutex>
 
-#include "../../bench/native/waits/page.h"
+#include "../../bench/native/gpu_waits/page.h"
 
-namespace waits {
+namespace gpu_waits {
 namespace {
 
 constexpr std::size_t kArenaBytes = 64 << 20;
@@ -172,4 +172,4 @@ std::unique_ptr<Device> make_device() {
   return std::make_unique<Fake>();
 }
 
-}  // namespace waits
+}  // namespace gpu_waits

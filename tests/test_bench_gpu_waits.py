@@ -12,7 +12,7 @@ import pytest
 from test_bench_gpu import script
 
 ROOT = Path(__file__).parents[1]
-PROBE = ROOT / "bench" / "native" / "waits"
+PROBE = ROOT / "bench" / "native" / "gpu_waits"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def program(tmp_path_factory) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     made = tmp_path_factory.mktemp("waits") / "waits"
-    sources = [PROBE / "main.cpp", ROOT / "tests" / "native" / "waits_threads.cpp"]
+    sources = [PROBE / "main.cpp", ROOT / "tests" / "native" / "gpu_waits_threads.cpp"]
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread"]
     subprocess.run(["g++", *flags, *sources, "-o", made], check=True)
     return made
@@ -30,7 +30,7 @@ def program(tmp_path_factory) -> Path:
 def test_every_way_computes_the_sum(program, capsys, tmp_path):
     path = tmp_path / "waits.json"
     arguments = ["--program", str(program), "--world", "2,5", "--bytes", "8,4K", "--rounds", "5"]
-    assert script("waits").main([*arguments, "--json", str(path)]) == 0
+    assert script("gpu_waits").main([*arguments, "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     assert len(record["exchanges"]) == 2 * 2 * 5
     for found in record["exchanges"]:
@@ -86,7 +86,7 @@ def test_a_stream_that_blocks_others_is_detected(program):
     found = json.loads(out)
     assert found["held"] is True
     assert found["other_process_ran"] is False
-    sentence = script("waits").blocked_sentences(found)
+    sentence = script("gpu_waits").blocked_sentences(found)
     assert "did NOT run until they were released" in sentence[0]
 
 
@@ -94,8 +94,8 @@ def test_a_stream_that_blocks_others_is_detected(program):
 def test_without_a_gpu_the_reason_is_printed(program, capsys, monkeypatch):
     assert probe(program, "none", "host", 2)[:2] == (77, "no GPU here: WAITS_FAKE is none\n")
     monkeypatch.setenv("WAITS_FAKE", "none")
-    assert script("waits").main(["--program", str(program)]) == 77
-    assert capsys.readouterr().out == "bench/waits.py: no GPU here: WAITS_FAKE is none\n"
+    assert script("gpu_waits").main(["--program", str(program)]) == 77
+    assert capsys.readouterr().out == "bench/gpu_waits.py: no GPU here: WAITS_FAKE is none\n"
 
 
 @pytest.mark.slow  # compiles the program
@@ -105,7 +105,7 @@ def test_bad_arguments_are_refused(program):
 
 
 def test_failures_are_printed_and_fail_the_run():
-    waits = script("waits")
+    waits = script("gpu_waits")
     failed = {"way": "events", "world": 2, "bytes": 8, "status": "failed", "failure": "no IPC"}
     hung = {"way": "device", "world": 2, "bytes": 8, "status": "time is up"}
     assert "no IPC" in waits.exchange_line(failed)
@@ -120,7 +120,7 @@ def test_failures_are_printed_and_fail_the_run():
 def test_the_probe_compiles_for_a_gpu(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
-    waits = script("waits")
+    waits = script("gpu_waits")
     made = waits.build(waits.SOURCES, tmp_path / "waits")
     before = made.stat().st_mtime_ns
     assert waits.build(waits.SOURCES, made).stat().st_mtime_ns == before

@@ -7,7 +7,7 @@
 
 #include "page.h"
 
-namespace waits {
+namespace gpu_waits {
 
 inline constexpr int kNoDevice = 77;   // exit status without a GPU: a skipped test in automake
 inline constexpr double kGrace = 2.0;  // seconds until released processes are killed
@@ -64,4 +64,4 @@ class Watchdog {
   bool released_ = true;
 };
 
-}  // namespace waits
+}  // namespace gpu_waits

@@ -14,7 +14,7 @@
 #include "watchdog.h"
 #include "ways.h"
 
-namespace waits {
+namespace gpu_waits {
 namespace {
 
 constexpr int kWarmup = 10, kBatch = 50, kMostBatches = 10;
@@ -245,7 +245,7 @@ Options parse(int argc, char** argv) {
                       "staged", "blocked-device", "blocked-pinned"};
   Options options;
   if (words.size() < 2 || std::find(known.begin(), known.end(), words[0]) == known.end())
-    throw std::runtime_error("usage: waits WAY WORLD [bytes per rank] [rounds] [seconds]");
+    throw std::runtime_error("usage: gpu_waits WAY WORLD [bytes per rank] [rounds] [seconds]");
   options.way = words[0];
   options.world = std::stoi(words[1]);
   if (words.size() > 2)
@@ -259,13 +259,13 @@ Options parse(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace waits
+}  // namespace gpu_waits
 
 int main(int argc, char** argv) {
   try {
-    return waits::run(waits::parse(argc, argv));
+    return gpu_waits::run(gpu_waits::parse(argc, argv));
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "waits: %s\n", error.what());
+    std::fprintf(stderr, "gpu_waits: %s\n", error.what());
     return 2;
   }
 }
