@@ -20,14 +20,9 @@ TYPE = re.compile(
 )
 
 
-# Types of which the folds of each instruction set have their own version.
-PER_INSTRUCTION_SET = {"NonTemporal", "Tail"}
-
-
 def cxx_types(text: str) -> list[str]:
     code = COMMENT_OR_STRING.sub(" ", text)
-    names = [match["name"] or match["alias"] for match in TYPE.finditer(code)]
-    return [name for name in names if name not in PER_INSTRUCTION_SET]
+    return [match["name"] or match["alias"] for match in TYPE.finditer(code)]
 
 
 def python_types(text: str) -> list[str]:

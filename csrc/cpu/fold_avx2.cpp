@@ -37,12 +37,10 @@ struct Element<Half> {
 
 #include "fold_tail.h"
 
-struct NonTemporal : WholeVector {
-  [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(v));
-  }
-  [[gnu::always_inline]] static void fence() { _mm_sfence(); }
-};
+[[gnu::always_inline]] inline void store_non_temporal(std::byte* to, Raw v) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(v));
+}
+[[gnu::always_inline]] inline void fence_non_temporal() { _mm_sfence(); }
 
 #include "fold_kernel.h"
 

@@ -41,24 +41,20 @@ struct Element<Half> {
   }
 };
 
-struct Tail {
-  __mmask64 lanes;
-  [[gnu::always_inline]] explicit Tail(std::size_t bytes)
-      : lanes(~uint64_t{} >> (kVectorBytes - bytes)) {}
-  [[gnu::always_inline]] Raw load(const std::byte* from) const {
-    return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
-  }
-  [[gnu::always_inline]] void store(std::byte* to, Raw v) const {
-    _mm512_mask_storeu_epi8(to, lanes, as<__m512i>(v));
-  }
-};
+[[gnu::always_inline]] inline __mmask64 part_of_vector(std::size_t bytes) {
+  return ~uint64_t{} >> (kVectorBytes - bytes);
+}
+[[gnu::always_inline]] inline Raw load_part(const std::byte* from, __mmask64 lanes) {
+  return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
+}
+[[gnu::always_inline]] inline void store_part(std::byte* to, Raw v, __mmask64 lanes) {
+  _mm512_mask_storeu_epi8(to, lanes, as<__m512i>(v));
+}
 
-struct NonTemporal : WholeVector {
-  [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));
-  }
-  [[gnu::always_inline]] static void fence() { _mm_sfence(); }
-};
+[[gnu::always_inline]] inline void store_non_temporal(std::byte* to, Raw v) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));
+}
+[[gnu::always_inline]] inline void fence_non_temporal() { _mm_sfence(); }
 
 #include "fold_kernel.h"
 

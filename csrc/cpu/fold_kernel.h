@@ -1,8 +1,20 @@
 // The fold function for every type and reduction, and the table of these functions. Included inside
-// the namespace of an instruction set (see fold_vectors.h), after its definitions of Tail,
-// NonTemporal and Element<Half>.
+// the namespace of an instruction set (see fold_vectors.h), after its definitions of Element<Half>
+// and of the functions for parts of vectors (see fold_tail.h) and for non-temporal stores.
 #pragma once
 #include "fold_loop.h"
+
+// The first bytes of a vector, at the end of a row.
+struct Tail {
+  decltype(part_of_vector(0)) part;
+  [[gnu::always_inline]] explicit Tail(std::size_t bytes) : part(part_of_vector(bytes)) {}
+  [[gnu::always_inline]] Raw load(const std::byte* from) const { return load_part(from, part); }
+  [[gnu::always_inline]] void store(std::byte* to, Raw v) const { store_part(to, v, part); }
+};
+
+struct NonTemporal : WholeVector {
+  [[gnu::always_inline]] static void store(std::byte* to, Raw v) { store_non_temporal(to, v); }
+};
 
 // With a world size known at compile time there are no inner loops, and the pointers are in
 // registers: 1.2 times as fast as long as the data is in the caches.
@@ -61,7 +73,7 @@ void fold_bytes(Pointers dsts, Pointers srcs, std::size_t bytes, const FoldOptio
     if (head < bytes) {
       fold_parts(kernel, dsts, srcs, 0, head);
       at = fold_blocks(kernel, dsts, srcs, head, bytes, NonTemporal());
-      NonTemporal::fence();
+      fence_non_temporal();
     }
   }
   at = fold_whole(kernel, dsts, srcs, at, bytes);

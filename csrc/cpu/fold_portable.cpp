@@ -22,16 +22,13 @@ struct Element<Half> : AnyHalf {
 #include "fold_tail.h"
 
 #if defined(__x86_64__)
-struct NonTemporal : WholeVector {
-  static void store(std::byte* to, Raw v) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(v));
-  }
-  static void fence() { _mm_sfence(); }
-};
+inline void store_non_temporal(std::byte* to, Raw v) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(v));
+}
+inline void fence_non_temporal() { _mm_sfence(); }
 #else
-struct NonTemporal : WholeVector {
-  static void fence() {}
-};
+inline void store_non_temporal(std::byte* to, Raw v) { WholeVector::store(to, v); }
+inline void fence_non_temporal() {}
 #endif
 
 #include "fold_kernel.h"
