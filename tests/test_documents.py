@@ -117,7 +117,7 @@ def test_pre_commit_has_the_versions_of_the_dev_extra() -> None:
 def test_every_source_folder_has_a_readme() -> None:
     folders = {path.parent for path in (ROOT / "csrc").rglob("*.cpp")}
     missing = {folder for folder in folders if not (folder / "README.md").exists()}
-    assert missing == {ROOT / "csrc" / "testing" / "torch"}  # described by its parent's
+    assert not missing
 
 
 def without_comments(program: str) -> str:
