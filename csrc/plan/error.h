@@ -29,6 +29,9 @@ struct PeerLost : CollectiveError {
 struct Timeout : CollectiveError {
   using CollectiveError::CollectiveError;
 };
+struct Deadlock : CollectiveError {
+  using CollectiveError::CollectiveError;
+};
 
 // Throws for a mistake of the caller; becomes ValueError in Python.
 template <class... Parts>

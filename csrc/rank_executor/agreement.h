@@ -1,41 +1,19 @@
 // Checks that all ranks make the same collective call, before any output is written. Each rank
 // publishes a fingerprint, and a description for error messages, with its progress counter.
 #pragma once
-#include <optional>
 #include <string_view>
 
 #include "../plan/error.h"
 #include "call_buffers.h"
 #include "executor.h"
+#include "fingerprint.h"
 
 namespace pycollect::ipc {
-
-// Fingerprint of a collective call as this rank publishes it.
-struct CallFingerprint {
-  Collective collective = Collective::barrier;
-  uint64_t call = 0;
-  Fingerprint fingerprint = {};
-  RegisteredOffsets registered = {};
-  uint32_t part = 0, parts = 1;  // see FingerprintDetails
-
-  void set_registered(const std::optional<RegisteredOffsets>& found) {
-    if (!found) return;
-    registered = *found;
-    fingerprint.flags |= Fingerprint::zero_copy;
-  }
-};
 
 struct Agreement {
   uint32_t pieces = 0;    // maximum over all ranks
   bool zero_copy = true;  // true if all ranks have published registered offsets
 };
-
-// Returns the fingerprint of `request` with one piece and without registered offsets.
-CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call);
-
-// Returns a hash that is equal on ranks that make the same request.
-uint64_t fingerprint_hash(const CollectiveRequest& request, uint64_t call);
-uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call);
 
 // Returns the number of this rank's next run, derived from its counters in the shared memory.
 uint64_t run_number(const Group& group);

@@ -1,0 +1,71 @@
+// Fingerprints of collective calls, which show whether all ranks make the same call, and the error
+// messages if they do not. Knows nothing of how the ranks exchange fingerprints.
+#pragma once
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "../group/segment_layout.h"
+#include "executor.h"
+
+namespace pycollect::ipc {
+
+// Fingerprint of a collective call as this rank publishes it.
+struct CallFingerprint {
+  Collective collective = Collective::barrier;
+  uint64_t call = 0;
+  Fingerprint fingerprint = {};
+  RegisteredOffsets registered = {};
+  uint32_t part = 0, parts = 1;  // see FingerprintDetails
+
+  void set_registered(const std::optional<RegisteredOffsets>& found) {
+    if (!found) return;
+    registered = *found;
+    fingerprint.flags |= Fingerprint::zero_copy;
+  }
+};
+
+// Returns the fingerprint of `request` with one piece and without registered offsets.
+CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call);
+
+// Returns a hash that is equal on ranks that make the same request.
+uint64_t fingerprint_hash(const CollectiveRequest& request, uint64_t call);
+uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call);
+
+// Numbers of elements that a rank sends to each peer, and receives from each, in an irregular call.
+struct ElementCounts {
+  uint64_t *sent, *received;  // [peer]
+};
+void write_counts(const ElementCounts& to, const CollectiveRequest& request, int world);
+
+// Write the details of a fingerprint; `request` is null for a refused call.
+void describe(FingerprintDetails& details, const CallFingerprint& mine,
+              const CollectiveRequest* request);
+void describe_refusal(FingerprintDetails& details, const CallFingerprint& mine,
+                      std::string_view why);
+
+// What one rank has published about a call.
+struct PublishedCall {
+  const Fingerprint& fingerprint;
+  const FingerprintDetails& details;
+  ElementCounts counts = {};  // of an irregular call
+};
+using PublishedCalls = std::function<PublishedCall(Rank)>;
+
+// Returns whether the rank makes the call with this hash, and has not refused it.
+inline bool is_same(const Fingerprint& fingerprint, uint64_t fingerprint_hash) {
+  return fingerprint.fingerprint_hash == fingerprint_hash &&
+         (fingerprint.flags & Fingerprint::refused) == 0;
+}
+
+// Throws std::invalid_argument for calls that differ or that a rank has refused. The message is
+// built only from what rank 0 and one rank that differs from it have published, so all ranks throw
+// the same message.
+[[noreturn]] void throw_mismatch(int world, const PublishedCalls& published);
+
+// Throws std::invalid_argument if a rank sends a peer more or fewer elements than the peer
+// receives.
+void check_counts(Collective collective, int world, const PublishedCalls& published);
+
+}  // namespace pycollect::ipc
