@@ -24,10 +24,11 @@ CORE_FOLDERS = (
     "group",
     "rank_executor",
     "send_recv",
+    "rank_threads",
     "cuda_ipc",
     "analysis",
 )
-TORCH_FOLDERS = ("torch", "torch/c10d", "torch/c10d/staging")
+TORCH_FOLDERS = ("torch", "torch/c10d", "torch/c10d/staging", "torch/c10d/threads")
 CUDA_FOLDER = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
 # Files that register with Python and torch, once in a process.

@@ -30,5 +30,6 @@ run failure_detector_test
 if [[ $kind != thread ]]; then  # these tests fork
   for test in fork_guard symmetric_heap group rendezvous untrusted limits isolation; do run "${test}_test"; done
 fi
+run scheduler_test
 run available_memory_test
 echo "sanitize.sh $kind $length: passed"

@@ -1,0 +1,128 @@
+// The part of RankScheduler that finds ranks that cannot continue: blocked ranks, and deadlocks.
+#include <algorithm>
+#include <chrono>
+
+#include "../plan/error.h"
+#include "member.h"
+
+namespace pycollect::rank_threads {
+namespace {
+
+// A rank that is blocked for so long loses its turn: with such objects, and without them. torch's
+// own threads may make a rank wait, too, but not so long.
+constexpr std::chrono::milliseconds kBlockedShortly{15};
+constexpr std::chrono::seconds kBlocked{3};
+// A rank that is blocked for so long is part of a deadlock if all other ranks wait, too.
+constexpr std::chrono::milliseconds kStuck{300};
+
+}  // namespace
+
+// One thread polls for all.
+void RankScheduler::poll_if_first(Lock& lock, const Member& me) {
+  for (const auto& m : ranks_) {
+    if (!m->waits() && m->state != MemberState::queued) continue;
+    if (m.get() == &me) take_turns_of_blocked(lock);
+    return;
+  }
+  take_turns_of_blocked(lock);
+}
+
+void RankScheduler::poll() {
+  Lock lock(mutex_);
+  if (entered_ < world_) return;
+  take_turns_of_blocked(lock);
+  if (aborted_) return;
+  const bool any_waits =
+      std::any_of(ranks_.begin(), ranks_.end(), [](const auto& m) { return m->waits(); });
+  const bool all_ended = std::all_of(ranks_.begin(), ranks_.end(),
+                                     [](const auto& m) { return m->state == MemberState::ended; });
+  if (!any_waits && !all_ended && !aborted_ && all_stuck()) end_in_deadlock(lock);
+}
+
+// A rank that is blocked may wait for another rank. In parallel, it may be part of a deadlock.
+void RankScheduler::take_turns_of_blocked(Lock& lock) {
+  const auto limit = expects_unknown_waits() ? std::chrono::nanoseconds(kBlockedShortly) : kBlocked;
+  for (const auto& m : ranks_) {
+    if (m->state != MemberState::running || m->at_work || m->activity.blocked_for() < limit)
+      continue;
+    m->state = MemberState::outside;
+    if (!parallel_) unlocked(lock, [&] { hooks_.pause(m->rank); });
+    --running_;
+    last_ = m->rank;
+  }
+  dispatch();
+}
+
+// Returns the waiting rank whose caller's own limit ends first.
+Member* RankScheduler::first_limited() {
+  Member* first = nullptr;
+  const auto consider = [&](Member& m) {
+    if (m.waits() && m.condition->is_limited &&
+        (first == nullptr || m.condition->deadline < first->condition->deadline))
+      first = &m;
+  };
+  for (const auto& m : ranks_) consider(*m);
+  for (Member* const m : helpers_) consider(*m);
+  return first;
+}
+
+bool RankScheduler::is_stuck(Member& m) {
+  return m.waits() || m.state == MemberState::ended ||
+         (m.state == MemberState::outside && m.activity.blocked_for() >= kStuck);
+}
+
+// A blocked rank may wait for a thread that is no rank's. It is part of a deadlock only if all of
+// those are blocked, too.
+bool RankScheduler::all_stuck() {
+  for (const auto& m : ranks_)
+    if (!is_stuck(*m)) return false;
+  for (Member* const m : entered_helpers_)
+    if (!m->waits() && m->activity.blocked_for() < kStuck) return false;
+  const bool any_blocked = std::any_of(
+      ranks_.begin(), ranks_.end(), [](const auto& m) { return m->state == MemberState::outside; });
+  if (!any_blocked) return true;
+  std::vector<pid_t> known{launcher_, ThreadActivity::this_thread()};
+  for (const auto& m : ranks_) known.push_back(m->activity.thread());
+  for (const Member* m : entered_helpers_) known.push_back(m->activity.thread());
+  return ThreadActivity::all_others_blocked(known);
+}
+
+void RankScheduler::count_unknown_waits(int more) {
+  const bool wakes = unknown_waits_ == 0 && more > 0;
+  unknown_waits_ += more;
+  if (wakes) wake_pollers();
+}
+
+// Ranks that sleep must poll from now on.
+void RankScheduler::wake_pollers() {
+  for (const auto& m : ranks_) m->granted.notify_one();
+}
+
+void RankScheduler::end_in_deadlock(Lock& lock) {
+  const std::string ranks = describe_ranks(lock);  // nothing changes: no rank can continue
+  abort(EndKind::deadlock, text("deadlock: no rank can continue", ranks), lock);
+}
+
+std::string RankScheduler::describe_ranks() {
+  Lock lock(mutex_);
+  return describe_ranks(lock);
+}
+
+std::string RankScheduler::describe_ranks(Lock& lock) {
+  std::vector<std::string> ranks;
+  std::string helpers;
+  for (const auto& m : ranks_)
+    ranks.push_back(m->condition                     ? text(" waits for ", m->condition->describe())
+                    : m->state == MemberState::ended ? " has ended"
+                    : m->state == MemberState::outside ? " is blocked"
+                                                       : " runs");
+  for (const Member* m : helpers_)
+    helpers += text("\n  a thread of rank ", m->rank, " waits for ", m->condition->describe());
+  std::string report;
+  unlocked(lock, [&] {  // finding a line may take the GIL
+    for (Rank r = 0; r < world_; ++r) report += text("\n  rank ", r, ranks[r], hooks_.find_line(r));
+  });
+  return report + helpers;
+}
+
+}  // namespace pycollect::rank_threads

@@ -1,0 +1,394 @@
+// See scheduler.h.
+#include "scheduler.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "../plan/error.h"
+#include "member.h"
+
+namespace pycollect::rank_threads {
+namespace {
+
+// How often a waiting thread looks whether a running rank is blocked, if there are objects with
+// waits that the scheduler does not know.
+constexpr std::chrono::milliseconds kPollInterval{5};
+// How long to yield before sleeping.
+constexpr std::chrono::microseconds kYieldTime{200};
+
+struct OwnMember {  // the calling thread's place in a launch
+  RankScheduler* scheduler = nullptr;
+  Member* member = nullptr;
+};
+thread_local OwnMember own;
+
+// Makes the calling thread act as a helper of a rank.
+class ActingAs {
+ public:
+  ActingAs(RankScheduler* scheduler, Rank rank)
+      : member_{.rank = rank, .is_main = false}, before_(own) {
+    member_.state = MemberState::running;
+    own = {scheduler, &member_};
+  }
+  ~ActingAs() { own = before_; }
+  ActingAs(const ActingAs&) = delete;
+  ActingAs& operator=(const ActingAs&) = delete;
+
+ private:
+  Member member_;
+  const OwnMember before_;
+};
+
+// Errors of a callback are its future's: torch keeps them there.
+void run_task(const std::function<void()>& task) {
+  try {
+    task();
+  } catch (const std::exception&) {
+  }
+}
+
+// A callback that runs at the beginning of a turn may wait, too: keeps the wait that it interrupts.
+class OuterWait {
+ public:
+  explicit OuterWait(Member& member)
+      : member_(member),
+        condition_(member.condition),
+        gives_way_(member.gives_way),
+        expired_(member.expired),
+        released_(member.released) {}
+  ~OuterWait() {
+    member_.condition = condition_;
+    member_.gives_way = gives_way_;
+    member_.expired = expired_;
+    member_.released = released_;
+  }
+  OuterWait(const OuterWait&) = delete;
+  OuterWait& operator=(const OuterWait&) = delete;
+
+ private:
+  Member& member_;
+  const ReadyCondition* const condition_;
+  const bool gives_way_, expired_, released_;
+};
+
+// Offers the core to other threads, for a short time, while the state is this one. A thread that
+// sleeps takes 35 us to wake on another core, and one that yields takes its turn at once.
+void yield_while(const std::atomic<MemberState>& state, MemberState unchanged, WorkShare& share) {
+  const Deadline until = Clock::now() + kYieldTime;
+  share.count_awake(1);
+  while (state.load(std::memory_order_acquire) == unchanged && Clock::now() < until) {
+    share.help();
+    sched_yield();
+  }
+  share.count_awake(-1);
+}
+
+}  // namespace
+
+std::exception_ptr end_error(EndKind kind, const std::string& why) {
+  switch (kind) {
+    case EndKind::deadlock:
+      return std::make_exception_ptr(Deadlock(why));
+    case EndKind::timed_out:
+      return std::make_exception_ptr(Timeout(why));
+    case EndKind::peer_lost:
+      break;
+  }
+  return std::make_exception_ptr(PeerLost(why));
+}
+
+RankScheduler::RankScheduler(int world, bool parallel, RankHooks hooks)
+    : world_(world),
+      parallel_(parallel),
+      turns_(parallel ? world : 1),
+      hooks_(std::move(hooks)),
+      launcher_(ThreadActivity::this_thread()),
+      last_(world - 1) {
+  for (Rank r = 0; r < world; ++r)
+    ranks_.push_back(std::unique_ptr<Member>(new Member{.rank = r, .is_main = true}));
+}
+
+RankScheduler::~RankScheduler() = default;
+
+std::shared_ptr<RankScheduler> RankScheduler::of_thread() {
+  return own.scheduler == nullptr ? nullptr : own.scheduler->shared_from_this();
+}
+
+Rank RankScheduler::rank_of_thread() const { return own.scheduler == this ? own.member->rank : -1; }
+
+void RankScheduler::enter(Rank rank) {
+  Member& me = *ranks_[rank];
+  me.activity.attach_to_this_thread();
+  own = {this, &me};
+  Lock lock(mutex_);
+  ++entered_;
+  take_turn(lock, me);
+  if (aborted_) throw_cause("the start of the rank");
+}
+
+void RankScheduler::leave() {
+  const Lock lock(mutex_);
+  Member& me = *own.member;
+  own = {};
+  if (me.state == MemberState::running) --running_;
+  me.state = MemberState::ended;
+  last_ = me.rank;
+  dispatch();
+}
+
+void RankScheduler::enter_helper(Rank rank) {
+  own = {this, new Member{.rank = rank, .is_main = false}};
+  own.member->state = MemberState::running;
+  own.member->activity.attach_to_this_thread();
+  const Lock lock(mutex_);
+  entered_helpers_.push_back(own.member);
+}
+
+void RankScheduler::leave_helper() {
+  const std::unique_ptr<Member> me(own.member);
+  own = {};
+  const Lock lock(mutex_);
+  std::erase(entered_helpers_, me.get());
+  dispatch();
+}
+
+bool RankScheduler::wait(Rank rank, const ReadyCondition& condition) {
+  return wait(rank, condition, WaitMode::until_ready);
+}
+
+bool RankScheduler::give_way(Rank rank, const ReadyCondition& condition) {
+  return wait(rank, condition, WaitMode::give_way);
+}
+
+bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mode) {
+  if (own.scheduler != this || own.member->rank != rank) {
+    const ActingAs helper(this, rank);
+    return wait(rank, condition, mode);
+  }
+  Member& me = *own.member;
+  Lock lock(mutex_);
+  regain_turn(lock, me);
+  if ((mode != WaitMode::in_order || aborted_) && condition.ready()) return true;
+  if (aborted_) throw_cause(condition.describe());
+  // Without a turn, a thread need not end it for others.
+  if (mode == WaitMode::give_way && (!me.is_main || parallel_)) return false;
+  const OuterWait outer(me);
+  me.condition = &condition;
+  me.gives_way = mode == WaitMode::give_way;
+  const bool holds = park(lock, me, mode);
+  if (!holds && aborted_) throw_cause(condition.describe());
+  return holds;
+}
+
+void RankScheduler::align(Rank rank) {
+  {
+    const Lock lock(mutex_);
+    ++aligned_;
+  }
+  wait(rank, {[this] { return aligned_ == world_; }, [] { return "the start of the other ranks"; }},
+       WaitMode::in_order);
+}
+
+void RankScheduler::yield_in_order(Rank rank) {
+  if (parallel_ || rank_of_thread() != rank || !own.member->is_main) return;
+  wait(rank, {[] { return true; }, [] { return "a turn"; }}, WaitMode::in_order);
+}
+
+void RankScheduler::require_turn(Rank rank, const std::string& operation) {
+  Lock lock(mutex_);
+  if (rank_of_thread() == rank) regain_turn(lock, *own.member);
+  if (aborted_) throw_cause(operation);
+}
+
+void RankScheduler::regain_turn() {
+  if (own.scheduler != this) return;
+  Lock lock(mutex_);
+  regain_turn(lock, *own.member);
+}
+
+// Returns whether the member's condition holds. It does not after a deadline, an abort, or if the
+// member gives way and no other can continue.
+bool RankScheduler::park(Lock& lock, Member& me, WaitMode mode) {
+  me.expired = me.released = false;
+  for (;;) {
+    end_turn(lock, me, mode == WaitMode::in_order ? world_ - 1 : me.rank);
+    while (me.waits()) sleep(lock, me);
+    begin_turn(lock, me);
+    if (me.condition->ready()) return true;
+    if (deadlocked_ && !aborted_) end_in_deadlock(lock);
+    if (aborted_ || me.expired || me.released) return false;
+    if (me.condition->deadline <= Clock::now()) return false;
+  }
+}
+
+// The next turn is of the first rank after `last` that can continue.
+void RankScheduler::end_turn(Lock& lock, Member& me, Rank last) {
+  if (me.is_main && !parallel_) unlocked(lock, [&] { hooks_.pause(me.rank); });
+  me.state = MemberState::waiting;
+  if (me.is_main) {
+    --running_;
+    last_ = last;
+  } else {
+    helpers_.push_back(&me);
+    wake_pollers();
+  }
+  dispatch();
+}
+
+void RankScheduler::begin_turn(Lock& lock, Member& me) {
+  if (!me.is_main) std::erase(helpers_, &me);
+  if (me.is_main && !parallel_) unlocked(lock, [&] { hooks_.resume(me.rank); });
+  const auto tasks = std::exchange(me.tasks, {});
+  if (!tasks.empty())
+    unlocked(lock, [&] {
+      for (const auto& task : tasks) run_task(task);
+    });
+}
+
+// Waits for a turn, and for nothing else.
+void RankScheduler::take_turn(Lock& lock, Member& me) {
+  me.state = MemberState::queued;
+  dispatch();
+  while (me.state == MemberState::queued) sleep(lock, me);
+  begin_turn(lock, me);
+}
+
+void RankScheduler::regain_turn(Lock& lock, Member& me) {
+  if (me.state == MemberState::outside) take_turn(lock, me);
+}
+
+void RankScheduler::sleep(Lock& lock, Member& me) {
+  const MemberState before = me.state;
+  unlocked(lock, [&] { yield_while(me.state, before, share_); });
+  if (me.state != before) return;
+  const bool polls = expects_unknown_waits();
+  Deadline until = me.condition && !me.expired ? me.condition->deadline : Deadline::max();
+  if (polls) until = std::min(until, Clock::now() + kPollInterval);
+  me.sleeps = true;
+  if (until == Deadline::max())
+    me.granted.wait(lock);
+  else
+    me.granted.wait_until(lock, until);
+  me.sleeps = false;
+  if (me.state != before) return;
+  if (me.condition && !me.expired && me.condition->deadline <= Clock::now()) {
+    me.expired = true;
+    dispatch();
+  }
+  if (polls && me.state == before) poll_if_first(lock, me);
+}
+
+bool RankScheduler::can_continue(const Member& m) const {
+  if (m.state == MemberState::queued) return true;
+  return m.waits() &&
+         (aborted_ || m.expired || !m.tasks.empty() || m.condition->ready() ||
+          (m.condition->deadline != Deadline::max() && m.condition->deadline <= Clock::now()));
+}
+
+void RankScheduler::grant(Member& m) {
+  m.state = MemberState::running;
+  if (m.is_main) ++running_;
+  if (m.sleeps) m.granted.notify_one();
+}
+
+void RankScheduler::dispatch() {
+  if (entered_ < world_ && !aborted_) return;
+  for (Member* m : helpers_)
+    if (m->waits() && can_continue(*m)) grant(*m);
+  while (running_ < turns_)
+    if (Member* const m = next())
+      grant(*m);
+    else
+      return;
+}
+
+// Returns the rank that has the next turn: in the order of ranks, after the last one.
+Member* RankScheduler::next() {
+  const auto find = [&](auto&& accepts) -> Member* {
+    for (int i = 1; i <= world_; ++i)
+      if (Member* const m = ranks_[(last_ + i) % world_].get(); accepts(*m)) return m;
+    return nullptr;
+  };
+  if (Member* const m = find([&](const Member& m) { return can_continue(m); })) return m;
+  if (running_ > 0) return nullptr;
+  if (Member* const m = find([](const Member& m) { return m.waits() && m.gives_way; })) {
+    m->released = true;
+    return m;
+  }
+  if (!all_stuck()) return nullptr;
+  if (Member* const m = first_limited()) {
+    m->expired = true;
+    return m;
+  }
+  deadlocked_ = true;
+  return find([](const Member& m) { return m.waits(); });
+}
+
+void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
+  Member& m = *ranks_[rank];
+  {
+    const Lock lock(mutex_);
+    if (m.waits() || m.state == MemberState::queued) {
+      m.tasks.push_back(task);
+      dispatch();
+      return;
+    }
+  }
+  if (rank_of_thread() == rank) return run_task(task);
+  // The rank runs, or is blocked in a wait that the scheduler does not know, perhaps for this task.
+  std::thread([self = shared_from_this(), rank, task] {
+    self->enter_helper(rank);
+    run_task(task);
+    self->leave_helper();
+  }).detach();
+}
+
+RankScheduler::AtWork::AtWork(const RankScheduler& scheduler)
+    : member_(own.scheduler == &scheduler ? own.member : nullptr) {
+  if (member_ != nullptr) member_->at_work = true;
+}
+RankScheduler::AtWork::~AtWork() {
+  if (member_ != nullptr) member_->at_work = false;
+}
+
+void RankScheduler::abort(EndKind kind, const std::string& cause) {
+  Lock lock(mutex_);
+  abort(kind, cause, lock);
+}
+
+void RankScheduler::abort(EndKind kind, const std::string& cause, Lock& lock) {
+  if (aborted_) return;
+  aborted_ = true;
+  kind_ = kind;
+  cause_ = cause;
+  dispatch();
+  const auto listeners = std::exchange(listeners_, {});
+  unlocked(lock, [&] {
+    for (const auto& listener : listeners)
+      if (const auto held = listener.lock()) held->abort(kind, cause);
+  });
+}
+
+void RankScheduler::add_listener(const std::shared_ptr<AbortListener>& listener) {
+  {
+    const Lock lock(mutex_);
+    std::erase_if(listeners_, [](const auto& l) { return l.expired(); });
+    if (!aborted_) return listeners_.push_back(listener);
+  }
+  listener->abort(kind_, cause_);
+}
+
+bool RankScheduler::is_aborted() {
+  const Lock lock(mutex_);
+  return aborted_;
+}
+
+void RankScheduler::throw_cause(const std::string& operation) const {
+  const std::string why = text(operation, ": ", cause_);
+  std::rethrow_exception(end_error(kind_, why));
+}
+
+}  // namespace pycollect::rank_threads

@@ -1,0 +1,180 @@
+// Schedules ranks that are threads of one process. By default one rank runs at a time, until it
+// waits, and the next one that can continue has its turn; so a run is reproducible. When all ranks
+// wait and none can continue, that is a deadlock, and every wait throws at once. Uses neither torch
+// nor Python.
+#pragma once
+#include <sys/types.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../bootstrap/store.h"
+#include "../plan/plan.h"
+#include "work_share.h"
+
+namespace pycollect::rank_threads {
+
+using ipc::Clock;
+using ipc::Deadline;
+
+// What a thread waits for.
+struct ReadyCondition {
+  // Called by any thread, with the scheduler locked. Must not throw.
+  std::function<bool()> ready;
+  std::function<std::string()> describe;  // "all_reduce #3 of group 'default'"
+  Deadline deadline = Deadline::max();
+  // The caller's own limit: if no rank can continue, it is over, and that is no deadlock.
+  bool is_limited = false;
+};
+
+struct Member;
+
+// Why a launch has been aborted.
+enum class EndKind { peer_lost, deadlock, timed_out };
+// Returns the exception PeerLost, Deadlock or Timeout.
+std::exception_ptr end_error(EndKind kind, const std::string& why);
+
+class AbortListener {
+ public:
+  virtual ~AbortListener() = default;
+  virtual void abort(EndKind kind, const std::string& cause) = 0;
+};
+
+class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
+ public:
+  // A rank's state that the process has only once, such as that of random generators. Not called if
+  // the ranks run in parallel.
+  struct RankHooks {
+    std::function<void(Rank)> pause, resume;     // at the end and at the beginning of a turn
+    std::function<std::string(Rank)> find_line;  // line of the user's code at which the rank is
+  };
+  RankScheduler(int world, bool parallel, RankHooks hooks);
+  ~RankScheduler();
+  RankScheduler(const RankScheduler&) = delete;
+  RankScheduler& operator=(const RankScheduler&) = delete;
+
+  // Returns the scheduler of the launch to which the calling thread belongs; null: none.
+  static std::shared_ptr<RankScheduler> of_thread();
+  int world() const { return world_; }
+  // Rank of the calling thread if that is one of this launch, or a thread that a rank has started;
+  // else -1.
+  Rank rank_of_thread() const;
+
+  // The calling thread becomes the rank, and waits until all ranks have entered and it has a turn.
+  void enter(Rank rank);
+  // The calling thread is no longer the rank, which has returned or failed.
+  void leave();
+  // The calling thread belongs to the rank besides its main thread; it needs no turn.
+  void enter_helper(Rank rank);
+  void leave_helper();
+
+  // Waits until the condition holds, on behalf of the rank. Returns false at the deadline. Throws
+  // Deadlock if no rank can continue, and the cause if the launch has been aborted.
+  bool wait(Rank rank, const ReadyCondition& condition);
+  // Lets other ranks run until the condition holds or none of them can continue. Returns whether it
+  // holds.
+  bool give_way(Rank rank, const ReadyCondition& condition);
+  // Waits until every rank has called it; rank 0 is the first to continue.
+  void align(Rank rank);
+  // Ends the turn of a rank that could continue: the other ranks that can do so go first, from rank
+  // 0 on, so that after a collective the ranks continue in their order.
+  void yield_in_order(Rank rank);
+  // Waits for a turn if the calling thread has lost its own in a wait that the scheduler does not
+  // know. Throws the cause if the launch has been aborted.
+  void require_turn(Rank rank, const std::string& operation);
+  // The same for any thread, without the exception.
+  void regain_turn();
+
+  // Locks the state that conditions read. After a change, call notify() with the lock.
+  std::mutex& mutex() { return mutex_; }
+  void notify() { dispatch(); }
+  // Runs `task`, a callback of the rank: on the rank's thread when that next has a turn, or on a
+  // new thread if the rank does not wait for one. Call without the lock.
+  void run_as(Rank rank, const std::function<void()>& task);
+
+  // Loops of the rank that has a turn, on which ranks that wait can work, too.
+  WorkShare& work_share() { return share_; }
+
+  // Marks a time in which the calling thread may seem to sleep, but is at work.
+  class AtWork {
+   public:
+    explicit AtWork(const RankScheduler& scheduler);
+    ~AtWork();
+    AtWork(const AtWork&) = delete;
+    AtWork& operator=(const AtWork&) = delete;
+
+   private:
+    Member* const member_;
+  };
+
+  // Looks for ranks that are blocked in waits that the scheduler does not know, such as locks: they
+  // lose their turns, and can be part of a deadlock. Call several times a second.
+  void poll();
+
+  // Counts objects whose waits the scheduler does not know: torch's futures. While there are any, a
+  // rank that sleeps loses its turn. Call with the lock.
+  void count_unknown_waits(int more);
+
+  // Returns a line for each rank: what it waits for, and where the user's program is. Call without
+  // the lock.
+  std::string describe_ranks();
+
+  // Adds an object that is told when the launch is aborted, at once if it is already. Call without
+  // the lock.
+  void add_listener(const std::shared_ptr<AbortListener>& listener);
+  // Ends the launch: every wait throws `cause`.
+  void abort(EndKind kind, const std::string& cause);
+  bool is_aborted();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  enum class WaitMode { until_ready, give_way, in_order };
+  bool wait(Rank rank, const ReadyCondition& condition, WaitMode mode);
+  bool park(Lock& lock, Member& me, WaitMode mode);
+  void end_turn(Lock& lock, Member& me, Rank last);
+  void begin_turn(Lock& lock, Member& me);
+  void take_turn(Lock& lock, Member& me);
+  void regain_turn(Lock& lock, Member& me);
+  void sleep(Lock& lock, Member& me);
+  void poll_if_first(Lock& lock, const Member& me);
+  void take_turns_of_blocked(Lock& lock);
+  bool expects_unknown_waits() const { return unknown_waits_ > 0 || !helpers_.empty(); }
+  void wake_pollers();
+  bool can_continue(const Member& member) const;
+  void grant(Member& member);
+  void dispatch();
+  Member* next();
+  Member* first_limited();
+  void end_in_deadlock(Lock& lock);
+  bool all_stuck();
+  bool is_stuck(Member& member);
+  void abort(EndKind kind, const std::string& cause, Lock& lock);
+  std::string describe_ranks(Lock& lock);
+  [[noreturn]] void throw_cause(const std::string& operation) const;
+
+  const int world_;
+  const bool parallel_;
+  const int turns_;  // number of ranks that run at a time
+  const RankHooks hooks_;
+  const pid_t launcher_;  // the thread that waits for the ranks
+  WorkShare share_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Member>> ranks_;
+  std::vector<Member*> helpers_;          // threads that are not a rank's main thread, and wait
+  std::vector<Member*> entered_helpers_;  // helpers that have entered, also while they wait
+  int entered_ = 0;                       // ranks that have entered
+  int aligned_ = 0;                       // ranks that have called align()
+  int running_ = 0;                       // ranks that have a turn
+  Rank last_;                             // the rank whose turn has ended last
+  int unknown_waits_ = 0;
+  bool deadlocked_ = false, aborted_ = false;
+  EndKind kind_ = EndKind::peer_lost;
+  std::string cause_;
+  std::vector<std::weak_ptr<AbortListener>> listeners_;
+};
+
+}  // namespace pycollect::rank_threads
