@@ -1,0 +1,14 @@
+// Runs a collective of ranks that are threads of this process: the calls of all ranks become one
+// call on a list of their tensors, in place. Copies nothing that the ranks' own copies would not.
+#pragma once
+#include <vector>
+
+#include "../../../rank_threads/work_share.h"
+#include "../call.h"
+
+namespace pycollect::dist {
+
+// `calls` has the matching call of each rank. Throws what the call of a list throws.
+void run_jointly(const std::vector<Call*>& calls, rank_threads::WorkShare& share);
+
+}  // namespace pycollect::dist

@@ -1,0 +1,142 @@
+// See round_check.h.
+#include "round_check.h"
+
+#include "../../../plan/error.h"
+#include "../../../rank_executor/fingerprint.h"
+
+namespace pycollect::dist {
+namespace {
+
+using ipc::CallFingerprint;
+using ipc::CollectiveRequest;
+using RequestList =
+    std::vector<const CollectiveRequest*>;  // of one rank, in the order of its calls
+
+RequestList requests_of(const RankCalls& calls) {
+  RequestList all;
+  for (const CollectiveWorkPtr& work : calls.works)
+    for (const CollectiveRequest& request : work->call().requests) all.push_back(&request);
+  return all;
+}
+
+// What all ranks have published about one request, or about all of their requests.
+class Publications {
+ public:
+  explicit Publications(std::size_t world)
+      : fingerprints_(world), details_(world), counts_(world) {}
+
+  void publish(Rank r, const CallFingerprint& mine, const CollectiveRequest* request) {
+    fingerprints_[r] = mine.fingerprint;
+    ipc::describe(details_[r], mine, request);
+    if (request == nullptr || !request->irregular) return;
+    counts_[r].resize(2 * fingerprints_.size());
+    ipc::write_counts(counts(r), *request, world());
+  }
+  void refuse(Rank r, const Call& refused, uint64_t number) {
+    const CallFingerprint mine{refused.collective, number, {.flags = ipc::Fingerprint::refused}};
+    fingerprints_[r] = mine.fingerprint;
+    ipc::describe_refusal(details_[r], mine, refused.refusal);
+  }
+
+  bool are_alike() const {
+    for (const ipc::Fingerprint& f : fingerprints_)
+      if (!ipc::is_same(f, fingerprints_[0].fingerprint_hash)) return false;
+    return true;
+  }
+  void check() {
+    if (!are_alike()) ipc::throw_mismatch(world(), published());
+  }
+  void check_counts(Collective collective) { ipc::check_counts(collective, world(), published()); }
+
+ private:
+  int world() const { return static_cast<int>(fingerprints_.size()); }
+  ipc::ElementCounts counts(Rank r) {
+    return {counts_[r].data(), counts_[r].data() + fingerprints_.size()};
+  }
+  ipc::PublishedCalls published() {
+    return
+        [this](Rank r) -> ipc::PublishedCall { return {fingerprints_[r], details_[r], counts(r)}; };
+  }
+
+  std::vector<ipc::Fingerprint> fingerprints_;
+  std::vector<ipc::FingerprintDetails> details_;
+  std::vector<std::vector<uint64_t>> counts_;
+};
+
+// Returns whether two ranks make the same requests, as far as fingerprints of regular requests
+// tell.
+bool are_alike(const RequestList& one, const RequestList& other, uint64_t number) {
+  for (std::size_t i = 0; i < one.size(); ++i)
+    if (one[i]->irregular ||
+        ipc::fingerprint_hash(*one[i], number) != ipc::fingerprint_hash(*other[i], number))
+      return false;
+  return true;
+}
+
+bool any_refused(const std::vector<const RankCalls*>& calls) {
+  for (const RankCalls* c : calls)
+    if (c->refused) return true;
+  return false;
+}
+
+void check_request(const std::vector<RequestList>& requests, std::size_t i, uint64_t number) {
+  Publications all(requests.size());
+  for (std::size_t r = 0; r < requests.size(); ++r) {
+    CallFingerprint mine = ipc::fingerprint_of(*requests[r][i], number);
+    mine.part = static_cast<uint32_t>(i);
+    mine.parts = static_cast<uint32_t>(requests[r].size());
+    all.publish(static_cast<Rank>(r), mine, requests[r][i]);
+  }
+  all.check();
+  if (requests[0][i]->irregular) all.check_counts(requests[0][i]->collective);
+}
+
+// Throws if a rank has refused, or has another number of requests.
+void check_together(const std::vector<const RankCalls*>& calls,
+                    const std::vector<RequestList>& requests, uint64_t number) {
+  Publications all(calls.size());
+  for (std::size_t r = 0; r < calls.size(); ++r) {
+    if (calls[r]->refused) {
+      all.refuse(static_cast<Rank>(r), *calls[r]->refused, number);
+      continue;
+    }
+    const RequestList& own = requests[r];
+    CallFingerprint mine{
+        own.front()->collective, number, {.fingerprint_hash = ipc::fingerprint_hash(own, number)}};
+    mine.parts = static_cast<uint32_t>(own.size());
+    all.publish(static_cast<Rank>(r), mine, own.front());
+  }
+  all.check();
+}
+
+// Throws if the ranks divide the same requests into calls differently, which processes accept.
+void check_division(const std::vector<const RankCalls*>& calls) {
+  const auto& theirs = calls[0]->works;
+  for (std::size_t r = 1; r < calls.size(); ++r) {
+    const auto& mine = calls[r]->works;
+    bool alike = mine.size() == theirs.size();
+    for (std::size_t i = 0; alike && i < mine.size(); ++i)
+      alike = mine[i]->call().requests.size() == theirs[i]->call().requests.size();
+    require(alike, "all ranks of a group must coalesce the same calls: rank ", r, " made ",
+            mine.size(), ", rank 0 made ", theirs.size(), ", or with tensors of other dtypes");
+  }
+}
+
+}  // namespace
+
+void check_round(const std::vector<const RankCalls*>& calls, uint64_t number) {
+  std::vector<RequestList> requests;
+  bool equally_many = !any_refused(calls);
+  bool alike = equally_many;
+  for (const RankCalls* c : calls) {
+    requests.push_back(requests_of(*c));
+    equally_many &= requests.back().size() == requests.front().size();
+    alike &= equally_many && are_alike(requests.back(), requests.front(), number);
+  }
+  if (alike) return check_division(calls);
+  if (!equally_many) check_together(calls, requests, number);
+  for (std::size_t i = 0; i < requests.front().size(); ++i) check_request(requests, i, number);
+  check_division(calls);
+}
+
+}  // namespace pycollect::dist

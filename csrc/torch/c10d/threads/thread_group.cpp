@@ -1,0 +1,258 @@
+// See thread_group.h.
+#include "thread_group.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "../../../group/format_ranks.h"
+#include "../../../plan/error.h"
+#include "../gil_release.h"
+#include "joint_call.h"
+#include "round_check.h"
+#include "thread_messages.h"
+
+namespace pycollect::dist {
+
+ThreadGroup::ThreadGroup(std::shared_ptr<RankScheduler> scheduler, std::string name, int world)
+    : scheduler_(std::move(scheduler)),
+      name_(std::move(name)),
+      world_(world),
+      launch_ranks_(world, -1),
+      settings_(world),
+      left_(world),
+      next_(world) {}
+
+void ThreadGroup::join(Rank rank, const std::string& settings, ipc::Deadline deadline) {
+  const Rank launch_rank = scheduler_->rank_of_thread();
+  {
+    const Lock lock(mutex());
+    launch_ranks_[rank] = launch_rank;
+    settings_[rank] = settings;
+    ++joined_;
+    scheduler_->notify();
+  }
+  const auto describe = [&] { return text("the creation of group '", name_, "'"); };
+  if (!scheduler_->wait(launch_rank, {[&] { return joined_ == world_; }, describe, deadline}))
+    throw Timeout(text("group '", name_, "': not all ranks have joined in time"));
+  for (Rank r = 1; r < world_; ++r)
+    require(settings_[r] == settings_[0], "all ranks of group '", name_,
+            "' must have the same options: rank ", r, " has", settings_[r], ", rank 0 has",
+            settings_[0]);
+}
+
+void ThreadGroup::leave(Rank rank) {
+  Lock lock(mutex());
+  left_[rank] = any_left_ = true;
+  // A wait for a future does not see that a rank has left.
+  for (const GroupRound& round : rounds_)
+    for (const auto& calls : round.by_rank)
+      if (calls && !round.by_rank[rank] && !aborted_ &&
+          std::any_of(calls->works.begin(), calls->works.end(),
+                      [](const auto& w) { return w->has_future(); }))
+        return abort(lock, EndKind::peer_lost,
+                     text(calls->works[0]->name(), ": rank ", rank, " has left the group"));
+  scheduler_->notify();
+}
+
+bool ThreadGroup::post(Rank rank, RankCalls calls) {
+  Lock lock(mutex());
+  if (aborted_) {  // since the caller has asked
+    lock.unlock();
+    GroupRound refused{std::vector<std::optional<RankCalls>>(world_)};
+    refused.by_rank[rank] = std::move(calls);
+    finish(refused, cause());
+    return false;
+  }
+  const uint64_t place = next_[rank]++ - first_;
+  while (rounds_.size() <= place)
+    rounds_.push_back({std::vector<std::optional<RankCalls>>(world_)});
+  rounds_[place].by_rank[rank] = std::move(calls);
+  ++rounds_[place].arrived;
+  return !running_ && run_rounds(lock);
+}
+
+// Runs the rounds for which all ranks have arrived.
+bool ThreadGroup::run_rounds(Lock& lock) {
+  running_ = true;
+  const uint64_t first = first_;
+  while (!rounds_.empty() && rounds_.front().arrived == world_ && !aborted_) {
+    {
+      const GroupRound round = std::move(rounds_.front());
+      rounds_.pop_front();
+      const uint64_t number = first_++;
+      lock.unlock();
+      finish(round, run(round, number));
+    }
+    lock.lock();
+  }
+  running_ = false;
+  return first_ != first;
+}
+
+// Returns the error of all ranks' calls, or null.
+std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
+  try {
+    const RankScheduler::AtWork at_work(*scheduler_);
+    std::vector<const RankCalls*> calls;
+    for (const auto& c : round.by_rank) calls.push_back(&*c);
+    check_round(calls, number);
+    for (std::size_t i = 0; i < calls.front()->works.size(); ++i) {
+      std::vector<Call*> of_ranks;
+      for (const RankCalls* c : calls) of_ranks.push_back(&c->works[i]->call());
+      run_jointly(of_ranks, scheduler_->work_share());
+    }
+    return nullptr;
+  } catch (const TypeError&) {
+    return std::current_exception();
+  } catch (const std::invalid_argument& e) {  // the calls differ
+    return std::make_exception_ptr(
+        std::invalid_argument(text(e.what(), scheduler_->describe_ranks())));
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+// Tensors are released without the mutex, because that may take the GIL.
+void ThreadGroup::finish(const GroupRound& round, const std::exception_ptr& error) {
+  std::vector<std::function<void()>> completions;
+  std::vector<Call> used;
+  {
+    const Lock lock(mutex());
+    for (Rank r = 0; r < world_; ++r) {
+      if (!round.by_rank[r]) continue;
+      for (const CollectiveWorkPtr& work : round.by_rank[r]->works) {
+        used.push_back(work->detach());
+        auto future = work->finish(error);
+        if (!future) continue;
+        count_open_futures(-1);
+        completions.push_back([this, r, future, work] { complete_later(r, future, work); });
+      }
+    }
+    scheduler_->notify();
+  }
+  for (const auto& complete : completions) complete();
+}
+
+void ThreadGroup::complete_later(Rank rank, c10::intrusive_ptr<Future> future,
+                                 const c10::intrusive_ptr<GroupWork>& work) {
+  scheduler_->run_as(launch_ranks_[rank], [future, work] {
+    complete(*future, work->result(), work->exception(), work->staging());
+  });
+}
+
+std::vector<Rank> ThreadGroup::missing() const {
+  return rounds_.empty() ? std::vector<Rank>() : missing(rounds_.front());
+}
+
+std::vector<Rank> ThreadGroup::missing(const CollectiveWork& work) const {
+  const auto contains = [&](const std::optional<RankCalls>& calls) {
+    return calls && std::any_of(calls->works.begin(), calls->works.end(),
+                                [&](const auto& w) { return w.get() == &work; });
+  };
+  for (const GroupRound& round : rounds_)
+    if (std::any_of(round.by_rank.begin(), round.by_rank.end(), contains)) return missing(round);
+  return {};
+}
+
+std::vector<Rank> ThreadGroup::missing(const GroupRound& round) const {
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < world_; ++r)
+    if (!round.by_rank[r]) ranks.push_back(r);
+  return ranks;
+}
+
+bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
+  const GilRelease gil_release;
+  const auto over = [&] { return wait.ready() || aborted_ || !lost(wait).empty(); };
+  scheduler_->wait(launch_ranks_[rank], {over, wait.describe, wait.deadline, wait.is_limited});
+  Lock lock(mutex());
+  if (wait.ready()) return true;
+  abort_if_lost(lock, wait);
+  if (aborted_ && !wait.ready()) std::rethrow_exception(cause(wait.describe()));
+  return wait.ready();
+}
+
+void ThreadGroup::wait(Rank rank, const GroupWait& wait) {
+  const auto begin = ipc::Clock::now();
+  if (wait_until(rank, wait)) return;
+  const std::chrono::duration<double> waited = ipc::Clock::now() - begin;
+  const std::string report = scheduler_->describe_ranks();
+  Lock lock(mutex());
+  const std::vector<Rank> late = wait.needed();
+  abort(lock, EndKind::timed_out,
+        text(wait.describe(), ": timed out after ", std::round(waited.count() * 10) / 10, " s",
+             late.empty() ? "" : text("; ", ipc::name(late), " did not arrive"), report));
+  if (!wait.ready()) std::rethrow_exception(cause(wait.describe()));
+}
+
+void ThreadGroup::give_way(Rank rank, const GroupWait& wait) {
+  const GilRelease gil_release;
+  if (scheduler_->give_way(launch_ranks_[rank], {wait.ready, wait.describe})) return;
+  Lock lock(mutex());
+  if (any_left_ && !wait.ready()) abort_if_lost(lock, wait);
+}
+
+std::vector<Rank> ThreadGroup::lost(const GroupWait& wait) const {
+  std::vector<Rank> ranks;
+  if (any_left_) ranks = wait.needed();
+  std::erase_if(ranks, [&](Rank r) { return !left_[r]; });
+  return ranks;
+}
+
+void ThreadGroup::abort_if_lost(Lock& lock, const GroupWait& wait) {
+  const std::vector<Rank> ranks = lost(wait);
+  if (ranks.empty() || aborted_) return;
+  lock.unlock();
+  const std::string report = scheduler_->describe_ranks();
+  lock.lock();
+  abort(lock, EndKind::peer_lost,
+        text(wait.describe(), ": ", ipc::name(ranks), ranks.size() == 1 ? " has" : " have",
+             " left the group", report));
+}
+
+void ThreadGroup::require_healthy(Rank rank, const std::string& operation) const {
+  const Rank mine = launch_ranks_[rank], caller = scheduler_->rank_of_thread();
+  if (caller >= 0 && caller != mine)
+    throw CollectiveError(text(
+        operation, ": rank ", caller, " of the launch used group '", name_, "' as rank ", mine,
+        " has it; each rank has process groups of its own, so an object that holds one must not be "
+        "shared between ranks (a global variable, or a module's default argument, that one rank "
+        "has set)"));
+  scheduler_->require_turn(mine, operation);
+  const Lock lock(mutex());
+  if (aborted_) std::rethrow_exception(cause(operation));
+}
+
+void ThreadGroup::abort(Rank rank, const std::string& why) {
+  Lock lock(mutex());
+  if (!aborted_) abort(lock, EndKind::peer_lost, text("rank ", rank, " aborted the group: ", why));
+}
+
+void ThreadGroup::abort(EndKind kind, const std::string& cause) {
+  Lock lock(mutex());
+  abort(lock, kind, cause);
+}
+
+void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
+  if (aborted_) return;
+  aborted_ = true;
+  kind_ = kind;
+  cause_ = why;
+  auto rounds = std::exchange(rounds_, {});
+  auto messages = mailbox.lock();
+  lock.unlock();
+  if (messages) messages->fail_all(cause());
+  for (const GroupRound& round : rounds) finish(round, cause());
+  rounds.clear();  // releases tensors, without the mutex
+  messages.reset();
+  lock.lock();
+  scheduler_->notify();
+}
+
+std::exception_ptr ThreadGroup::cause(const std::string& operation) const {
+  const bool is_named = operation.empty() || cause_.starts_with(operation);
+  const std::string why = is_named ? cause_ : text(operation, ": ", cause_);
+  return rank_threads::end_error(kind_, why);
+}
+
+}  // namespace pycollect::dist

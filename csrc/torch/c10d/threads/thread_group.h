@@ -1,0 +1,114 @@
+// A group whose ranks are threads of this process. The calls that the ranks make at the same place
+// in their order run together, as soon as the last rank has made its call, on that rank's thread.
+#pragma once
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../../../rank_threads/scheduler.h"
+#include "../call_queue.h"
+
+namespace pycollect::dist {
+
+using rank_threads::EndKind;
+using rank_threads::RankScheduler;
+using rank_threads::ReadyCondition;
+
+// What one rank passes at one place of its order of calls: calls that run all or not at all, or the
+// reason why it refuses to make a call.
+struct RankCalls {
+  std::vector<CollectiveWorkPtr> works = {};
+  std::optional<Call> refused = {};
+};
+
+class ThreadMailbox;
+
+class ThreadGroup final : public rank_threads::AbortListener {
+ public:
+  ThreadGroup(std::shared_ptr<RankScheduler> scheduler, std::string name, int world);
+
+  RankScheduler& scheduler() const { return *scheduler_; }
+  const std::string& name() const { return name_; }
+  int world() const { return world_; }
+  std::mutex& mutex() const { return scheduler_->mutex(); }
+
+  // Adds a rank, and waits for all others. Throws std::invalid_argument, on all ranks alike, if
+  // their settings differ; Timeout at the deadline.
+  void join(Rank rank, const std::string& settings, ipc::Deadline deadline);
+  // The rank makes no more calls. Those that it has made can still run.
+  void leave(Rank rank);
+
+  // Returns whether it has run calls of the ranks.
+  bool post(Rank rank, RankCalls calls);
+  // Waits on behalf of a rank until `ready` holds or one of the ranks in `needed()`, on which that
+  // depends, has left. Then, and at the deadline, aborts the group and throws. `ready` and `needed`
+  // are called with the mutex locked.
+  struct GroupWait {
+    std::function<bool()> ready;
+    std::function<std::vector<Rank>()> needed;
+    std::function<std::string()> describe;
+    ipc::Deadline deadline;
+    bool is_limited = false;  // see ReadyCondition
+  };
+  void wait(Rank rank, const GroupWait& wait);
+  // Like wait(), but returns false at the deadline.
+  bool wait_until(Rank rank, const GroupWait& wait);
+  // Lets other ranks run until `ready` holds or none can continue. Aborts the group if a needed
+  // rank has left.
+  void give_way(Rank rank, const GroupWait& wait);
+  // Lets the ranks continue in their order.
+  void yield_in_order(Rank rank) { scheduler_->yield_in_order(launch_ranks_[rank]); }
+  // Waits for this thread's turn, and throws if the group or the launch has been aborted.
+  void require_healthy(Rank rank, const std::string& operation) const;
+  void abort(Rank rank, const std::string& why);
+  void abort(EndKind kind, const std::string& cause) override;
+
+  // Ranks that have not made the call that is the next to run. Call with the mutex locked.
+  std::vector<Rank> missing() const;
+  // Ranks that have not made the call of this work. Call with the mutex locked.
+  std::vector<Rank> missing(const CollectiveWork& work) const;
+
+  // Completes the future of a work of this rank. Call without the mutex.
+  void complete_later(Rank rank, c10::intrusive_ptr<Future> future,
+                      const c10::intrusive_ptr<GroupWork>& work);
+  // See RankScheduler::count_unknown_waits.
+  void count_open_futures(int more) { scheduler_->count_unknown_waits(more); }
+
+  std::weak_ptr<ThreadMailbox> mailbox;  // guarded by the mutex; an abort fails its messages
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct GroupRound {  // the calls of all ranks at one place of their order
+    std::vector<std::optional<RankCalls>> by_rank;
+    int arrived = 0;
+  };
+  std::vector<Rank> missing(const GroupRound& round) const;
+  bool run_rounds(Lock& lock);
+  std::exception_ptr run(const GroupRound& round, uint64_t number);
+  std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
+  void abort_if_lost(Lock& lock, const GroupWait& wait);
+  void finish(const GroupRound& round, const std::exception_ptr& error);
+  void abort(Lock& lock, EndKind kind, const std::string& cause);
+  std::exception_ptr cause(const std::string& operation = {}) const;
+
+  const std::shared_ptr<RankScheduler> scheduler_;
+  const std::string name_;
+  const int world_;
+  // The members below are guarded by the mutex.
+  std::vector<Rank> launch_ranks_;  // [rank]; -1: has not joined
+  std::vector<std::string> settings_;
+  int joined_ = 0;
+  std::vector<bool> left_;
+  bool any_left_ = false;
+  std::deque<GroupRound> rounds_;  // from the next one that runs on
+  std::vector<uint64_t> next_;     // [rank]: number of its next round
+  uint64_t first_ = 0;             // number of rounds_.front()
+  bool running_ = false;           // a thread runs rounds
+  bool aborted_ = false;
+  EndKind kind_ = EndKind::peer_lost;
+  std::string cause_;
+};
+
+}  // namespace pycollect::dist

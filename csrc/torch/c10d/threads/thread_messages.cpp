@@ -1,0 +1,217 @@
+// See thread_messages.h.
+#include "thread_messages.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include <algorithm>
+#include <array>
+#include <thread>
+
+#include "../../../plan/error.h"
+#include "../../threads.h"
+#include "../gil_release.h"
+#include "../in_flight_guard.h"
+
+namespace pycollect::dist {
+namespace {
+
+constexpr std::size_t kEagerBytes = 16 << 10;
+constexpr std::chrono::microseconds kPollInterval{50};  // of a copy between a device and the host
+
+}  // namespace
+
+ThreadGroup& ThreadMessageWork::group() const { return mailbox_->group(); }
+
+bool ThreadMessageWork::isCompleted() {
+  if (!done_)
+    group().give_way(info.rank, {[&] { return done_.load(); }, [&] { return needed(); },
+                                 [&] { return describe(); }, ipc::Deadline::max()});
+  return done_;
+}
+
+void ThreadMessageWork::abort() {
+  group().abort(info.rank, std::string(info.name) + " was aborted");
+}
+
+ipc::Envelope ThreadMessageWork::envelope() const {
+  return {static_cast<uint64_t>(tensor_.nbytes()),
+          static_cast<uint8_t>(dtype_of(tensor_, {info.name, "tensor"})),
+          static_cast<uint32_t>(info.tag)};
+}
+
+bool ThreadMessageWork::matches(const ThreadMessageWork& send) const {
+  return info.tag == send.info.tag && *send.info.peer == info.rank &&
+         (!info.peer || *info.peer == send.info.rank);
+}
+
+// A device tensor is copied on the sender's stream, which then has no more to do with the message.
+void ThreadMessageWork::detach() {
+  if (tensor_.numel() == 0) return;
+  if (staging_) {
+    data_ = staging_->devices().new_dense(tensor_, tensor_.device());
+    staging_->devices().copy_in({tensor_, data_});
+    staging_->add_whole(data_);
+    return staging_->begin_copy_in();
+  }
+  data_ = at::Tensor{at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type())};
+  copy_strided(data_, tensor_);
+}
+
+c10::intrusive_ptr<Future> ThreadMessageWork::finish(std::exception_ptr error) {
+  error_ = std::move(error);
+  done_ = true;
+  return future_;
+}
+
+std::string ThreadMessageWork::describe() const {
+  return text(info.name, " #", info.number, info.receives ? " from " : " to ",
+              info.peer ? text("rank ", *info.peer) : "any rank", " of group '", group().name(),
+              "' with tag ", info.tag, " on ", tensor_.sizes(), " ", dtype_name(tensor_));
+}
+
+std::vector<Rank> ThreadMessageWork::needed() const {
+  if (info.peer) return {*info.peer};
+  return {};  // any rank can send, also this one
+}
+
+bool ThreadMessageWork::wait(std::chrono::milliseconds timeout) {
+  const InFlightGuard in_flight;
+  const ThreadGroup::GroupWait condition{
+      [&] { return done_.load(); }, [&] { return needed(); }, [&] { return describe(); },
+      ipc::deadline_after(is_limit(timeout) ? timeout : info.timeout), is_limit(timeout)};
+  if (!is_limit(timeout))
+    group().wait(info.rank, condition);
+  else if (!group().wait_until(info.rank, condition))
+    throw_unfinished(describe(), timeout);
+  if (error_) std::rethrow_exception(error_);
+  if (staging_) staging_->wait_on_current_streams();
+  return true;
+}
+
+c10::intrusive_ptr<Future> ThreadMessageWork::getFuture() {
+  isCompleted();  // lets the peer run
+  const GilRelease gil_release;
+  bool first = false;
+  {
+    const std::lock_guard lock(group().mutex());
+    first = future_ == nullptr;
+    if (first) future_ = new_future(staging());
+    if (first && !done_) group().count_open_futures(1);
+    first = first && done_;
+  }
+  if (first) complete(*future_, {tensor_}, error_, staging());
+  return future_;
+}
+
+std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGroup>& group) {
+  const std::lock_guard lock(group->mutex());
+  if (auto mailbox = group->mailbox.lock()) return mailbox;
+  const auto made = std::make_shared<ThreadMailbox>(group);
+  group->mailbox = made;
+  return made;
+}
+
+void ThreadMailbox::fail_all(const std::exception_ptr& error) {
+  std::deque<ThreadMessagePtr> all, receives;
+  {
+    const std::lock_guard lock(group_->mutex());
+    all.swap(sends_);
+    receives.swap(receives_);
+  }
+  all.insert(all.end(), receives.begin(), receives.end());
+  for (const ThreadMessagePtr& work : all)
+    if (!work->is_done()) finish(work, error);
+}
+
+ThreadMessagePtr ThreadMailbox::take_match(const ThreadMessageWork& work) {
+  auto& others = work.info.receives ? sends_ : receives_;
+  const auto found = std::find_if(others.begin(), others.end(), [&](const auto& other) {
+    return work.info.receives ? work.matches(*other) : other->matches(work);
+  });
+  if (found == others.end()) return {};
+  ThreadMessagePtr other = std::move(*found);
+  others.erase(found);
+  return other;
+}
+
+void ThreadMailbox::post(const ThreadMessagePtr& work) {
+  std::unique_lock lock(group_->mutex());
+  const bool receives = work->info.receives;
+  if (const ThreadMessagePtr other = take_match(*work)) {
+    lock.unlock();
+    return receives ? deliver(other, work) : deliver(work, other);
+  }
+  (receives ? receives_ : sends_).push_back(work);
+  if (receives || work->result()[0].nbytes() > kEagerBytes) return;
+  work->detach();
+  work->finish(nullptr);
+}
+
+// Copies the message, on the current streams of this thread if it is on a device. Waits for a copy
+// between a device and the host.
+void ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& receive) {
+  const at::Tensor& into = receive.data();
+  const std::array sides{send.direct_staging(), receive.direct_staging()};
+  DirectStaging* const any = sides[0] != nullptr ? sides[0] : sides[1];
+  if (any == nullptr) return copy_strided(into, send.data().reshape(into.sizes()));
+  for (DirectStaging* const side : sides)
+    if (side != nullptr) side->wait_for_inputs();
+  any->devices().copy_out({into, send.data().reshape(into.sizes())});
+  for (DirectStaging* const side : sides)
+    if (side != nullptr) side->begin_copy_out();
+  if (sides[0] != nullptr && sides[1] != nullptr) return;
+  const RankScheduler::AtWork at_work(group_->scheduler());
+  while (!any->outputs_ready()) std::this_thread::sleep_for(kPollInterval);
+}
+
+void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive) {
+  std::exception_ptr error;
+  const ipc::Envelope sent = send->envelope(), wanted = receive->envelope();
+  if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
+    error = ipc::mismatch(send->info.rank, sent, receive->info.rank, wanted);
+  } else {
+    try {
+      copy(*send, *receive);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  receive->set_peer(send->info.rank);
+  finish(receive, error);
+  if (!send->is_done()) finish(send, error);
+}
+
+void ThreadMailbox::finish(const ThreadMessagePtr& work, const std::exception_ptr& error) {
+  c10::intrusive_ptr<Future> future;
+  {
+    const std::lock_guard lock(group_->mutex());
+    future = work->finish(error);
+    if (future) group_->count_open_futures(-1);
+    group_->scheduler().notify();
+  }
+  if (future) group_->complete_later(work->info.rank, future, work);
+}
+
+bool ThreadMessages::check(const P2POp& op, const char* name, bool receives) const {
+  return check_message(op, name, receives, mailbox_->group().world(), *devices_);
+}
+
+WorkPtr ThreadMessages::submit(const P2POp& op, const char* name, bool receives) {
+  const GilRelease gil_release;
+  const bool on_device = check(op, name, receives);
+  mailbox_->group().require_healthy(rank_, name);
+  std::shared_ptr<DirectStaging> staging;
+  if (on_device) {
+    staging = std::make_shared<DirectStaging>(devices_);
+    staging->add_whole(op.tensor);
+    staging->begin_copy_in();
+  }
+  auto work = c10::make_intrusive<ThreadMessageWork>(
+      ThreadMessageWork::ThreadMessageInfo{name, next_number_++, rank_, op.peer, op.tag, op.timeout,
+                                           receives},
+      op.tensor, staging, mailbox_);
+  mailbox_->post(work);
+  return work;
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,113 @@
+// send and recv between ranks that are threads: a message is copied from tensor to tensor as soon
+// as both sides have posted it. A send of at most kEagerBytes is done at once, as between
+// processes.
+#pragma once
+#include <deque>
+
+#include "../../../send_recv/transfer.h"
+#include "../point_to_point.h"
+#include "direct_staging.h"
+#include "thread_group.h"
+
+namespace pycollect::dist {
+
+class ThreadMessageWork final : public GroupWork {
+ public:
+  struct ThreadMessageInfo {
+    const char* name;
+    uint64_t number;
+    Rank rank;  // of this side
+    std::optional<Rank> peer;
+    int tag;
+    std::chrono::milliseconds timeout;
+    bool receives;
+  };
+  // `staging` orders a device tensor after the caller's stream; null: a host tensor.
+  ThreadMessageWork(const ThreadMessageInfo& info, at::Tensor tensor,
+                    std::shared_ptr<DirectStaging> staging, std::shared_ptr<ThreadMailbox> mailbox)
+      : info(info),
+        tensor_(std::move(tensor)),
+        staging_(std::move(staging)),
+        mailbox_(std::move(mailbox)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return done_ && !error_; }
+  std::exception_ptr exception() const override { return done_ ? error_ : nullptr; }
+  int sourceRank() const override { return peer_; }
+  Tensors result() override { return {tensor_}; }
+  TensorStaging* staging() const override { return staging_.get(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<Future> getFuture() override;
+  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
+
+  // For the mailbox.
+  const ThreadMessageInfo info;
+  bool is_done() const { return done_; }
+  std::string describe() const;
+  ipc::Envelope envelope() const;
+  bool matches(const ThreadMessageWork& send) const;  // of a receive
+  void detach();  // copies the data of a send, so that the sender may reuse its tensor
+  DirectStaging* direct_staging() const { return staging_.get(); }
+  const at::Tensor& data() const { return data_.defined() ? data_ : tensor_; }
+  void set_peer(Rank peer) { peer_ = peer; }
+  // Call with the group's mutex locked, and complete the returned future without it.
+  c10::intrusive_ptr<Future> finish(std::exception_ptr error);
+
+ private:
+  ThreadGroup& group() const;
+  std::vector<Rank> needed() const;
+
+  const at::Tensor tensor_;
+  const std::shared_ptr<DirectStaging> staging_;
+  const std::shared_ptr<ThreadMailbox> mailbox_;
+  at::Tensor data_;  // the copy of a detached send
+  std::atomic<bool> done_{false};
+  std::atomic<Rank> peer_{-1};
+  std::exception_ptr error_;
+  c10::intrusive_ptr<Future> future_;
+};
+using ThreadMessagePtr = c10::intrusive_ptr<ThreadMessageWork>;
+
+// The messages of a group that wait for their other side, in the order in which they were posted.
+class ThreadMailbox {
+ public:
+  explicit ThreadMailbox(std::shared_ptr<ThreadGroup> group) : group_(std::move(group)) {}
+  // Returns the one mailbox of the group.
+  static std::shared_ptr<ThreadMailbox> of(const std::shared_ptr<ThreadGroup>& group);
+  ThreadGroup& group() const { return *group_; }
+  void post(const ThreadMessagePtr& work);
+  // Fails the messages that wait for their other side. Call without the group's mutex.
+  void fail_all(const std::exception_ptr& error);
+
+ private:
+  ThreadMessagePtr take_match(const ThreadMessageWork& work);
+  void copy(ThreadMessageWork& send, ThreadMessageWork& receive);
+  void deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive);
+  void finish(const ThreadMessagePtr& work, const std::exception_ptr& error);
+
+  const std::shared_ptr<ThreadGroup> group_;
+  std::deque<ThreadMessagePtr> sends_, receives_;  // guarded by the group's mutex
+};
+
+class ThreadMessages final : public PointToPoint {
+ public:
+  ThreadMessages(std::shared_ptr<ThreadMailbox> mailbox, std::shared_ptr<DeviceOps> devices,
+                 Rank rank)
+      : mailbox_(std::move(mailbox)), devices_(std::move(devices)), rank_(rank) {}
+
+  WorkPtr send(const P2POp& op) override { return submit(op, "send", false); }
+  WorkPtr receive(const P2POp& op) override { return submit(op, "recv", true); }
+  bool check(const P2POp& op, const char* name, bool receives) const override;
+
+ private:
+  WorkPtr submit(const P2POp& op, const char* name, bool receives);
+
+  const std::shared_ptr<ThreadMailbox> mailbox_;
+  const std::shared_ptr<DeviceOps> devices_;
+  const Rank rank_;
+  uint64_t next_number_ = 0;
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,87 @@
+// See thread_queue.h.
+#include "thread_queue.h"
+
+#include <algorithm>
+
+#include "../../../plan/error.h"
+#include "../gil_release.h"
+
+namespace pycollect::dist {
+
+void ThreadQueue::require_open(const char* operation) const {
+  if (closed_) throw CollectiveError(text(operation, ": the group has been destroyed"));
+}
+
+CollectiveWorkPtr ThreadQueue::run(Call call) {
+  const GilRelease gil_release;
+  require_open(call.name);
+  group_->require_healthy(rank_, call.name);
+  const auto work = c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this());
+  if (group_->post(rank_, {.works = {work}})) has_run_ = true;
+  wait(*work);
+  if (const auto error = work->exception()) std::rethrow_exception(error);
+  return work;
+}
+
+std::vector<CollectiveWorkPtr> ThreadQueue::push_all(std::vector<Call> calls) {
+  const GilRelease gil_release;
+  RankCalls posted;
+  if (calls.empty()) return {};
+  require_open(calls.front().name);
+  group_->require_healthy(rank_, calls.front().name);
+  for (Call& call : calls)
+    posted.works.push_back(
+        c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
+  std::vector<CollectiveWorkPtr> works = posted.works;
+  if (group_->post(rank_, std::move(posted))) has_run_ = true;
+  return works;
+}
+
+void ThreadQueue::refuse(Call call) {
+  const GilRelease gil_release;
+  RankCalls posted;
+  posted.refused = std::move(call);
+  group_->post(rank_, std::move(posted));
+}
+
+void ThreadQueue::wait(CollectiveWork& work) {
+  yield_in_order();
+  group_->wait(rank_, {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
+                       [&] { return describe(work); }, ipc::deadline_after(work.call().timeout)});
+}
+
+// A rank that has run calls of all ranks continues after those before it.
+void ThreadQueue::yield_in_order() {
+  const GilRelease gil_release;
+  if (has_run_.exchange(false)) group_->yield_in_order(rank_);
+}
+
+bool ThreadQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
+  yield_in_order();
+  return group_->wait_until(rank_,
+                            {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
+                             [&] { return describe(work); }, deadline, true});
+}
+
+void ThreadQueue::give_way(CollectiveWork& work) {
+  group_->give_way(rank_, {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
+                           [&] { return describe(work); }, ipc::Deadline::max()});
+}
+
+std::vector<Rank> ThreadQueue::missing() {
+  const std::lock_guard lock(mutex());
+  return group_->missing();
+}
+
+// Called with the mutex locked. Returns "all_reduce #3 of group 'default' on [2, 3] float32".
+std::string ThreadQueue::describe(CollectiveWork& work) const {
+  const Call& call = work.call();
+  std::string description = text(call.name, " #", call.number, " of group '", group_->name(), "'");
+  const Tensors& tensors = call.results.empty() ? call.held : call.results;
+  if (tensors.empty()) return description;
+  description += text(" on ", tensors[0].sizes(), " ", dtype_name(tensors[0]));
+  if (tensors.size() > 1) description += text(" and ", tensors.size() - 1, " more");
+  return description;
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,38 @@
+// Queue of one rank that is a thread: its calls go to the group, and waiting for one lets other
+// ranks run.
+#pragma once
+#include "thread_group.h"
+
+namespace pycollect::dist {
+
+class ThreadQueue final : public CallQueue {
+ public:
+  ThreadQueue(std::shared_ptr<ThreadGroup> group, Rank rank)
+      : group_(std::move(group)), rank_(rank) {}
+
+  CollectiveWorkPtr run(Call call) override;
+  std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) override;
+  void refuse(Call call) override;
+
+  void wait(CollectiveWork& work) override;
+  bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
+  void give_way(CollectiveWork& work) override;
+  void end_wait() override { yield_in_order(); }
+  void count_open_futures(int more) override { group_->count_open_futures(more); }
+  void abort(const std::string& why) override { group_->abort(rank_, why); }
+  std::vector<Rank> missing() override;
+  std::mutex& mutex() override { return group_->mutex(); }
+  void close() { closed_ = true; }
+
+ private:
+  void require_open(const char* operation) const;
+  void yield_in_order();
+  std::string describe(CollectiveWork& work) const;
+
+  const std::shared_ptr<ThreadGroup> group_;
+  const Rank rank_;
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> has_run_{false};  // calls of all ranks, since this rank has waited
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,94 @@
+// See thread_store.h.
+#include "thread_store.h"
+
+#include "../../../plan/error.h"
+#include "../gil_release.h"
+
+namespace pycollect::dist {
+
+using rank_threads::ReadyCondition;
+
+void ThreadStore::notify() {
+  const GilRelease gil_release;
+  const std::lock_guard lock(scheduler_->mutex());
+  scheduler_->notify();
+}
+
+namespace {
+thread_local const std::string* purpose = nullptr;  // of the calling thread's waits
+}
+
+ThreadStore::Purpose::Purpose(std::string what) : what_(std::move(what)) { purpose = &what_; }
+ThreadStore::Purpose::~Purpose() { purpose = nullptr; }
+
+ReadyCondition ThreadStore::written(const Keys& keys) const {
+  if (purpose != nullptr)
+    return {[this, keys] { return keys_->check(keys); }, [what = *purpose] { return what; }};
+  return {[this, keys] { return keys_->check(keys); },
+          [keys] { return text("the store's key '", keys.empty() ? "" : keys.front(), "'"); }};
+}
+
+void ThreadStore::set(const std::string& key, const Value& value) {
+  keys_->set(key, value);
+  notify();
+}
+
+ThreadStore::Value ThreadStore::compareSet(const std::string& key, const Value& expected,
+                                           const Value& desired) {
+  Value found = keys_->compareSet(key, expected, desired);
+  notify();
+  return found;
+}
+
+// A caller that reads a key again and again waits for another value, so other ranks run first.
+ThreadStore::Value ThreadStore::get(const std::string& key) {
+  wait({key});
+  let_others_run();
+  return keys_->get(key);
+}
+
+void ThreadStore::let_others_run() {
+  const GilRelease gil_release;
+  scheduler_->give_way(scheduler_->rank_of_thread(),
+                       {[] { return false; }, [] { return "other ranks"; }});
+}
+
+int64_t ThreadStore::add(const std::string& key, int64_t value) {
+  const int64_t sum = keys_->add(key, value);
+  notify();
+  return sum;
+}
+
+// A caller that checks repeatedly waits for another rank.
+bool ThreadStore::check(const Keys& keys) {
+  const GilRelease gil_release;
+  if (keys_->check(keys)) return true;
+  return scheduler_->give_way(scheduler_->rank_of_thread(), written(keys));
+}
+
+void ThreadStore::wait(const Keys& keys, const std::chrono::milliseconds& timeout) {
+  const GilRelease gil_release;
+  ReadyCondition condition = written(keys);
+  condition.deadline = ipc::deadline_after(timeout);
+  condition.is_limited = purpose == nullptr && timeout != getTimeout();
+  if (!scheduler_->wait(scheduler_->rank_of_thread(), condition))
+    throw Timeout(text("no rank has written ", condition.describe(), " in time",
+                       scheduler_->describe_ranks()));
+}
+
+void ThreadStore::append(const std::string& key, const Value& value) {
+  keys_->append(key, value);
+  notify();
+}
+
+std::vector<ThreadStore::Value> ThreadStore::multiGet(const Keys& keys) {
+  wait(keys);
+  return keys_->multiGet(keys);
+}
+
+void ThreadStore::multiSet(const Keys& keys, const std::vector<Value>& values) {
+  keys_->multiSet(keys, values);
+  notify();
+}
+
+}  // namespace pycollect::dist
