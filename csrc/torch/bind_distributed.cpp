@@ -32,7 +32,8 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_
 std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  const auto use = own == nullptr ? std::nullopt : own->selector().usage();
+  dist::TransportSelector* const selector = own == nullptr ? nullptr : own->connection().selector();
+  const auto use = selector == nullptr ? std::nullopt : selector->usage();
   if (!use) return std::nullopt;
   return std::pair(use->used, use->cached);
 }
@@ -41,7 +42,8 @@ std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
 bool in_symmetric_memory(const c10::intrusive_ptr<c10d::Backend>& backend,
                          const at::Tensor& tensor) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  const auto symmetric_memory = own == nullptr ? nullptr : own->selector().symmetric_memory();
+  const auto* const selector = own == nullptr ? nullptr : own->connection().selector();
+  const auto symmetric_memory = selector == nullptr ? nullptr : selector->symmetric_memory();
   const auto* const at = static_cast<const std::byte*>(tensor.const_data_ptr());
   return symmetric_memory && symmetric_memory->offset_of(at, tensor.nbytes()).has_value();
 }

@@ -5,6 +5,7 @@
 #include "bind_distributed.h"
 #include "bind_machine.h"
 #include "bind_plan.h"
+#include "bind_threads.h"
 #include "from_python.h"
 #include "gpus.h"
 #include "profiler_range.h"
@@ -315,6 +316,8 @@ PYBIND11_MODULE(_C, m) {
       set_error("PeerLost", e);
     } catch (const Timeout& e) {
       set_error("Timeout", e);
+    } catch (const Deadlock& e) {
+      set_error("Deadlock", e);
     } catch (const CollectiveError& e) {
       set_error("CollectiveError", e);
     }
@@ -331,6 +334,7 @@ PYBIND11_MODULE(_C, m) {
   bind_conversions(m);
   bind_plan(m);
   bind_distributed(m);
+  bind_threads(m);
   bind_machine(m);
 }
 

@@ -87,8 +87,12 @@ bool PreparedCall::on_gpus() const { return any_gpu(devices); }
 void PreparedCall::run() const {
   const ProfilerRange range(call);
   if (on_gpus()) return run_on_gpus(*this);
+  run(threads());
+}
+
+void PreparedCall::run(const cpu::ParallelFor& parallel_for) const {
   for (const DtypePlan& p : parts)
-    cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());
+    cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, parallel_for);
   for (const auto& [dst, src] : transposes) copy_strided(dst, src);
 }
 

@@ -54,6 +54,7 @@ struct PreparedCall {
   // once, after all checks and before the run.
   void commit();
   void run() const;
+  void run(const cpu::ParallelFor& parallel_for) const;  // on host memory
 };
 
 // Chooses the algorithm and returns its plan for the devices of the call's ranks, from the cache if

@@ -112,6 +112,8 @@ void bind_torch(py::module_& m) {
       .def("put_on_host", &EmulatedTorch::put_on_host, py::arg("tensor"), free)
       .def("fill_later", &EmulatedTorch::fill_later, py::arg("tensor"), py::arg("value"), free)
       .def("use_second_stream", &EmulatedTorch::use_second_stream, py::arg("on"), free)
+      .def("use_own_stream", &EmulatedTorch::use_own_stream, free)
+      .def("finish_own_stream", &EmulatedTorch::finish_own_stream, free)
       .def("finish_caller", &EmulatedTorch::finish_caller, free)
       .def("stall", &EmulatedTorch::stall, py::arg("on"), py::arg("after") = 0, free)
       .def("capture", &EmulatedTorch::capture, py::arg("on"), free)

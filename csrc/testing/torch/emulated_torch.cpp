@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "../../torch/c10d/gil_release.h"
+#include "../../torch/prepared_call.h"
 #include "../../torch/threads.h"
 
 namespace pycollect::dist {
@@ -173,6 +174,40 @@ at::Tensor EmulatedTorch::stream_alias(const at::Tensor& tensor) const {
                        at::TensorOptions(tensor.scalar_type()));
 }
 
+// Enqueues one launch for each level of a plan.
+void EmulatedTorch::run_list_call(const PreparedCall& call) {
+  const cuda::EmulatedStreams::Lock lock(mutex_);
+  const Stream stream = current_stream(at::kCPU);
+  const cuda::CaptureModeGuard guard(*emulator_, kDevice);
+  for (const DtypePlan& part : call.parts)
+    for (const std::vector<TaskId>& level : part.compiled->levels) {
+      cuda::Launch launch{{}, part.dtype, part.op, part.options};
+      for (const TaskId& task : level) {
+        const int at = part.compiled->program[task.rank][task.index].step;
+        if (at == kAllBuffers) continue;
+        const Step& step = part.compiled->plan.steps[at];
+        for (const Binding& binding : part.bindings) {
+          const auto addresses = [&](const Slices& slices) {
+            std::vector<std::byte*> all;
+            for (const Slice& s : slices)
+              all.push_back(address(binding, s, item_bytes(part.dtype)));
+            return all;
+          };
+          if (elements(binding, step) == 0) continue;
+          launch.works.push_back({.dsts = addresses(step.dsts),
+                                  .srcs = addresses(step.srcs),
+                                  .count = elements(binding, step),
+                                  .finishes = part.compiled->finishes[at]});
+        }
+      }
+      if (!launch.works.empty()) emulator_->launch(stream, launch);
+    }
+}
+
+void EmulatedTorch::use_own_stream() {
+  current_of_thread = {this, emulator_->create_stream_of(Emulator::Owner::caller, kDevice)};
+}
+
 void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
   enqueue("copy_", {to, from},
           [to = stream_alias(to), from = stream_alias(from)] { copy_strided(to, from); });
@@ -192,10 +227,11 @@ void EmulatedTorch::fill_later(const at::Tensor& tensor, double value) {
   const cuda::EmulatedStreams::Lock lock(mutex_);
   at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   values.fill_(value);
-  emulator_->streams().enqueue(number(current_), [to = stream_alias(tensor), values] {
-    copy_strided(to, values);
-    return true;
-  });
+  emulator_->streams().enqueue(number(current_stream(at::kCPU)),
+                               [to = stream_alias(tensor), values] {
+                                 copy_strided(to, values);
+                                 return true;
+                               });
 }
 
 void EmulatedTorch::use_second_stream(bool on) {
@@ -204,6 +240,10 @@ void EmulatedTorch::use_second_stream(bool on) {
 }
 
 void EmulatedTorch::finish_caller() { emulator_->streams().drain(number(caller_)); }
+
+void EmulatedTorch::finish_own_stream() {
+  emulator_->streams().drain(number(current_stream(at::kCPU)));
+}
 
 void EmulatedTorch::stall(bool on, int after) {
   const cuda::EmulatedStreams::Lock lock(mutex_);

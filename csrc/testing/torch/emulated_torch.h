@@ -28,6 +28,7 @@ class EmulatedTorch final : public TorchRuntime {
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override;
   void empty_cache() override;
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
+  void run_list_call(const PreparedCall& call) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
@@ -35,6 +36,8 @@ class EmulatedTorch final : public TorchRuntime {
   void put_on_host(const at::Tensor& tensor);               // an ordinary CPU tensor from now on
   void fill_later(const at::Tensor& tensor, double value);  // on the current stream
   void use_second_stream(bool on);  // makes the caller's second stream the current one
+  void use_own_stream();            // makes a new stream the calling thread's current one
+  void finish_own_stream();         // runs all work on the calling thread's current stream
   void finish_caller();             // runs all work on the caller's first stream
   // Stops the caller's first stream after `after` more items of work, or lets it continue.
   void stall(bool on, int after);

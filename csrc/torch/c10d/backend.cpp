@@ -4,33 +4,19 @@
 #include <algorithm>
 
 #include "../../plan/error.h"
+#include "../../rank_threads/scheduler.h"
 #include "call_runner.h"
 #include "in_flight_guard.h"
-#include "torch_store.h"
 
 namespace pycollect::dist {
+
 namespace {
 
-constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a timeout of its own
-// The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
-constexpr std::size_t kAlign = 128;
-
-ipc::GroupSettings settings_of(const Options& o, int world) {
-  return {.name = o.group_name.empty() ? "default" : o.group_name,
-          .timeout = o.timeout,
-          .buffer_bytes = o.buffer_bytes,
-          .mailbox_bytes = ipc::Mailbox::bytes(world),
-          .symmetric_heap_bytes =
-              o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
-          .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
-          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
-                                  " cuda_transport=", o.cuda_transport)};
-}
-
-std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
-                                       const Options& options) {
-  TorchStore bootstrap(store, me.rank, ipc::deadline_after(options.timeout));
-  return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
+std::shared_ptr<Connection> connect(const StorePtr& store, RankAndWorld me,
+                                    const Options& options) {
+  if (const auto scheduler = rank_threads::RankScheduler::of_thread())
+    return connect_threads(scheduler, store, me, options);
+  return connect_processes(store, me, options);
 }
 
 }  // namespace
@@ -39,42 +25,24 @@ Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
     : c10d::Backend(me.rank, me.world),
       me_(me),
       options_(std::move(options)),
-      selector_(std::make_shared<TransportSelector>(
-          std::make_shared<DeviceOps>(options_->torch ? options_->torch : torch_runtime()),
-          TransportSelector::TransportSettings{options_->cuda_transport,
-                                               options_->cuda_buffer_bytes / kAlign * kAlign})),
       timeout_ms_(options_->timeout.count()),
-      group_(make_group(store, me, *options_)),
-      messages_(std::make_shared<Messages>(group_, selector_)),
-      allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
-      queue_(std::make_shared<CallQueue>(std::make_shared<CallRunner>(group_))),
+      connection_(connect(store, me, *options_)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
-  selector_->attach(*group_);
   register_backend();
-}
-
-std::shared_ptr<ipc::Group> Backend::group() const {
-  const std::lock_guard lock(state_mutex_);
-  return group_;
 }
 
 std::shared_ptr<SymmetricHeapAllocator> Backend::allocator() const {
   fork_guard_.require_not_forked("allocate_tensor");
-  const std::lock_guard lock(state_mutex_);
-  if (!allocator_) throw CollectiveError("allocate_tensor: the group has been destroyed");
-  return allocator_;
+  if (auto allocator = connection_->allocator()) return allocator;
+  throw CollectiveError("allocate_tensor: the group has been destroyed");
 }
 
 // A negative index means the CPU, any other a CUDA device.
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
   if (fork_guard_.forked()) return false;  // in a forked child, an absent thread may hold a lock
-  const std::lock_guard lock(state_mutex_);
-  if (!group_) return false;
-  if (device.is_cuda() || selector_->serves_symmetric(device))
-    return selector_->benefits_from_symmetric_memory(device);
-  return group_->layout().sizes.symmetric_heap_bytes > 0;
+  return connection_->has_symmetric_memory(device);
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
@@ -82,25 +50,20 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
           " cannot lie in memory that processes share; pass device='cpu' or a CUDA device");
   require(size >= 0, "allocate_tensor: the size is ", size, "; it must not be negative");
-  const auto heap = allocator();  // throws if the group has been destroyed
-  const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
-  if (device.is_cuda() || selector_->serves_symmetric(device))
-    return selector_->empty(device, size, type);
-  return heap->empty({size}, type);
+  fork_guard_.require_not_forked("allocate_tensor");
+  return connection_->new_symmetric(device, size, c10::typeMetaToScalarType(options.dtype()));
 }
 
 void Backend::abort() {
   if (fork_guard_.forked()) return;
   coalescing_->close();
-  if (const auto group = this->group()) group->abort("abort() was called");
+  connection_->abort("abort() was called");
 }
 
 c10d::ErrorType Backend::getError() {
   if (fork_guard_.forked()) return c10d::ErrorType::COMM_ERROR;
-  const auto group = this->group();
-  if (!group) return c10d::ErrorType::SUCCESS;
   try {
-    group->require_healthy({"get_error", calls_, ipc::Clock::now()});
+    connection_->require_healthy({"get_error", calls_, ipc::Clock::now()});
     return c10d::ErrorType::SUCCESS;
   } catch (const Timeout&) {
     return c10d::ErrorType::TIMEOUT;
@@ -120,7 +83,7 @@ Call Backend::new_call(const CallParams& info) const {
   return {.collective = info.collective,
           .name = info.name,
           .algorithm = options_->algorithm,
-          .devices = selector_->devices().get(),
+          .devices = connection_->devices().get(),
           .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 
@@ -128,41 +91,22 @@ Call Backend::new_call(const CallParams& info) const {
 void Backend::publish_refusal(const Refusal& refusal, Call call) {
   if (refusal.published.empty()) return;
   call.refusal = truncated(refusal.published);
-  queue_->run(std::move(call));
-}
-
-// Runs the GPU rendezvous as a call of its own, before the call that needs it. If a rank makes
-// another call, the fingerprints differ and all ranks throw.
-void Backend::rendezvous(const Call& before, at::Device device) {
-  const std::lock_guard lock(rendezvous_mutex_);
-  if (!selector_->needs_rendezvous()) return;
-  Call call{.collective = before.collective,
-            .name = before.name,
-            .timeout = before.timeout,
-            .requests = {{.collective = before.collective, .tensors = 0, .on_gpus = true}},
-            .then = [selector = selector_, group = group(), device](const ipc::OpContext& context) {
-              selector->rendezvous(group, device, context);
-            }};
-  // wait() would run queued calls on this thread, whose callbacks may call rendezvous(), too.
-  const auto work = queue_->push(std::move(call));
-  while (!queue_->wait_until(*work, ipc::Clock::now() + kPollInterval)) {
-  }
-  if (const auto error = work->exception()) std::rethrow_exception(error);
+  connection_->queue().refuse(std::move(call));
 }
 
 // Returns null for tensors in host memory. The binder refuses stream capture later.
 std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor* first) {
   if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
-  if (!call.devices->is_capturing(first->device())) rendezvous(call, first->device());
-  return selector_->begin();
+  if (!call.devices->is_capturing(first->device())) connection_->connect(call, first->device());
+  return connection_->begin_staging();
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
   const CallParams info{Collective::barrier, "init_process_group", kNoTimeout, false};
   fork_guard_.require_not_forked(info.name);
-  if (!selector_->devices()->has(device)) return;
-  rendezvous(new_call(info), device);
-  selector_->begin();  // throws if the requested transport does not work
+  if (!connection_->devices()->has(device)) return;
+  connection_->connect(new_call(info), device);
+  connection_->begin_staging();  // throws if the requested transport does not work
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
@@ -202,7 +146,8 @@ WorkPtr Backend::collective(const CallParams& info, const at::Tensor* first, Bui
     publish_refusal(*refusal, new_call(info));
     std::rethrow_exception(refusal->error);
   }
-  return info.async ? queue_->push(std::move(call)) : queue_->run(std::move(call));
+  CallQueue& queue = connection_->queue();
+  return info.async ? queue.push(std::move(call)) : queue.run(std::move(call));
 }
 
 // torch calls this once per device type with one store; both calls must return the same group.
@@ -374,17 +319,16 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                     });
 }
 
-std::shared_ptr<Messages> Backend::messages(const char* name) const {
+std::shared_ptr<PointToPoint> Backend::messages(const char* name) const {
   fork_guard_.require_not_forked(name);
-  const std::lock_guard lock(state_mutex_);
-  if (!messages_) throw CollectiveError(text(name, ": the group has been destroyed"));
-  return messages_;
+  if (auto messages = connection_->messages()) return messages;
+  throw CollectiveError(text(name, ": the group has been destroyed"));
 }
 
 WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
                          int tag, bool receives) {
   const auto messages = this->messages(name);
-  const auto op = [&]() -> Messages::P2POp {
+  const auto op = [&]() -> P2POp {
     require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
     return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
   };

@@ -1,5 +1,5 @@
-// The torch.distributed backend "pycollect", for ranks that are processes of one host. It maps c10d
-// collectives to the group's queue, and send and recv to its mailbox.
+// The torch.distributed backend "pycollect". It maps c10d collectives to calls in the queue of the
+// connection between the ranks, and send and recv to its messages.
 #pragma once
 #include <c10/util/FunctionRef.h>
 
@@ -8,17 +8,12 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "builders.h"
-#include "call_queue.h"
 #include "coalescing.h"
-#include "messages.h"
+#include "connection.h"
 #include "options.h"
 #include "symmetric_heap_allocator.h"
 
 namespace pycollect::dist {
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using OptionsPtr = c10::intrusive_ptr<Options>;
 
 // Closes every group of this process that is still open: no group thread may outlive the
 // interpreter. Returns true if other threads were inside calls, after a bounded wait for them.
@@ -48,7 +43,7 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
   std::shared_ptr<SymmetricHeapAllocator> allocator() const;
-  TransportSelector& selector() const { return *selector_; }
+  Connection& connection() const { return *connection_; }
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
@@ -119,17 +114,15 @@ class Backend final : public c10d::Backend {
                                    Build build) const;
   Call new_call(const CallParams& info) const;
   std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
-  void rendezvous(const Call& before, at::Device device);
   void publish_refusal(const Refusal& refusal, Call call);
   void publish_refusal(const CoalescedList& list);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);
-  WorkPtr coalesce(CoalescedList& list, const Messages& messages, const char* name, bool receives,
-                   c10::function_ref<Messages::P2POp()> op);
+  WorkPtr coalesce(CoalescedList& list, const PointToPoint& messages, const char* name,
+                   bool receives, c10::function_ref<P2POp()> op);
   std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
-  std::shared_ptr<Messages> messages(const char* name) const;
-  std::shared_ptr<ipc::Group> group() const;
+  std::shared_ptr<PointToPoint> messages(const char* name) const;
   friend bool close_groups();
   void register_backend();
   // Returns the first device error that was reported to no caller, or null.
@@ -137,18 +130,11 @@ class Backend final : public c10d::Backend {
 
   const RankAndWorld me_;
   const OptionsPtr options_;
-  const std::shared_ptr<TransportSelector> selector_;
   const ipc::ForkGuard fork_guard_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};
 
-  mutable std::mutex state_mutex_;  // guards group_, messages_ and allocator_, which close() resets
-  std::shared_ptr<ipc::Group> group_;
-  std::shared_ptr<Messages> messages_;
-  std::shared_ptr<SymmetricHeapAllocator> allocator_;
-  std::shared_ptr<CallQueue> queue_;
-  std::mutex rendezvous_mutex_;  // held by the thread that runs the GPU rendezvous
-
+  std::shared_ptr<Connection> connection_;
   std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;

@@ -2,7 +2,6 @@
 // it before anything runs. A refused list takes the same number of call numbers on every rank.
 #include "../../plan/error.h"
 #include "backend.h"
-#include "call_runner.h"
 
 namespace pycollect::dist {
 
@@ -24,14 +23,14 @@ WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, Call call
   return {};
 }
 
-WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const char* name,
-                          bool receives, c10::function_ref<Messages::P2POp()> op) {
+WorkPtr Backend::coalesce(CoalescedList& list, const PointToPoint& messages, const char* name,
+                          bool receives, c10::function_ref<P2POp()> op) {
   if (list.refusal) return {};
   try {
     CoalescedList::CoalescedMessage message{op(), receives, {}};
     const at::Tensor& tensor = message.op.tensor;
     if (messages.check(message.op, name, receives))
-      message.requested_at = selector_->devices()->record_event(tensor.device());
+      message.requested_at = connection_->devices()->record_event(tensor.device());
     list.messages.push_back(std::move(message));
   } catch (const std::exception& error) {
     list.refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
@@ -79,7 +78,7 @@ WorkPtr Backend::endCoalescing() {
     publish_refusal(*list);
     std::rethrow_exception(list->refusal->error);
   }
-  const auto calls = queue_->push_all(bind_coalesced(std::move(list->calls)));
+  const auto calls = connection_->queue().push_all(std::move(list->calls));
   const std::vector<WorkPtr> collectives(calls.begin(), calls.end());
   if (!list->messages.empty()) c10::make_intrusive<CoalescedWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);

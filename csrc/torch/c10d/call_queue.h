@@ -1,63 +1,44 @@
-// Queue of a group's collectives, in call order. A thread that waits for a queued call runs the
-// queue up to and including that call; otherwise a thread of the queue does.
+// Queue of a group's collectives, in call order.
 #pragma once
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
-#include "../../group/fork_guard.h"
 #include "call.h"
-#include "call_runner.h"
 #include "work.h"
 
 namespace pycollect::dist {
 
+using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
+
 class CallQueue : public std::enable_shared_from_this<CallQueue> {
  public:
-  explicit CallQueue(std::shared_ptr<CallRunner> runner) : runner_(std::move(runner)) {}
+  virtual ~CallQueue() = default;
+  // Runs the call before it returns, and throws its error; or enqueues it.
+  virtual CollectiveWorkPtr run(Call call) = 0;
+  // Enqueues the calls as one operation: all of them run or none, with no other call between them.
+  virtual std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) = 0;
+  CollectiveWorkPtr push(Call call);
+  // Makes the peers of the next call throw `call.refusal`.
+  virtual void refuse(Call call) { run(std::move(call)); }
 
-  // Runs the call on this thread if the queue is empty, and throws its error; else enqueues it.
-  c10::intrusive_ptr<CollectiveWork> run(Call call);
-  c10::intrusive_ptr<CollectiveWork> push(Call call);
-  // Enqueues the calls with no other call between them.
-  std::vector<c10::intrusive_ptr<CollectiveWork>> push_all(std::vector<Call> calls);
-
-  // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps.
-  void wait(CollectiveWork& work);
-  bool wait_until(CollectiveWork& work, ipc::Deadline deadline);
-
-  void abort(const std::string& why);
-  std::vector<Rank> missing();  // ranks that have not begun the running call
-  // Refuses new calls and lets the queued ones run until the deadline, then aborts them. Returns
-  // when the queue is empty and its threads have ended.
-  void close(ipc::Deadline deadline);
-
-  bool has_failed() const { return failed_; }  // true: a call has failed and reported its error
-
-  std::mutex& mutex() { return mutex_; }  // guards the state of every work of this queue
-
- private:
-  using Lock = std::unique_lock<std::mutex>;
-  void run_next(Lock& lock, bool continues);
-  void run_queued(Lock& lock);
-  void ensure_thread();
-  bool try_ensure_thread();
-  void serve();
-  void require_open(const Call& call) const;
-
-  std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
-  const ipc::ForkGuard fork_guard_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;
-  bool running_ = false, closed_ = false;
-  std::atomic<bool> failed_{false};
-  int idle_ = 0;  // threads that wait for a call to run
-  std::vector<std::thread> threads_;
+  virtual void wait(CollectiveWork& work) = 0;
+  virtual bool wait_until(CollectiveWork& work, ipc::Deadline deadline) = 0;
+  // Lets the ranks on which an unfinished work depends continue, if they need this thread's
+  // permission. Called where a caller may poll the work, or wait for its future.
+  virtual void give_way(CollectiveWork&) {}
+  // Called where a caller finds its work done, instead of wait().
+  virtual void end_wait() {}
+  // Counts futures of unfinished works. Called with the mutex locked.
+  virtual void count_open_futures(int) {}
+  virtual void abort(const std::string& why) = 0;
+  virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
+  virtual std::mutex& mutex() = 0;          // guards the state of every work of this queue
 };
+
+inline CollectiveWorkPtr CallQueue::push(Call call) {
+  std::vector<Call> one;
+  one.push_back(std::move(call));
+  return push_all(std::move(one)).front();
+}
 
 }  // namespace pycollect::dist

@@ -35,6 +35,19 @@ void refuse_for(Call& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
+std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
+  if (calls.size() < 2) return calls;
+  const auto coalesced = std::make_shared<CoalescedRequests>();
+  for (Call& call : calls) {
+    ipc::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
+    for (const ipc::CollectiveRequest& request : call.requests)
+      coalesced->requests.push_back({&request, transport});
+    if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
+    call.coalesced = coalesced;
+  }
+  return calls;
+}
+
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {

@@ -16,6 +16,9 @@ std::string truncated(std::string_view why);
 // Makes the call publish `why` as its refusal, instead of running.
 void refuse_for(Call& call, const std::exception& why);
 
+// Makes all ranks agree on all of the calls before the first one runs. Returns the calls.
+std::vector<Call>& bind_coalesced(std::vector<Call>& calls);
+
 class CallRunner {
  public:
   explicit CallRunner(std::shared_ptr<ipc::Group> group)

@@ -15,19 +15,6 @@ uint64_t this_thread() {
 
 }  // namespace
 
-std::vector<Call> bind_coalesced(std::vector<Call> calls) {
-  if (calls.size() < 2) return calls;
-  const auto coalesced = std::make_shared<CoalescedRequests>();
-  for (Call& call : calls) {
-    ipc::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
-    for (const ipc::CollectiveRequest& request : call.requests)
-      coalesced->requests.push_back({&request, transport});
-    if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
-    call.coalesced = coalesced;
-  }
-  return calls;
-}
-
 CoalescedList* Coalescing::find() {
   if (threads_ == 0 || closed_) return nullptr;
   const std::lock_guard lock(mutex_);

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "call.h"
-#include "messages.h"
+#include "point_to_point.h"
 
 namespace pycollect::dist {
 
@@ -23,7 +23,7 @@ struct Refusal {
 
 struct CoalescedList {
   struct CoalescedMessage {
-    Messages::P2POp op;
+    P2POp op;
     bool receives;
     std::shared_ptr<DeviceEvent> requested_at;  // on the caller's stream; null: a host tensor
   };
@@ -33,9 +33,6 @@ struct CoalescedList {
   std::optional<Collective> first = {};  // the first collective; none: no collective yet
   std::optional<Refusal> refusal = {};   // the first refusal; if set, no part of the list runs
 };
-
-// Makes all ranks agree on all of the calls before the first one runs.
-std::vector<Call> bind_coalesced(std::vector<Call> calls);
 
 class Coalescing {
  public:

@@ -8,7 +8,6 @@
 
 #include "../../group/new_thread.h"
 #include "../../plan/error.h"
-#include "binder.h"
 
 namespace pycollect::dist {
 namespace {
@@ -29,13 +28,7 @@ Messages::Messages(std::shared_ptr<ipc::Group> group,
 
 bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_not_forked(name);
-  if (op.peer) check_rank(*op.peer, group_->world(), name, receives ? "src" : "dst");
-  require(op.tag >= 0, name, ": tag is ", op.tag, "; it must not be negative");
-  const ArgumentName label{name, "tensor"};
-  const bool on_device = check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read,
-                                       label, *selector_->devices());
-  dtype_of(op.tensor, label);
-  return on_device;
+  return check_message(op, name, receives, group_->world(), *selector_->devices());
 }
 
 // A PostingScope exists from before a message is visible to any thread until the message is in
@@ -63,7 +56,7 @@ class Messages::PostingScope {
   Messages& all_;
 };
 
-c10::intrusive_ptr<c10d::Work> Messages::submit(const P2POp& op, const char* name, bool receives) {
+WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
   const bool on_device = check(op, name, receives);
   const PostingScope scope(*this, name);
   const MessageWork::MessageInfo info{name, scope.number, op.peer, op.tag, op.timeout, receives};
@@ -76,12 +69,10 @@ c10::intrusive_ptr<c10d::Work> Messages::submit(const P2POp& op, const char* nam
   return track(std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& op) { return submit(op, "send", false); }
-c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& op) {
-  return submit(op, "recv", true);
-}
+WorkPtr Messages::send(const P2POp& op) { return submit(op, "send", false); }
+WorkPtr Messages::receive(const P2POp& op) { return submit(op, "recv", true); }
 
-c10::intrusive_ptr<c10d::Work> Messages::track(c10::intrusive_ptr<MessageWork> work) {
+WorkPtr Messages::track(c10::intrusive_ptr<MessageWork> work) {
   if (work->is_moved()) {
     work->settle();
     return work;

@@ -1,8 +1,8 @@
-// send and recv. Every message makes progress by itself, independently of collectives. A waiting
-// thread moves all messages; if none waits, a service thread does, which starts before the first
-// message. A send from a device is posted once its data is in host memory, in order with other
-// sends to the same peer; a large one goes in fragments, as they arrive. Device copies ring no
-// doorbell, so waiting threads poll while any copy is pending.
+// send and recv between processes. Every message makes progress by itself, independently of
+// collectives. A waiting thread moves all messages; if none waits, a service thread does, which
+// starts before the first message. A send from a device is posted once its data is in host memory,
+// in order with other sends to the same peer; a large one goes in fragments, as they arrive. Device
+// copies ring no doorbell, so waiting threads poll while any copy is pending.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -13,6 +13,7 @@
 
 #include "../../group/fork_guard.h"
 #include "../../send_recv/mailbox.h"
+#include "point_to_point.h"
 #include "staging/message_staging.h"
 #include "staging/transport_selector.h"
 #include "work.h"
@@ -40,7 +41,7 @@ class MessageWork final : public GroupWork {
   std::exception_ptr exception() const override;
   int sourceRank() const override { return peer(); }
   Tensors result() override { return {tensor_}; }
-  const TensorStaging* staging() const override { return staging_.get(); }
+  TensorStaging* staging() const override { return staging_.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -88,21 +89,13 @@ class MessageWork final : public GroupWork {
   ipc::Deadline due_ = ipc::Deadline::max();
 };
 
-class Messages : public std::enable_shared_from_this<Messages> {
+class Messages final : public PointToPoint, public std::enable_shared_from_this<Messages> {
  public:
   Messages(std::shared_ptr<ipc::Group> group, std::shared_ptr<const TransportSelector> selector);
 
-  struct P2POp {
-    at::Tensor tensor;
-    std::optional<Rank> peer;  // none: receive from any rank
-    int tag;
-    std::chrono::milliseconds timeout;
-  };
-  c10::intrusive_ptr<c10d::Work> send(const P2POp& op);
-  c10::intrusive_ptr<c10d::Work> receive(const P2POp& op);
-  // Throws if send() or receive() would, before data moves. Returns whether the tensor is on a
-  // device.
-  bool check(const P2POp& op, const char* name, bool receives) const;
+  WorkPtr send(const P2POp& op) override;
+  WorkPtr receive(const P2POp& op) override;
+  bool check(const P2POp& op, const char* name, bool receives) const override;
   // Refuses new messages and lets pending ones finish until the deadline. If any are left then,
   // aborts the group, which fails them.
   void close(ipc::Deadline deadline);
@@ -113,8 +106,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
   class PostingScope;  // defined in messages.cpp
-  c10::intrusive_ptr<c10d::Work> submit(const P2POp& op, const char* name, bool receives);
-  c10::intrusive_ptr<c10d::Work> track(c10::intrusive_ptr<MessageWork> work);
+  WorkPtr submit(const P2POp& op, const char* name, bool receives);
+  WorkPtr track(c10::intrusive_ptr<MessageWork> work);
   using MissingRanks = std::function<std::vector<Rank>()>;
   // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.
   // Throws what Mailbox::wait throws.

@@ -49,8 +49,7 @@ void Backend::register_backend() {
 Backend::~Backend() {
   if (fork_guard_.forked()) {
     // Deliberate leak in a forked child: the parent's locks and threads must not be destroyed.
-    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
-                             std::move(allocator_), std::move(coalescing_), selector_));
+    new auto(std::make_pair(std::move(connection_), std::move(coalescing_)));
     return;
   }
   const InFlightGuard in_flight;  // counts until this thread has retaken the GIL
@@ -73,23 +72,7 @@ void Backend::shutdown() {
 
 std::exception_ptr Backend::close(ipc::Deadline deadline) {
   const GilRelease gil_release;
-  queue_->close(deadline);
-  const std::exception_ptr unreported = selector_->close(kShutdownTimeout);
-  std::shared_ptr<Messages> messages;
-  std::shared_ptr<ipc::Group> group;
-  std::shared_ptr<SymmetricHeapAllocator> allocator;
-  {
-    const std::lock_guard lock(state_mutex_);
-    messages.swap(messages_);
-    group.swap(group_);
-    allocator.swap(allocator_);
-  }
-  if (messages) messages->close(deadline);
-  if (group) {
-    selector_->leave();
-    group->leave();  // a work held by the caller may keep the group alive
-  }
-  return queue_->has_failed() ? nullptr : unreported;
+  return connection_->close(deadline);
 }
 
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the

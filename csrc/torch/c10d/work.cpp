@@ -3,6 +3,7 @@
 
 #include "../../plan/error.h"
 #include "call_queue.h"
+#include "gil_release.h"
 #include "in_flight_guard.h"
 
 namespace pycollect::dist {
@@ -22,14 +23,14 @@ c10::intrusive_ptr<Future> new_future(const TensorStaging* staging) {
 }
 
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
-              const TensorStaging* staging) {
+              TensorStaging* staging) {
   const auto mark = [&] { future.markCompleted(c10::IValue(results)); };
   if (error)
     future.setErrorIfNeeded(std::move(error));
   else if (staging == nullptr)
     mark();
   else
-    staging->devices().complete(staging->on(), mark);
+    staging->complete(mark);
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
@@ -47,6 +48,7 @@ std::string CollectiveWork::describe() const {
 }
 
 bool CollectiveWork::isCompleted() {
+  if (!is_done()) queue_->give_way(*this);
   return is_done() && (error_ || !call_.staging || call_.staging->outputs_ready());
 }
 
@@ -66,6 +68,8 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       queue_->wait(*this);
     else if (!queue_->wait_until(*this, ipc::deadline_after(timeout)))
       throw_unfinished(describe(), timeout);
+  } else if (queue_ != nullptr) {
+    queue_->end_wait();
   }
   if (const auto error = exception()) std::rethrow_exception(error);
   if (call_.staging) call_.staging->wait_on_current_streams();
@@ -77,27 +81,36 @@ void CollectiveWork::abort() {
 }
 
 c10::intrusive_ptr<Future> CollectiveWork::getFuture() {
+  const GilRelease gil_release;
   if (queue_ == nullptr) {
     auto future = new_future(staging());
     complete(*future, call_.results, nullptr, staging());
     return future;
   }
+  if (!is_done()) queue_->give_way(*this);
   bool first = false;
   {
     const std::lock_guard lock(queue_->mutex());
     first = future_ == nullptr;
     if (first) future_ = new_future(staging());
+    if (first && !is_done()) queue_->count_open_futures(1);
     first = first && is_done();
   }
   if (first) complete(*future_, call_.results, error_, staging());
   return future_;
 }
 
+Call CollectiveWork::detach() {
+  Call used{.collective = call_.collective, .name = call_.name};
+  used.requests.swap(call_.requests);
+  used.held.swap(call_.held);
+  used.fills.swap(call_.fills);
+  used.copies.swap(call_.copies);
+  return used;
+}
+
 void CollectiveWork::release() {
-  call_.requests.clear();
-  call_.held.clear();
-  call_.fills.clear();
-  call_.copies.clear();
+  detach();
   if (call_.staging) call_.staging->release();
 }
 

@@ -14,7 +14,7 @@ using Future = c10::ivalue::Future;
 // Returns a future of a list of tensors, on the devices of `staging` if that is not null.
 c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr);
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
-              const TensorStaging* staging = nullptr);
+              TensorStaging* staging = nullptr);
 
 // Returns whether `timeout` limits a `wait`; zero stands for no limit.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
@@ -23,7 +23,7 @@ inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count()
 class GroupWork : public c10d::Work {
  public:
   // Staging of device tensors; null: host tensors.
-  virtual const TensorStaging* staging() const = 0;
+  virtual TensorStaging* staging() const = 0;
 };
 
 class CollectiveWork final : public GroupWork {
@@ -37,21 +37,25 @@ class CollectiveWork final : public GroupWork {
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
-  const TensorStaging* staging() const override { return call_.staging.get(); }
+  TensorStaging* staging() const override { return call_.staging.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<Future> getFuture() override;
   c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
 
- private:
-  friend class CallQueue;
+  // For the queue.
+  Call& call() { return call_; }
   const char* name() const { return call_.name; }
-  std::string describe() const;
   bool is_done() const { return done_.load(std::memory_order_acquire); }  // true: the call has run
-  void release();  // releases the members of call_ that only the run needs
+  void release();  // releases the members of the call that only the run needs
+  Call detach();   // returns them instead, so that the caller can release them later
+  bool has_future() const { return future_ != nullptr; }  // call under the queue's lock
   // Call under the queue's lock, and complete the returned future without it.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
+
+ private:
+  std::string describe() const;
 
   Call call_;
   const std::shared_ptr<CallQueue> queue_;

@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "../gpus.h"
 #include "api.h"
 #include "host_memory_ops.h"
 #include "symmetric_pool.h"
@@ -58,6 +59,8 @@ class CudaRuntime final : public TorchRuntime {
       c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(),
                                                     torch_stream(stream));
   }
+
+  void run_list_call(const PreparedCall& call) override { run_on_gpus(call); }
 
   // Bypasses autograd and version counters, so that inference tensors can be copied, too.
   void copy(const at::Tensor& to, const at::Tensor& from) override {

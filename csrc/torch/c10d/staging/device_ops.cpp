@@ -64,6 +64,7 @@ at::Tensor DeviceOps::new_dense(const at::Tensor& like, at::Device device) {
 }
 
 void DeviceOps::copy_in(const CopyPair& pair) { torch_->copy(pair.dense, pair.tensor); }
+void DeviceOps::copy_out(const CopyPair& pair) { torch_->copy(pair.tensor, pair.dense); }
 
 std::unique_ptr<DeviceEvent> DeviceOps::record_event(at::Device device) {
   return std::make_unique<DeviceEvent>(torch_, torch_->current_stream(device));

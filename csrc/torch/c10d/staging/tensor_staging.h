@@ -27,6 +27,8 @@ class TensorStaging {
   virtual ipc::Transport* transport() { return nullptr; }
   // Makes the calling thread's current streams wait for the results.
   virtual void wait_on_current_streams() = 0;
+  // Calls `act`, which completes a future, with current streams on which the results are complete.
+  virtual void complete(c10::function_ref<void()> act) { devices().complete(on(), act); }
   virtual void release() = 0;  // releases the tensors when the call has ended
   virtual const std::vector<at::Device>& on() const = 0;
   virtual DeviceOps& devices() const = 0;

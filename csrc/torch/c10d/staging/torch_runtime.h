@@ -11,6 +11,10 @@
 
 #include "../../../cuda_ipc/symmetric_memory.h"
 
+namespace pycollect {
+struct PreparedCall;
+}
+
 namespace pycollect::dist {
 
 // Allocates tensors of one device in memory that other processes can access.
@@ -50,6 +54,10 @@ class TorchRuntime {
   // Prevents reuse of the tensor's memory, after the tensor is freed, before the stream's work at
   // that time is done. Copies of pinned memory do the same by themselves.
   virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
+
+  // Enqueues a collective on the tensors of all ranks of a list, on the current streams of their
+  // devices.
+  virtual void run_list_call(const PreparedCall& call) = 0;
 
   // Both enqueue on the current streams of the tensors' devices without waiting. `how` must only
   // launch, and never wait for a device.

@@ -1,6 +1,6 @@
-// See call_queue.h. One call runs at a time, on any thread. The callbacks of its future run
+// See process_queue.h. One call runs at a time, on any thread. The callbacks of its future run
 // afterwards without blocking the queue: they may issue more collectives and wait for them.
-#include "call_queue.h"
+#include "process_queue.h"
 
 #include <pthread.h>
 
@@ -9,11 +9,11 @@
 
 namespace pycollect::dist {
 
-void CallQueue::require_open(const Call& call) const {
+void ProcessQueue::require_open(const Call& call) const {
   if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
 }
 
-c10::intrusive_ptr<CollectiveWork> CallQueue::run(Call call) {
+CollectiveWorkPtr ProcessQueue::run(Call call) {
   Lock lock(mutex_);
   require_open(call);
   if (running_ || !waiting_.empty()) {
@@ -38,24 +38,18 @@ c10::intrusive_ptr<CollectiveWork> CallQueue::run(Call call) {
   return c10::make_intrusive<CollectiveWork>(std::move(call), nullptr);
 }
 
-c10::intrusive_ptr<CollectiveWork> CallQueue::push(Call call) {
-  std::vector<Call> one;
-  one.push_back(std::move(call));
-  return push_all(std::move(one)).front();
-}
-
-std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<Call> calls) {
-  std::vector<c10::intrusive_ptr<CollectiveWork>> works;
+std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
+  std::vector<CollectiveWorkPtr> works;
   if (calls.empty()) return works;
-  for (Call& call : calls)
+  for (Call& call : bind_coalesced(calls))
     works.push_back(c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
   Lock lock(mutex_);
-  for (const auto& work : works) require_open(work->call_);
+  for (const auto& work : works) require_open(work->call());
   waiting_.insert(waiting_.end(), works.begin(), works.end());
   try {
     ensure_thread();
   } catch (const std::exception& error) {  // publishes a refusal in queue order: peers wait for it
-    Call& first = works.front()->call_;
+    Call& first = works.front()->call();
     refuse_for(first, error);
     if (first.coalesced) first.coalesced->error = std::current_exception();
     lock.unlock();
@@ -67,15 +61,16 @@ std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<
 }
 
 // Starts a thread for the queued calls, unless one is idle or runs a call. Requires the lock.
-void CallQueue::ensure_thread() {
+void ProcessQueue::ensure_thread() {
   if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
-  threads_.push_back(ipc::new_thread([self = shared_from_this()] { self->serve(); }));
+  threads_.push_back(ipc::new_thread(
+      [self = std::static_pointer_cast<ProcessQueue>(shared_from_this())] { self->serve(); }));
   ++idle_;
 }
 
 // Like ensure_thread(), but returns false if no thread can be started.
-bool CallQueue::try_ensure_thread() {
+bool ProcessQueue::try_ensure_thread() {
   try {
     ensure_thread();
     return true;
@@ -84,20 +79,20 @@ bool CallQueue::try_ensure_thread() {
   }
 }
 
-void CallQueue::run_queued(Lock& lock) {
+void ProcessQueue::run_queued(Lock& lock) {
   while (!running_ && !waiting_.empty()) run_next(lock, true);
 }
 
 // `continues`: this thread runs the next call, too. Releasing a tensor can take the GIL, whose
 // holder may be waiting for this mutex, so tensors are released without the mutex.
-void CallQueue::run_next(Lock& lock, bool continues) {
-  c10::intrusive_ptr<CollectiveWork> work = std::move(waiting_.front());
+void ProcessQueue::run_next(Lock& lock, bool continues) {
+  CollectiveWorkPtr work = std::move(waiting_.front());
   waiting_.pop_front();
   running_ = true;
   lock.unlock();
   std::exception_ptr error;
   try {
-    runner_->run(work->call_);
+    runner_->run(work->call());
   } catch (...) {
     error = std::current_exception();
     failed_ = true;
@@ -116,7 +111,7 @@ void CallQueue::run_next(Lock& lock, bool continues) {
   if (!next_is_assigned && !continues) run_queued(lock);
 }
 
-void CallQueue::serve() {
+void ProcessQueue::serve() {
   pthread_setname_np(pthread_self(), "pycollect");
   Lock lock(mutex_);
   for (;;) {
@@ -128,7 +123,7 @@ void CallQueue::serve() {
   }
 }
 
-void CallQueue::wait(CollectiveWork& work) {
+void ProcessQueue::wait(CollectiveWork& work) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   while (!work.is_done())
@@ -138,13 +133,13 @@ void CallQueue::wait(CollectiveWork& work) {
       changed_.wait(lock);
 }
 
-bool CallQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
+bool ProcessQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
 }
 
-void CallQueue::close(ipc::Deadline deadline) {
+void ProcessQueue::close(ipc::Deadline deadline) {
   std::vector<std::thread> threads;
   {
     Lock lock(mutex_);
@@ -177,7 +172,7 @@ void CallQueue::close(ipc::Deadline deadline) {
       t.join();
 }
 
-void CallQueue::abort(const std::string& why) {
+void ProcessQueue::abort(const std::string& why) {
   std::shared_ptr<CallRunner> runner;
   {
     const Lock lock(mutex_);
@@ -186,7 +181,7 @@ void CallQueue::abort(const std::string& why) {
   if (runner) runner->abort(why);
 }
 
-std::vector<Rank> CallQueue::missing() {
+std::vector<Rank> ProcessQueue::missing() {
   const Lock lock(mutex_);
   return runner_ && running_ ? runner_->missing() : std::vector<Rank>();
 }

@@ -1,0 +1,109 @@
+// See bind_threads.h.
+#include "bind_threads.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "c10d/threads/random_states.h"
+#include "c10d/threads/thread_store.h"
+#include "rank_variables.h"
+
+namespace pycollect {
+namespace {
+
+using rank_threads::EndKind;
+using rank_threads::RankScheduler;
+
+// Runs `f` with the GIL, and drops errors of Python: the caller has no way to raise them.
+template <class F>
+void with_gil(F&& f) {
+  const py::gil_scoped_acquire gil;
+  try {
+    f();
+  } catch (const py::error_already_set&) {
+  }
+}
+
+// Python's objects in a scheduler, which threads without the GIL may release.
+struct RankObjects {
+  std::shared_ptr<RankVariables> variables;
+  py::object find_line;
+
+  static std::shared_ptr<RankObjects> shared(RankObjects objects) {
+    return {new RankObjects(std::move(objects)), [](RankObjects* o) {
+              const py::gil_scoped_acquire gil;
+              delete o;
+            }};
+  }
+};
+
+std::shared_ptr<RankScheduler> make_scheduler(int world, bool parallel,
+                                              std::shared_ptr<RankVariables> variables,
+                                              py::object find_line) {
+  const auto random = std::make_shared<dist::RandomStates>(world);
+  const auto python = RankObjects::shared({std::move(variables), std::move(find_line)});
+  return std::make_shared<RankScheduler>(
+      world, parallel,
+      RankScheduler::RankHooks{.pause =
+                                   [random, python](Rank r) {
+                                     random->save(r);
+                                     with_gil([&] { python->variables->save(r); });
+                                   },
+                               .resume =
+                                   [random, python](Rank r) {
+                                     random->load(r);
+                                     with_gil([&] { python->variables->load(r); });
+                                   },
+                               .find_line =
+                                   [python](Rank r) {
+                                     std::string line;
+                                     with_gil(
+                                         [&] { line = python->find_line(r).cast<std::string>(); });
+                                     return line;
+                                   }});
+}
+
+c10::intrusive_ptr<dist::ThreadStore> make_store(
+    const std::shared_ptr<RankScheduler>& scheduler,
+    const std::optional<c10::intrusive_ptr<c10d::Store>>& keys) {
+  return c10::make_intrusive<dist::ThreadStore>(
+      scheduler,
+      keys ? *keys : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()));
+}
+
+}  // namespace
+
+void bind_threads(py::module_& m) {
+  const auto torch = py::module_::import("torch.distributed");  // binds the base class
+  if (!torch.attr("is_available")().cast<bool>()) return;
+  py::enum_<EndKind>(m, "EndKind")
+      .value("PEER_LOST", EndKind::peer_lost)
+      .value("DEADLOCK", EndKind::deadlock)
+      .value("TIMED_OUT", EndKind::timed_out);
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  py::class_<RankVariables, std::shared_ptr<RankVariables>>(m, "RankVariables")
+      .def(py::init<int, RankVariables::Variables>(), py::arg("world"), py::arg("variables"))
+      .def("set", &RankVariables::set, py::arg("rank"), py::arg("module"), py::arg("name"),
+           py::arg("value"))
+      .def("restore", &RankVariables::restore);
+  py::class_<RankScheduler, std::shared_ptr<RankScheduler>>(m, "RankScheduler")
+      .def(py::init(&make_scheduler), py::arg("world"), py::arg("parallel"), py::kw_only(),
+           py::arg("variables"), py::arg("find_line"))
+      .def_property_readonly("world", &RankScheduler::world)
+      .def("enter", &RankScheduler::enter, py::arg("rank"), no_gil)
+      .def("regain_turn", py::overload_cast<>(&RankScheduler::regain_turn), no_gil)
+      .def("poll", &RankScheduler::poll, no_gil)
+      .def("align", &RankScheduler::align, py::arg("rank"), no_gil)
+      .def("leave", &RankScheduler::leave, no_gil)
+      .def("enter_helper", &RankScheduler::enter_helper, py::arg("rank"), no_gil)
+      .def("leave_helper", &RankScheduler::leave_helper, no_gil)
+      .def("rank_of_thread", &RankScheduler::rank_of_thread)
+      .def("abort", py::overload_cast<EndKind, const std::string&>(&RankScheduler::abort),
+           py::arg("kind"), py::arg("cause"), no_gil)
+      .def("is_aborted", &RankScheduler::is_aborted, no_gil);
+  m.def("is_rank_thread", [] { return RankScheduler::of_thread() != nullptr; });
+  py::class_<dist::ThreadStore, c10d::Store, c10::intrusive_ptr<dist::ThreadStore>>(m,
+                                                                                    "ThreadStore")
+      .def(py::init(&make_store), py::arg("scheduler"), py::arg("keys") = py::none());
+}
+
+}  // namespace pycollect
