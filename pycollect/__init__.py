@@ -34,7 +34,7 @@ from .collectives import (  # noqa: E402
 from .collectives_along_dim import all_gather, all_to_all, gather, reduce_scatter, scatter  # noqa: E402
 from .communicator import Communicator  # noqa: E402
 from .devices import devices  # noqa: E402
-from .errors import CollectiveError, PeerLost, Timeout  # noqa: E402
+from .errors import CollectiveError, Deadlock, PeerLost, Timeout  # noqa: E402
 from .plans import CostModel, Plan, algorithms, plan  # noqa: E402
 
 log.configure()
@@ -50,6 +50,7 @@ __all__ = [
     "CollectiveError",
     "Communicator",
     "CostModel",
+    "Deadlock",
     "PeerLost",
     "Plan",
     "SymmetricAllocator",

@@ -10,9 +10,9 @@ undefined contents.
 class CollectiveError(RuntimeError):
     """Raised when a running collective or message cannot complete, or its group has ended.
 
-    PeerLost and Timeout are its subclasses. It is raised itself by calls on a destroyed group or in
-    a forked child of a rank, and when a group cannot be created or cannot use its GPUs. Tensors
-    that the failed call would have written have undefined contents.
+    PeerLost, Timeout and Deadlock are its subclasses. It is raised itself by calls on a destroyed
+    group or in a forked child of a rank, and when a group cannot be created or cannot use its GPUs.
+    Tensors that the failed call would have written have undefined contents.
     """
 
 
@@ -33,4 +33,12 @@ class Timeout(CollectiveError):
     raises with the same cause, and tensors that the failed call would have written have undefined
     contents. If the timeout of ``Work.wait(timeout)`` is over first, only that wait fails: the call
     keeps running and may be waited for again; until then its tensors have undefined contents.
+    """
+
+
+class Deadlock(CollectiveError):
+    """Raised when all ranks of `pycollect.threads.launch` wait and none can continue.
+
+    The message has a line for each rank: the operation for which it waits, its number, group and
+    shape, and the line of the program; or that the rank has ended.
     """

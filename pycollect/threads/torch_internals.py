@@ -1,0 +1,256 @@
+"""The parts of torch that are not public, and on which ranks as threads depend.
+
+Tried with torch 2.11, 2.13 and 2.15. If a version lacks a part, `require_parts` raises and names it.
+Each part has one use here:
+
+* `distributed_c10d._world`: the state of `torch.distributed` in this process. While ranks run, a
+  `_WorldOfThread` is in its place, which has a world for each rank.
+* `ThreadLocalWorld` (torch's own tests): a world that is not in module variables. torch adds its
+  fields when it adds one to `_world`.
+* `distributed_c10d.rendezvous`: finds the store of `init_process_group`. Ranks use their launch's.
+* `distributed_c10d._new_process_group_helper`: creates every group. In a rank, every backend is
+  pycollect's.
+* `TCPStore.__init__`: a server waits for its clients, unless told otherwise.
+* `_set_thread_isolation_mode`: gives each thread a registry of groups by name, for functional
+  collectives and compiled code.
+* `tensor._random._rng_tracker`: DTensor's random state, a module variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d
+
+from .. import _C, _coalescing_patch
+
+c10d: Any = torch.distributed.distributed_c10d
+_PARTS = {
+    "torch.distributed.distributed_c10d": ("_world", "rendezvous", "_new_process_group_helper"),
+    "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "TCPStore"),
+    "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
+}
+# Module variables of which every rank has its own value, while ranks run one at a time.
+RANK_VARIABLES = (("torch.distributed.tensor._random", "_rng_tracker"),)
+_SERVED = ("pycollect", "fake")
+_C10D = vars(c10d)
+
+
+def require_parts() -> None:
+    """Raise RuntimeError if torch lacks a part."""
+    for module, names in _PARTS.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            raise RuntimeError(_lacks(module)) from error
+        for name in names:
+            if not hasattr(found, name):
+                raise RuntimeError(_lacks(f"{module}.{name}"))
+
+
+def _lacks(what: str) -> str:
+    return (
+        f"ranks as threads need {what}, which torch {torch.__version__} does not have; use torch "
+        "2.11 to 2.15, or one process per rank (torchrun)"
+    )
+
+
+def _field(name: str) -> property:
+    def assign(self: Any, value: Any) -> None:
+        setattr(self.data, name, value)
+
+    return property(attrgetter(f"data.{name}"), assign)
+
+
+def _new_world() -> Any:
+    """Return the state of `torch.distributed` of a process without groups."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    # torch's class makes one object of data per thread, when that is first used.
+    local = ThreadLocalWorld._world
+    before = local.__dict__.pop("world", None)
+    data = ThreadLocalWorld()._get_world()
+    del local.world
+    if before is not None:
+        local.world = before
+    data.pg_coalesce_state = _coalescing_patch.lists_of_threads()
+    fields = [field.name for field in dataclasses.fields(data)]
+
+    class RankWorld(c10d._World):  # type: ignore[misc]
+        """torch's own class, with the fields of `data` in place of module variables."""
+
+        made_by_launch: Any = None  # the default group, until `init_process_group` replaces it
+        data_fields = tuple(fields)
+
+    for name in fields:
+        setattr(RankWorld, name, _field(name))
+    made = RankWorld()
+    made.data = data
+    return made
+
+
+class _WorldOfThread(threading.local):
+    """Stands for `distributed_c10d._world`: the world of the rank to which the thread belongs.
+
+    Threads of no rank see the process's own world. The dictionaries of a world are attributes here,
+    because torch reads them in every call.
+    """
+
+    def __init__(self, scheduler: _C.RankScheduler, of_ranks: list[Any], of_process: Any) -> None:
+        rank = scheduler.rank_of_thread()
+        world = of_process if rank < 0 else of_ranks[rank]
+        self.__dict__.update(_of_rank=rank >= 0, _world=world)
+        for name in of_ranks[0].data_fields:
+            if isinstance(found := getattr(world, name), (dict, list)):
+                self.__dict__[name] = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_world"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_world"], name, value)
+        if name in self.__dict__:
+            self.__dict__[name] = value
+
+    @property
+    def default_pg(self) -> Any:
+        found = self._world.default_pg
+        if found is None or not self._of_rank:
+            return found
+        reader = sys._getframe(2)
+        if reader.f_globals is not _C10D:
+            # A process imports its modules before it makes a group, so that the default argument
+            # `group=dist.group.WORLD` of their functions is None: it stands for the default group.
+            importing = getattr(reader.f_globals.get("__spec__"), "_initializing", False)
+            return None if importing else found
+        if reader.f_code.co_name == "init_process_group" and found is self._world.made_by_launch:
+            self._world.made_by_launch = None
+            c10d.destroy_process_group()
+            return None
+        return found
+
+    @default_pg.setter
+    def default_pg(self, value: Any) -> None:
+        self._world.default_pg = value
+
+
+def _rendezvous(scheduler: _C.RankScheduler, original: Callable[..., Any]) -> Callable[..., Any]:
+    store = _C.ThreadStore(scheduler)
+
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Any:
+        own = scheduler.rank_of_thread()
+        if own < 0:
+            return original(url, rank, world_size, **options)
+        world = scheduler.world
+        if rank not in (-1, own) or world_size not in (-1, world):
+            raise ValueError(
+                f"init_process_group: rank {rank} of {world_size} was passed by rank {own} of "
+                f"{world} of the launch; pass these, or neither"
+            )
+        return iter([(store, own, world)])
+
+    return rendezvous
+
+
+def _without_prefix(store: Any) -> Any:
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _new_group_helper(
+    scheduler: _C.RankScheduler, original: Callable[..., Any], replaced: Callable[[str], None]
+) -> Callable[..., Any]:
+    def new_group_helper(
+        group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if scheduler.rank_of_thread() >= 0:
+            wanted = str(backend)
+            backends = {part.partition(":")[2] or part for part in wanted.split(",")}
+            if not backends <= {*_SERVED, "undefined"}:
+                replaced(wanted)
+            if backends != {"fake"}:
+                backend = c10d.Backend("pycollect")
+            if not isinstance(_without_prefix(store), _C.ThreadStore):
+                store = _C.ThreadStore(scheduler, store)
+        return original(group_size, group_rank, ranks, backend, store, *args, **options)
+
+    return new_group_helper
+
+
+def _store_without_wait(
+    scheduler: _C.RankScheduler, original: Callable[..., None]
+) -> Callable[..., None]:
+    """Return a `TCPStore.__init__` whose server does not wait for the other ranks' clients.
+
+    It would keep its turn meanwhile.
+    """
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if scheduler.rank_of_thread() >= 0 and len(args) < 6:
+            options["wait_for_workers"] = False
+        original(self, *args, **options)
+
+    return init
+
+
+@contextmanager
+def worlds_of(scheduler: _C.RankScheduler, replaced: Callable[[str], None]) -> Iterator[None]:
+    """Give every rank a world of `torch.distributed` of its own.
+
+    Calls `replaced(name)` when a rank asks for another backend than pycollect.
+    """
+    worlds = []
+    for _ in range(scheduler.world):
+        worlds.append(_new_world())
+    isolate = sys.modules["torch._C._distributed_c10d"]._set_thread_isolation_mode
+    before: dict[str, Any] = {
+        name: getattr(c10d, name)
+        for name in ("_world", "rendezvous", "_new_process_group_helper", "_backend",
+                     "_default_pg_init_method", "default_pg_nccl_timeout")
+        if hasattr(c10d, name)
+    }  # fmt: skip
+    hook, dtype = sys.excepthook, torch.get_default_dtype()
+    c10d._world = _WorldOfThread(scheduler, worlds, c10d._world)
+    c10d.rendezvous = _rendezvous(scheduler, c10d.rendezvous)
+    c10d._new_process_group_helper = _new_group_helper(
+        scheduler, c10d._new_process_group_helper, replaced
+    )
+    # torch warns of a build without NCCL where a rank asks for NCCL's default timeout.
+    c10d.default_pg_nccl_timeout = before.get("default_pg_nccl_timeout") or c10d.default_pg_timeout
+    tcp_store = sys.modules["torch._C._distributed_c10d"].TCPStore
+    init_store = tcp_store.__init__
+    tcp_store.__init__ = _store_without_wait(scheduler, init_store)
+    isolate(True)
+    try:
+        yield
+    finally:
+        isolate(False)
+        tcp_store.__init__ = init_store
+        for name, value in before.items():
+            setattr(c10d, name, value)
+        sys.excepthook = hook
+        torch.set_default_dtype(dtype)
+
+
+def make_default_group(timeout: Any = None) -> None:
+    """Create the rank's default group, which `init_process_group` may still replace."""
+    c10d.init_process_group("pycollect", timeout=timeout)
+    world = c10d._world
+    world.made_by_launch = world.default_pg
+
+
+def leave_groups() -> None:
+    """Destroy all groups of the rank, if there are any, and if its launch has not ended."""
+    world = c10d._world
+    if isinstance(world, _WorldOfThread) and world._of_rank and world.default_pg is not None:
+        c10d.destroy_process_group()
