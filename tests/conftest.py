@@ -18,6 +18,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import dist_ranks
 import torch
 
 NO_GPU = "needs a CUDA GPU"
@@ -58,6 +59,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(dist_ranks)
     if config.option.markexpr == QUICK:  # deselected below instead, where slow tests are counted
         config.option.markexpr = ""
         config.stash[LEFT_OUT] = 0, 0

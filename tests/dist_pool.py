@@ -20,22 +20,22 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from dist_jobs import SECONDS, JobPool
 from dist_rank import BACKEND, OLD_TORCH, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
 from dist_sites import is_real
+from dist_threads import ThreadPool
 
-SECONDS = 20.0  # default time limit of a job; most jobs take milliseconds
 GPU_SECONDS = 180.0  # limit on a GPU, where the first job creates a CUDA context in each process
 _DUMP_SECONDS = 0.5  # time for the stacks of a hung rank to arrive in its log file
 _ENDED_SECONDS = 0.3  # time for a dead rank to get an exit code; after exec it has none
 
 
-class Pool:
-    """The rank processes of a world. `run` is for jobs that must succeed, `outcomes` for others."""
+class Pool(JobPool):
+    """The rank processes of a world."""
 
     _numbers = itertools.count()
 
@@ -57,23 +57,6 @@ class Pool:
         for _, theirs in pairs:
             theirs.close()
         self.run(begin, seconds=60)
-
-    def run(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Any]:
-        """Run a job on all ranks and return their results; fails with the tracebacks of errors."""
-        self.begin(job, *args)
-        return self.results(seconds)
-
-    def results(self, seconds: float = 0.0) -> list[Any]:
-        outcomes = self.collect_outcomes(seconds)
-        errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
-        if errors:
-            self._fail(errors)  # ends the pool: the state of the other ranks is unknown
-        return [o.value for o in outcomes]
-
-    def outcomes(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Outcome]:
-        """Run a job on all ranks and return every rank's Outcome. Fails only on a hang."""
-        self.begin(job, *args)
-        return self.collect_outcomes(seconds)
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
         """Start a job and return at once, so that several pools can run jobs in parallel; collect
@@ -109,11 +92,6 @@ class Pool:
         asleep = [f"rank {r} threads in {_wait_channels(self.ranks[r].pid)}" for r in ranks]
         self._fail([f"{self._job}: ranks {ranks} hang", *asleep])
 
-    def _fail(self, lines: list[str]) -> NoReturn:
-        logs = self._logs()
-        self.close()
-        pytest.fail("\n".join([*lines, *logs]), pytrace=False)
-
     def _logs(self) -> list[str]:
         logs = [(r, self.folder / f"rank_{r}.log") for r in range(len(self.ranks))]
         texts = [(r, log.read_text(errors="replace")[-6000:]) for r, log in logs if log.exists()]
@@ -142,17 +120,22 @@ def _wait_channels(pid: int | None) -> list[str]:
     return names
 
 
+def pool_of(spec: Spec) -> JobPool:
+    """A new pool of processes, or of threads."""
+    return ThreadPool(spec) if spec.ranks_as == "threads" else Pool(spec)
+
+
 class Pools:
     """One pool per spec, created on first use, and again after a failure ended the pool."""
 
     def __init__(self, **always: Any) -> None:
         self._always = always
-        self.made: dict[Spec, Pool] = {}
+        self.made: dict[Spec, JobPool] = {}
 
-    def __call__(self, world: int, **spec: Any) -> Pool:
+    def __call__(self, world: int, **spec: Any) -> JobPool:
         key = Spec(world, **(self._always | spec))
         if key not in self.made or not self.made[key].usable:
-            self.made[key] = Pool(key)
+            self.made[key] = pool_of(key)
         return self.made[key]
 
     def close(self) -> None:
@@ -190,7 +173,7 @@ def pools_of_a_module(**always: Any) -> Iterator[Pools]:
 
 def pools_of_sites() -> Iterator[Pools]:
     """Body of a fixture that yields Pools and asserts at the end that no site saw a violation."""
-    for pools in pools_of_a_module(second_backend=None):
+    for pools in pools_of_a_module():
         yield pools
         for spec, pool in pools.made.items():
             assert not pool.usable or pool.run(_violations) == [[]] * spec.world
@@ -209,7 +192,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
 @contextlib.contextmanager
 def fresh(world: int, **spec: Any) -> Any:
     """A pool used by one test, for jobs that break the pool."""
-    pool = Pool(Spec(world, **{"second_backend": None, **spec}))
+    pool = pool_of(Spec(world, **spec))
     try:
         yield pool
     finally:
@@ -221,9 +204,9 @@ def started_jobs(
     world: int,
     each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # job name -> own Spec options
     **spec: Any,
-) -> Iterator[dict[Any, Pool]]:
+) -> Iterator[dict[Any, Any]]:
     """Body of a fixture that starts jobs (name -> function and arguments) in parallel, each in a
-    fresh pool; meant for jobs that mostly wait."""
+    fresh pool; meant for jobs that mostly wait. Jobs of threads run when they are collected."""
     with contextlib.ExitStack() as stack:
         pools = {
             name: stack.enter_context(fresh(world, **{**spec, **each.get(name, {})}))

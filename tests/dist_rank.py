@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import os
 import signal
+import time
 import traceback
 from typing import Any
 
@@ -27,9 +28,10 @@ class Spec:
     backend: str = BACKEND
     timeout: float = 60.0  # seconds, of the process group
     environ: tuple[tuple[str, str], ...] = ()
-    second_backend: str | None = "gloo"  # of a second group of the same ranks, for comparison
+    second_backend: str | None = None  # of a second group of the same ranks, for comparison
     group: bool = True  # False: the job creates the default group itself
     site: str = ""  # site of the tensors (dist_sites.py); "" is host memory
+    ranks_as: str = "processes"  # or "threads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,19 @@ class RankContext:
         site = site or dist_sites.of(self.spec.site)
         self.init(name, pg_options=site.options, **options)
         return site
+
+    def be_late(self, seconds: float) -> None:
+        """Let the other ranks go first. Threads take turns, so sleeping would stop all of them."""
+        if self.spec.ranks_as == "processes":
+            time.sleep(seconds)
+
+    def with_groups(self) -> RankContext:
+        """Initialise the default group and the second group of the spec."""
+        self.init("store", pg_options=self.site.options)
+        if not self.spec.second_backend:
+            return self
+        second_group = dist.new_group(backend=self.spec.second_backend)
+        return dataclasses.replace(self, second_group=second_group)
 
     def init(self, name: str, **options: Any) -> None:
         """Initialise the default group, with a file of this name as its store."""
@@ -112,10 +127,4 @@ def begin(me: RankContext) -> RankContext:
 
         pycollect.log.configure()  # again: the import ran before the environment was set
     me = dataclasses.replace(me, site=dist_sites.of(me.spec.site))
-    if not me.spec.group:
-        return me
-    me.init("store", pg_options=me.site.options)
-    second_group = (
-        dist.new_group(backend=me.spec.second_backend) if me.spec.second_backend else None
-    )
-    return dataclasses.replace(me, second_group=second_group)
+    return me.with_groups() if me.spec.group else me

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_ranks import slow_on_processes
 from reference import assert_same
 from torch import Tensor
 
@@ -21,8 +22,8 @@ LARGE = 200_001  # elements; takes several pieces
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int = N, first: int = 0) -> Tensor:
@@ -290,7 +291,7 @@ GLOO_LACKS = {
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=slow_on_processes), 3])
 def test_form_of_call(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
+from dist_ranks import EMULATED_DEVICES, between_processes, staged
 
 import pycollect as pc
 
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect al
 
 
 @pytest.fixture(scope="module")
-def pools():
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as):
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def coalesced_jobs(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
@@ -58,15 +59,15 @@ MISMATCHED = {
 }
 
 
-STAGED = ["", "late", "eager:cuda_ipc"]  # host memory, and emulated devices
+STAGED = ("", "late", "eager:cuda_ipc")  # host memory, and emulated devices
 
 
 @pytest.mark.parametrize("case", MISMATCHED)
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("staged", STAGED)
-def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped, staged):
+@pytest.mark.parametrize("site", staged(*STAGED))
+def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped, site):
     one, two, words = MISMATCHED[case]
-    results = pools(2, site=staged).run(coalesced_jobs, [two, one] if swapped else [one, two])
+    results = pools(2, site=site).run(coalesced_jobs, [two, one] if swapped else [one, two])
     for raised, values in results:
         assert raised.kind == "ValueError", (raised, values)
         assert all(v == 1 for tensor in values for v in tensor), "an output was written"
@@ -94,6 +95,7 @@ def device_fails(me: RankContext, calls: int) -> tuple[Caught, list[float]]:
     return raised, [x[0].item() for x in tensors]
 
 
+@between_processes(EMULATED_DEVICES)
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_a_device_failure_refuses_all_coalesced_calls(pools, calls):
     for rank, (raised, kept) in enumerate(pools(2, site="eager").run(device_fails, calls)):
@@ -121,9 +123,9 @@ def mismatched_batch(me: RankContext, what: str) -> tuple[Caught, float]:
 
 
 @pytest.mark.parametrize("what", ["counts", "sizes"])
-@pytest.mark.parametrize("staged", STAGED)
-def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, staged):
-    for raised, value in pools(2, site=staged).run(mismatched_batch, what):
+@pytest.mark.parametrize("site", staged(*STAGED))
+def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, site):
+    for raised, value in pools(2, site=site).run(mismatched_batch, what):
         assert raised.kind == "ValueError", raised
         assert ("room for" if what == "counts" else "part 3 of 3") in raised.text
         assert value == 1
@@ -148,9 +150,9 @@ def valid_batch(me: RankContext) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("staged", [*STAGED, "late:cuda_ipc"])
-def test_coalesced_calls_run_in_order(pools, world, staged):
-    pools(world, site=staged).run(valid_batch)
+@pytest.mark.parametrize("site", staged(*STAGED, "late:cuda_ipc"))
+def test_coalesced_calls_run_in_order(pools, world, site):
+    pools(world, site=site).run(valid_batch)
 
 
 # --- messages and collectives ---------------------------------------------------------------------
@@ -177,9 +179,9 @@ def mixed(me: RankContext) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("staged", ["", "late", "eager:cuda_ipc"])
-def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, staged):
-    for refused, differ, *right in pools(2, site=staged).run(mixed):
+@pytest.mark.parametrize("site", staged(*STAGED))
+def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, site):
+    for refused, differ, *right in pools(2, site=site).run(mixed):
         assert "refused coalesced broadcast" in refused
         assert "must make the same call" in differ
         assert right == ["", ""]
@@ -262,6 +264,7 @@ def in_children(me: RankContext) -> dict[str, str]:
     return texts
 
 
+@between_processes("a rank that is a thread cannot be forked alone")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
     """Calls of forked children are refused at once and have no effect on the parent."""
@@ -288,6 +291,6 @@ def message_of_results(me: RankContext) -> float:
     return got[0].item()
 
 
-@pytest.mark.parametrize("staged", STAGED)
-def test_coalesced_messages_are_sent_after_the_collectives(pools, staged):
-    assert pools(2, site=staged).run(message_of_results) == [0.0, 2.0**16]
+@pytest.mark.parametrize("site", staged(*STAGED))
+def test_coalesced_messages_are_sent_after_the_collectives(pools, site):
+    assert pools(2, site=site).run(message_of_results) == [0.0, 2.0**16]

@@ -23,6 +23,7 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
+from dist_ranks import EMULATED_DEVICES, between_processes, staged
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
@@ -30,8 +31,8 @@ HOST, DEVICES = [""], ["late", "eager", *CUDA_IPC_SITES]
 
 
 @pytest.fixture(scope="module")
-def pools():
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as):
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def filled(n: int, value: float, layout: str) -> torch.Tensor:
@@ -64,10 +65,10 @@ def dependent(me: RankContext, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "transposed", "strided"])
-@pytest.mark.parametrize("staged", HOST + DEVICES)
+@pytest.mark.parametrize("site", staged(*HOST, *DEVICES))
 @pytest.mark.parametrize("world", [1, 3])
-def test_coalesced_calls_read_results_of_earlier_ones(pools, world, staged, layout):
-    pools(world, site=staged).run(dependent, layout)
+def test_coalesced_calls_read_results_of_earlier_ones(pools, world, site, layout):
+    pools(world, site=site).run(dependent, layout)
 
 
 def blocked_stream(
@@ -102,12 +103,13 @@ def blocked_stream(
     return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
+@between_processes(EMULATED_DEVICES)
 @pytest.mark.parametrize("layout", ["dense", "strided"])
-@pytest.mark.parametrize("staged", DEVICES)
-def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, staged, layout):
+@pytest.mark.parametrize("site", DEVICES)
+def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
     """With stream-ordered transport, no host waits for the earlier work of the stream."""
-    for seen, both, violations in pools(2, site=staged).run(
-        blocked_stream, layout, staged.endswith("cuda_ipc")
+    for seen, both, violations in pools(2, site=site).run(
+        blocked_stream, layout, site.endswith("cuda_ipc")
     ):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
@@ -139,13 +141,13 @@ BLOCKED_SITES = ("late", *CUDA_IPC_SITES)
 
 @pytest.fixture(scope="module", autouse=True)
 def blocked_jobs() -> Iterator[dict[str, Pool]]:
-    each = {staged: {"site": staged} for staged in BLOCKED_SITES}
+    each = {site: {"site": site} for site in BLOCKED_SITES}
     yield from started_jobs(dict.fromkeys(BLOCKED_SITES, (blocked_input,)), 2, each, timeout=1.0)
 
 
-@pytest.mark.parametrize("staged", BLOCKED_SITES)
-def test_a_blocked_stream_times_out(blocked_jobs, staged):
-    for first, second in blocked_jobs[staged].results():
+@pytest.mark.parametrize("site", BLOCKED_SITES)
+def test_a_blocked_stream_times_out(blocked_jobs, site):
+    for first, second in blocked_jobs[site].results():
         assert first.kinds[:2] == ("Timeout", "CollectiveError"), first
         assert "CollectiveError" in second.kinds, second
 
@@ -168,6 +170,7 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
     return found
 
 
+@between_processes(EMULATED_DEVICES)
 def test_a_device_failure_during_a_later_call(pools):
     """Some failures hit only the second call: all ranks get the reason, and stay in step."""
     first, second = pools(2, site="eager").run(device_fails, 12)
@@ -198,8 +201,7 @@ def under_another_stream(me: RankContext) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("staged", DEVICES)
-def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, staged):
-    assert (
-        pools(2, site=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
-    )
+@between_processes(EMULATED_DEVICES)
+@pytest.mark.parametrize("site", DEVICES)
+def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
+    assert pools(2, site=site).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_a_module
+from dist_ranks import staged
 from torch.distributed import ReduceOp
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 
 
 @pytest.fixture(scope="module")
-def pools():
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as):
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -141,10 +142,10 @@ def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caug
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("staged", ["", "late:cuda_ipc"])
+@pytest.mark.parametrize("site", staged("", "late:cuda_ipc"))
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
-def test_an_exception_of_the_block_raises_on_all_ranks(pools, device, staged, calls):
-    first, *others = pools(3, site=staged).run(body_fails, device, calls)
+def test_an_exception_of_the_block_raises_on_all_ranks(pools, device, site, calls):
+    first, *others = pools(3, site=site).run(body_fails, device, calls)
     assert first.kind == "BodyFailed"
     for raised in others:
         assert "rank 0 refused coalesced calls: BodyFailed: in the body" in raised.text
@@ -198,7 +199,10 @@ def unlike_ops(me: RankContext) -> None:
 def failures_outside_the_block(me: RankContext) -> list[Caught]:
     """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
     raised = []
-    for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
+    devices: list[object] = ["cpu"]
+    if me.spec.ranks_as == "processes":  # for threads "cpu:pycollect" has all devices
+        devices.append(torch.device("cuda"))
+    for device in devices:
         with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):
             pass
         assert_in_step(me)

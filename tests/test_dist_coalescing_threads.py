@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect al
 
 
 @pytest.fixture(scope="module")
-def pools():
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as):
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def errors_in_thread(function) -> list[BaseException]:

@@ -1,11 +1,12 @@
 """Data-parallel training on top of the backend: DDP in its forms, Join, hooks, the ZeRO optimizer.
 
-Each job trains twice, on the backend and on gloo, and compares every parameter; of pycollect only
-the backend name is used.
+Each job trains on the backend and, between processes, on gloo, and compares every parameter.
+Threads have the bits of processes. Of pycollect only the backend name is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,16 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Pools, RankContext, pools_of_a_module
+from dist_ranks import PROCESSES, THREADS, slow_on_processes
+from reference import assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 STEPS = 4
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as, second_backend="gloo")
+
+
+@pytest.fixture(scope="module")
+def pools_of_both() -> Iterator[Pools]:
+    with contextlib.closing(Pools()) as pools:
+        yield pools
 
 
 class Net(nn.Module):
@@ -79,29 +88,32 @@ def compare(
     me: RankContext,
     run: Callable[[RankContext, dist.ProcessGroup], list[Tensor]],
     **tolerance: float,
-) -> None:
-    """Compare the run on the backend with that on gloo, and the parameters of all ranks."""
-    ours, theirs = run(me, dist.group.WORLD), run(me, me.second_group)
+) -> list[Tensor]:
+    """Compare the run on the backend with that on gloo, which only processes have, and the
+    parameters of all ranks; return the parameters."""
+    ours = run(me, dist.group.WORLD)
     assert ours
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, **tolerance)
+    if me.second_group is not None:
+        for mine, other in zip(ours, run(me, me.second_group), strict=True):
+            torch.testing.assert_close(mine, other, **tolerance)
     everybody = [None] * me.world
     dist.all_gather_object(
         everybody, [t.double().sum().item() for t in ours], group=me.second_group
     )
     assert all(e == everybody[0] for e in everybody), everybody
+    return ours
 
 
-def ddp(me: RankContext) -> None:
-    compare(me, train)
+def ddp(me: RankContext) -> list[Tensor]:
+    return compare(me, train)
 
 
-def ddp_views(me: RankContext) -> None:
-    compare(me, lambda me, group: train(me, group, gradient_as_bucket_view=True))
+def ddp_views(me: RankContext) -> list[Tensor]:
+    return compare(me, lambda me, group: train(me, group, gradient_as_bucket_view=True))
 
 
-def ddp_static_graph(me: RankContext) -> None:
-    compare(me, lambda me, group: train(me, group, static_graph=True))
+def ddp_static_graph(me: RankContext) -> list[Tensor]:
+    return compare(me, lambda me, group: train(me, group, static_graph=True))
 
 
 def as_one_process(me: RankContext) -> None:
@@ -136,8 +148,8 @@ def unused(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def find_unused(me: RankContext) -> None:
-    compare(me, unused)
+def find_unused(me: RankContext) -> list[Tensor]:
+    return compare(me, unused)
 
 
 def accumulated(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
@@ -152,8 +164,8 @@ def accumulated(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def no_sync(me: RankContext) -> None:
-    compare(me, accumulated)
+def no_sync(me: RankContext) -> list[Tensor]:
+    return compare(me, accumulated)
 
 
 def uneven(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
@@ -174,8 +186,8 @@ def uneven(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def join(me: RankContext) -> None:
-    compare(me, uneven)
+def join(me: RankContext) -> list[Tensor]:
+    return compare(me, uneven)
 
 
 def zero(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
@@ -195,8 +207,8 @@ def zero(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def zero_optimizer(me: RankContext) -> None:
-    compare(me, zero, rtol=1e-3, atol=1e-4)
+def zero_optimizer(me: RankContext) -> list[Tensor]:
+    return compare(me, zero, rtol=1e-3, atol=1e-4)
 
 
 def hooked(
@@ -216,7 +228,7 @@ def hooked(
     return state(model)
 
 
-def simple_hooks(me: RankContext) -> None:
+def simple_hooks(me: RankContext) -> list[Tensor]:
     """DDP communication hooks: plain, fp16 and bf16 gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
@@ -226,10 +238,10 @@ def simple_hooks(me: RankContext) -> None:
     roughly = {"rtol": 1e-1, "atol": 1e-2}
     compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
     compare(me, lambda me, group: hooked(me, group, hooks.fp16_compress_hook, group), **roughly)
-    compare(me, lambda me, group: hooked(me, group, bf16, group), **roughly)
+    return compare(me, lambda me, group: hooked(me, group, bf16, group), **roughly)
 
 
-def power_sgd_hook(me: RankContext) -> None:
+def power_sgd_hook(me: RankContext) -> list[Tensor]:
     """PowerSGD: futures of collectives that start further collectives. One bucket only: with
     several, torch starts those in an order that differs between ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -240,7 +252,7 @@ def power_sgd_hook(me: RankContext) -> None:
         )
         return hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=25)
 
-    compare(me, run, rtol=1e-2, atol=1e-2)
+    return compare(me, run, rtol=1e-2, atol=1e-2)
 
 
 def syncs_buffers(me: RankContext) -> None:
@@ -257,10 +269,10 @@ def syncs_buffers(me: RankContext) -> None:
     assert all(torch.isfinite(t).all() for t in everybody)
 
 
-def monitored(me: RankContext) -> None:
+def monitored(me: RankContext) -> list[Tensor]:
     """DDP with the checks of TORCH_DISTRIBUTED_DEBUG=INFO."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
-    compare(me, train)
+    return compare(me, train)
 
 
 def averaged(me: RankContext) -> None:
@@ -281,11 +293,23 @@ def averaged(me: RankContext) -> None:
         torch.testing.assert_close(mine, other)
 
 
-JOBS = (ddp, ddp_views, ddp_static_graph, as_one_process, find_unused, no_sync, join)
-JOBS += (zero_optimizer, simple_hooks, power_sgd_hook, syncs_buffers)
-JOBS += (monitored, averaged)
+COMPARED = (ddp, ddp_views, ddp_static_graph, find_unused, no_sync, join, zero_optimizer)
+COMPARED += (power_sgd_hook, monitored)
+JOBS = (*COMPARED, simple_hooks, as_one_process, syncs_buffers, averaged)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_training(pools, job):
     pools(3).run(job, seconds=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", COMPARED, ids=lambda job: job.__name__)
+def test_threads_train_with_the_bits_of_processes(pools_of_both, job):
+    torch.set_num_threads(1)  # as in the processes
+    threads, processes = (
+        pools_of_both(3, ranks_as=kind).run(job, seconds=40) for kind in (THREADS, PROCESSES)
+    )
+    for ours, wanted in zip(threads, processes, strict=True):
+        assert ours
+        assert_same(ours, wanted, "bits")

@@ -23,6 +23,7 @@ from dist_pool import (
     caught,
     pools_of_a_module,
 )
+from dist_ranks import between_processes
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong results where ranks disagree"
@@ -32,8 +33,8 @@ MAX = dist.ReduceOp.MAX
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def ones(count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -270,6 +271,7 @@ def with_child(me: RankContext) -> list[str]:
     return texts
 
 
+@between_processes("a rank that is a thread cannot be forked alone")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
     for texts in pools(2).run(with_child):

@@ -157,8 +157,8 @@ def destroy_with_calls_in_flight(me: RankContext, kind: str) -> float:
 
 @ours_only
 @pytest.mark.parametrize("kind", ["matched", "unmatched"])
-def test_destroy_with_calls_in_flight(kind):
-    with fresh(2) as pool:
+def test_destroy_with_calls_in_flight(kind, ranks_as):
+    with fresh(2, ranks_as=ranks_as) as pool:
         assert max(pool.run(destroy_with_calls_in_flight, kind)) < DESTROYED
 
 
@@ -175,8 +175,8 @@ def shut_down(me: RankContext) -> Caught:
 
 
 @ours_only
-def test_shutdown():
-    with fresh(2) as pool:
+def test_shutdown(ranks_as):
+    with fresh(2, ranks_as=ranks_as) as pool:
         for error in pool.run(shut_down):
             assert error.kind, "nothing was raised"
 
@@ -193,7 +193,7 @@ def message_flood(me: RankContext) -> None:
             dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
         dist.barrier()
     else:
-        time.sleep(0.2)
+        me.be_late(0.2)
         for tag in range(7):
             for n in range(tag, MANY, 7):
                 x = torch.zeros(n % 300)
@@ -203,8 +203,8 @@ def message_flood(me: RankContext) -> None:
 
 
 @ours_only
-def test_many_messages_before_the_first_receive():
-    with fresh(2) as pool:
+def test_many_messages_before_the_first_receive(ranks_as):
+    with fresh(2, ranks_as=ranks_as) as pool:
         pool.run(message_flood)
 
 
@@ -227,8 +227,8 @@ def early_receive(me: RankContext) -> None:
     dist.barrier()
 
 
-def test_receives_from_any_source_beside_a_posted_one():
-    with fresh(3) as pool:
+def test_receives_from_any_source_beside_a_posted_one(ranks_as):
+    with fresh(3, ranks_as=ranks_as) as pool:
         pool.run(early_receive)
 
 
@@ -242,8 +242,8 @@ def many_queued_calls(me: RankContext) -> None:
 
 
 @ours_only
-def test_a_barrier_runs_after_all_earlier_calls():
-    with fresh(3) as pool:
+def test_a_barrier_runs_after_all_earlier_calls(ranks_as):
+    with fresh(3, ranks_as=ranks_as) as pool:
         pool.run(many_queued_calls)
 
 

@@ -6,13 +6,13 @@ next one without a wait in between.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Pools, RankContext, pools_of_a_module
+from dist_ranks import slow_on_processes
 from torch import Tensor
 
 SHAPE = (30, 30)
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason="runs two collectives of a grou
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -77,6 +77,10 @@ CALLS += ("scatter", "reduce_scatter", "reduce_scatter of products", "all_to_all
 CALLS += ("all_to_all_single",)
 
 
+DTYPES = [torch.float32]
+DTYPES += [pytest.param(d, marks=slow_on_processes) for d in (torch.bfloat16, torch.int32)]
+
+
 def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
     """The second call's input is the first call's result, and the last rank is late."""
     wrong = []
@@ -84,7 +88,7 @@ def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]
         x = torch.full(SHAPE, float(me.rank), dtype=torch.float32).to(dtype)
         dist.barrier()
         if me.rank == me.world - 1:
-            time.sleep(0.1)
+            me.be_late(0.1)
         first = dist.all_reduce(x, async_op=True)
         second, results, times = call_that_reads(me, view(x), name)
         second.wait()
@@ -99,7 +103,7 @@ def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_inputs_are_the_results_of_earlier_calls(pools, name, dtype):
     assert pools(3).run(dependent_calls, name, dtype) == [[]] * 3
 
@@ -107,7 +111,7 @@ def test_inputs_are_the_results_of_earlier_calls(pools, name, dtype):
 def narrow_products(me: RankContext) -> list[float]:
     """PREMUL_SUM of 8-bit floats, which torch itself cannot multiply."""
     x = torch.full((16,), float(me.rank)).to(torch.float8_e4m3fn)
-    time.sleep(0.1 * me.rank)
+    me.be_late(0.1 * me.rank)
     first = dist.all_reduce(x, async_op=True)
     dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
     first.wait()

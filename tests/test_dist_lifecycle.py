@@ -32,8 +32,8 @@ ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature")
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def assert_all_reduce(world: int, group: dist.ProcessGroup | None = None) -> None:
@@ -135,10 +135,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("how", ["env", "tcp", "file", "hash"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_init_methods(tmp_path, world, how):
-    with fresh(world, group=False) as pool:
+INIT_METHODS = [(w, how) for w in (1, 3) for how in ("env", "tcp", "file", "hash")]
+
+
+@pytest.mark.parametrize(("world", "how"), INIT_METHODS)
+def test_init_methods(tmp_path, world, how, ranks_as):
+    with fresh(world, group=False, ranks_as=ranks_as) as pool:
         where = f"{tmp_path}/store" if how == "file" else f"127.0.0.1:{free_port()}"
         pool.run(init_group, how, where)
         where = f"{tmp_path}/again" if how == "file" else f"127.0.0.1:{free_port()}"
@@ -159,8 +161,8 @@ def init_for_devices(me: RankContext, backend: str) -> list[Caught]:
 
 
 @pytest.mark.parametrize("backend", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
-def test_backends_by_device(backend):
-    with fresh(2, group=False, backend=BACKEND) as pool:
+def test_backends_by_device(backend, ranks_as):
+    with fresh(2, group=False, backend=BACKEND, ranks_as=ranks_as) as pool:
         pool.run(init_for_devices, backend)
 
 
@@ -193,7 +195,7 @@ def subgroups(me: RankContext) -> None:
 
 
 def test_subgroups(pools):
-    pools(4, second_backend=None).run(subgroups)
+    pools(4).run(subgroups)
 
 
 def split(me: RankContext) -> None:
@@ -212,7 +214,7 @@ def split(me: RankContext) -> None:
 
 @ours_only
 def test_split_group(pools):
-    pools(4, second_backend=None).run(split)
+    pools(4).run(split)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -248,8 +250,8 @@ def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:
 
 
 @ours_only
-def test_calls_on_a_destroyed_group_raise():
-    with fresh(2) as pool:
+def test_calls_on_a_destroyed_group_raise(ranks_as):
+    with fresh(2, ranks_as=ranks_as) as pool:
         for direct, front in pool.run(use_destroyed_group):
             assert direct.kind, direct
             assert front.kind == "ValueError", front

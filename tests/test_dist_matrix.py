@@ -7,6 +7,7 @@ bit by bit for copies and integers, within one rounding per rank for floats. A d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import dist_cases
@@ -24,6 +25,7 @@ from dist_cases import (
     with_layout,
 )
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_ranks import between_processes, slow_on_processes
 from reference import COMPLEX, DTYPES, NARROW, assert_close, assert_same, depends_on_order, short
 from torch import Tensor
 
@@ -37,8 +39,8 @@ _MOST = 12  # largest number of reported failures per job
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as, second_backend="gloo")
 
 
 def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
@@ -90,6 +92,16 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+# Ranks that are threads take turns, so they ask for the same few cases at a time.
+@functools.lru_cache(maxsize=4)
+def modelled(
+    case: Case, world: int, root: int, tame: bool
+) -> tuple[list[list[Tensor]], list[Tensor | None]]:
+    """Return the inputs and the model's results of all ranks."""
+    x = rows(case, world, tame)
+    return x, COLLECTIVES[case.collective].model(x, case.op, root)
+
+
 def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
@@ -99,8 +111,8 @@ def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
         call = COLLECTIVES[case.collective]
         root = case.count % me.world
         tame = not OURS
-        x = rows(case, me.world, tame)
-        wanted = call.model(x, case.op, root)[me.rank]
+        x, results = modelled(case, me.world, root, tame)
+        wanted = results[me.rank]
         for layout in layouts if OURS else ("contiguous",):
             case_in_layout = dataclasses.replace(case, layout=layout)
             context = CaseContext(dist.group.WORLD, me.rank, me.world, root, case_in_layout)
@@ -112,14 +124,20 @@ def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-# Quick runs test every dtype with three ranks, and one dtype of each kind with other world sizes.
+# Quick runs test, on threads, every dtype with three ranks, and some with other world sizes; on
+# processes, one dtype of each kind with three ranks.
 QUICK_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def marks(world: int, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    if world == 3:
+        return [] if dtype in QUICK_DTYPES else [slow_on_processes]
+    few = QUICK_DTYPES if world < 8 else QUICK_DTYPES[:2]
+    return [slow_on_processes] if dtype in few else [pytest.mark.slow]
+
+
 EVERY = [
-    pytest.param(
-        w, d, marks=[] if w == 3 or d in QUICK_DTYPES else [pytest.mark.slow], id=f"{w}-{short(d)}"
-    )
-    for w in WORLDS
-    for d in DTYPES
+    pytest.param(w, d, marks=marks(w, d), id=f"{w}-{short(d)}") for w in WORLDS for d in DTYPES
 ]
 
 
@@ -159,11 +177,18 @@ def compare_with_gloo(me: RankContext, dtype: torch.dtype) -> tuple[int, list[st
     return run, wrong
 
 
+@between_processes("gloo has no ranks that are threads")
 @pytest.mark.parametrize(("world", "dtype"), EVERY)
 def test_results_equal_gloos(pools, world, dtype):
     found = pools(world).run(compare_with_gloo, dtype)
     assert all(run for run, _ in found) or gloo_limitation(Case("broadcast", dtype))
     report([wrong for _, wrong in found])
+
+
+@functools.lru_cache(maxsize=4)
+def scaled_sum(case: Case, world: int, factor: float) -> Tensor | None:
+    scaled = [[row[0] * factor] for row in rows(case, world, tame=True)]
+    return COLLECTIVES["all_reduce"].model(scaled, "sum", 0)[0]
 
 
 def premultiplied(me: RankContext, dtype: torch.dtype, factor: float, as_tensor: bool) -> list[str]:
@@ -173,8 +198,7 @@ def premultiplied(me: RankContext, dtype: torch.dtype, factor: float, as_tensor:
     wrong = []
     for count in (*SMALL, LARGE):
         case = Case("all_reduce", dtype, "sum", count)
-        whole = [row[0] * factor for row in rows(case, me.world, tame=True)]
-        wanted = dist_cases.COLLECTIVES["all_reduce"].model([[w] for w in whole], "sum", 0)[0]
+        wanted = scaled_sum(case, me.world, factor)
         actual = with_layout(block(case, me.rank * me.world, tame=True), "sliced")
         dist.all_reduce(actual, op)
         exact = factor == FACTOR
@@ -189,8 +213,14 @@ def premultiplied(me: RankContext, dtype: torch.dtype, factor: float, as_tensor:
     return wrong
 
 
+PREMUL_WORLDS = [
+    pytest.param(w, marks=[] if w == 3 else [slow_on_processes if w == 1 else pytest.mark.slow])
+    for w in WORLDS
+]
+
+
 @pytest.mark.skipif(not OURS, reason=f"{BACKEND} refuses PREMUL_SUM")
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", PREMUL_WORLDS)
 def test_premul_sum(pools, world):
     for dtype in (torch.float32, torch.float64, *NARROW[:2]):
         for factor in (FACTOR, 0.3):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, fresh, pools_of_a_module
+from dist_ranks import between_processes
 from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric me
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -161,7 +162,12 @@ def allocate_and_free(me: RankContext, make: Make) -> None:
     dist.barrier()
 
 
-JOBS = (ordinary, same_bits, views, reuse_after_calls, allocate_and_free)
+ON_BOTH = (same_bits, views, reuse_after_calls)
+IN_SHARED_MEMORY = between_processes("threads share all memory, so the group has no heap")
+JOBS = [
+    *ON_BOTH,
+    *(pytest.param(job, marks=IN_SHARED_MEMORY) for job in (ordinary, allocate_and_free)),
+]
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
@@ -216,6 +222,7 @@ def buckets(me: RankContext) -> list[bool]:
     return shared
 
 
+@IN_SHARED_MEMORY
 def test_buckets_of_ddp(pools):
     for shared in pools(2).run(buckets):
         assert shared
@@ -230,6 +237,7 @@ def allocate_too_much(me: RankContext) -> str:
     return f"got {x.shape}"
 
 
+@IN_SHARED_MEMORY
 def test_too_large_allocations_raise(pools):
     for message in pools(2).run(allocate_too_much):
         assert str(2**50) in message, message
@@ -246,6 +254,7 @@ def allocate_on_a_gpu(me: RankContext) -> str:
         return str(error)
 
 
+@IN_SHARED_MEMORY
 def test_a_build_without_cuda(pools):
     for message in pools(2).run(allocate_on_a_gpu):
         assert "has no memory that its ranks share" in message, message

@@ -21,8 +21,8 @@ MIB_64 = 64 * 2**20 // 4
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def mismatched(me: RankContext, sent: Tensor, out: Tensor, tag: int) -> tuple[Caught, bool]:

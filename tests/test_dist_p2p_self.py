@@ -22,17 +22,18 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
+from dist_ranks import EMULATED_DEVICES, between_processes
 from reference import assert_same
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="does not connect a rank to itself")
 COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # elements: eager, one buffer, several buffers
-STAGED = ("", "late", "eager", "late:cuda_ipc", "late:auto")
+DEVICES = ("late", "eager", "late:cuda_ipc", "late:auto")
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(second_backend=None)
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
@@ -107,10 +108,11 @@ def test_messages_to_self(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
+@between_processes(EMULATED_DEVICES)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("staged", STAGED[1:])
-def test_device_messages_to_self(pools, staged, job):
-    pools(2, site=staged).run(job, seconds=60)
+@pytest.mark.parametrize("site", DEVICES)
+def test_device_messages_to_self(pools, site, job):
+    pools(2, site=site).run(job, seconds=60)
 
 
 def beside_others(me: RankContext) -> list[int]:

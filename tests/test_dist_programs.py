@@ -10,14 +10,15 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Pools, RankContext, pools_of_a_module
+from dist_pool import OURS, Pools, RankContext, pools_of_a_module
+from dist_ranks import THREADS
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,8 +27,6 @@ KINDS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "a
 KINDS += ("gather", "scatter", "barrier", "exchange")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BOUND = 97  # values are reduced modulo this, so that sums stay exact in every dtype
-
-pytestmark = pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +89,7 @@ def reduced(x: Tensor) -> Tensor:
 # --- the model: the tensors of all ranks in one process -------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)  # ranks that are threads share it
 def model(program: Program) -> list[list[Tensor]]:
     state = begin(program)
     for step in program.steps:
@@ -178,15 +178,16 @@ def result_of(result: object, size: int) -> Tensor | None:
 
 
 @functools.lru_cache
-def groups_of(world: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for every subset of ranks, created once per process, in one order on all ranks."""
+def groups_of(world: int, whole: dist.ProcessGroup) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for every subset of ranks, created once per default group, in one order on all
+    ranks."""
     limit = datetime.timedelta(seconds=60)
     subsets = [m for n in range(1, world + 1) for m in itertools.combinations(range(world), n)]
     return {members: dist.new_group(members, timeout=limit) for members in subsets}
 
 
 def run(me: RankContext, program: Program) -> list[str]:
-    groups = groups_of(me.world)
+    groups = groups_of(me.world, dist.group.WORLD)
     state = begin(program)[me.rank]
     in_flight: list[tuple[int, Step, object, list]] = []
 
@@ -208,7 +209,7 @@ def run(me: RankContext, program: Program) -> list[str]:
             continue
         finish(n, {step.source, step.target})
         if me.rank == root_of(step):
-            time.sleep(step.pause / 1000)
+            me.be_late(step.pause / 1000)
         result, works = start_step(step, state[step.source], groups[step.members], me.rank)
         in_flight.append((n + step.wait, step, result, works))
     finish(len(program.steps) + 10, set())
@@ -221,18 +222,36 @@ def run(me: RankContext, program: Program) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
+
+
+@pytest.fixture(scope="module")
+def pools_of_threads() -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=THREADS)
 
 
 # No shrinking, because every failure ends a pool, and every hang takes the full time limit.
-@hypothesis.settings(
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+SETTINGS: dict[str, Any] = {
+    "phases": [hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    "suppress_health_check": [hypothesis.HealthCheck.function_scoped_fixture],
+}
+
+
+def check(pools: Pools, program: Program) -> None:
+    for rank, wrong in enumerate(pools(program.world).run(run, program, seconds=20)):
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.slow
+@hypothesis.settings(**SETTINGS)
 @hypothesis.given(program=programs())
 def test_programs(pools, program):
-    for rank, wrong in enumerate(
-        pools(program.world, second_backend=None).run(run, program, seconds=20)
-    ):
-        assert not wrong, f"rank {rank}: {wrong}"
+    check(pools, program)
+
+
+@pytest.mark.skipif(not OURS, reason="runs pycollect alone")
+@hypothesis.settings(**SETTINGS, max_examples=20)
+@hypothesis.given(program=programs())
+def test_some_programs(pools_of_threads, program):
+    check(pools_of_threads, program)

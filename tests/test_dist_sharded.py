@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, Pools, RankContext, pools_of_a_module
+from dist_ranks import slow_on_processes
 from torch import Tensor, nn
 
 STEPS = 3
 WORLD = 3
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -272,14 +273,19 @@ def checkpoint(me: RankContext) -> None:
 
 
 JOBS: tuple[Callable[[RankContext], None], ...]
-JOBS = (fsdp1, fsdp2, dtensor, tensor_parallel, functional, compiled, pipeline, checkpoint)
+JOBS = (fsdp1, fsdp2, dtensor, tensor_parallel, functional, pipeline, checkpoint)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_sharded(pools, job):
-    if job is compiled and shutil.which("g++") is None:
-        pytest.skip("torch.compile needs g++")
     pools(WORLD).run(job, seconds=60)
+
+
+@pytest.mark.slow
+def test_compiled(pools):
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs g++")
+    pools(WORLD).run(compiled, seconds=60)
 
 
 def test_sharded_and_replicated(pools):

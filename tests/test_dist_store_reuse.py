@@ -33,7 +33,7 @@ LONE_TIMEOUT = 0.2  # timeout in seconds of a rank without peers
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(group=False, second_backend=None)
+    yield from pools_of_a_module(group=False)
 
 
 def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:

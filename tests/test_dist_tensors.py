@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} ignores strides or 
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, shape: tuple[int, ...]) -> Tensor:

@@ -11,11 +11,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, backend_of, pools_of_a_module
+from dist_ranks import between_processes
 from reference import assert_same
 from torch import Tensor
 
@@ -23,8 +25,8 @@ SIZES = (1, 5_000, 400_000)
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int = 5) -> Tensor:
@@ -138,7 +140,7 @@ def mixed_order(me: RankContext) -> None:
     """A synchronous call runs after earlier asynchronous ones; some ranks are late."""
     for n in range(10):
         if me.rank == n % me.world:
-            time.sleep(0.01)
+            me.be_late(0.01)
         x = torch.full((1000,), float(me.rank))
         work = dist.broadcast(x, 0, async_op=True)
         dist.all_reduce(x)
@@ -257,31 +259,35 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-JOBS = (
-    waited,
-    completes_unwaited,
-    completes_without_the_caller,
-    futures,
-    kept_alive,
-    sequence,
-    in_order,
-)
-JOBS += (mixed_order, many, cycle, threads, threads_of_one_group, messages_and_collectives)
+JOBS = (waited, completes_unwaited, completes_without_the_caller, futures, kept_alive, sequence)
+JOBS += (in_order, mixed_order, many, cycle, threads, threads_of_one_group)
+JOBS += (messages_and_collectives,)
 GLOO_LACKS = {
     sequence: "counts otherwise",
     in_order: "runs two collectives of a group at once",
     mixed_order: "runs two collectives of a group at once",
 }
+TURNS = between_processes("while a rank sleeps, no other has its turn")
+MARKS = {completes_without_the_caller: TURNS}
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_work(pools, job):
+def in_worlds(worlds: tuple[int, ...], *jobs: Callable[[RankContext], None]) -> list[Any]:
+    """pytest parameters (world, job)."""
+    marks = {(w, job): [MARKS[job]] for w in worlds for job in jobs if job in MARKS and w > 1}
+    return [
+        pytest.param(w, job, marks=marks.get((w, job), []), id=f"{w}-{job.__name__}")
+        for w in worlds
+        for job in jobs
+    ]
+
+
+@pytest.mark.parametrize(("world", "job"), in_worlds((3,), *JOBS))
+def test_work(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
-    pools(3).run(job)
+    pools(world).run(job)
 
 
-@pytest.mark.parametrize("job", [waited, futures, many, threads], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize(("world", "job"), in_worlds((1, 8), waited, futures, many, threads))
 def test_one_and_eight_ranks(pools, world, job):
     pools(world).run(job, seconds=40)

@@ -92,7 +92,7 @@ LINE = "61 slow tests were left out; about 2 minutes: python -m pytest -q -n aut
 
 
 def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> str:
-    for name in ("conftest.py", "device_placements.py"):
+    for name in ("conftest.py", "device_placements.py", "dist_ranks.py"):
         shutil.copy(HERE / name, folder)
     (folder / "test_some.py").write_text(tests)
     shutil.copy(HERE.parent / "pyproject.toml", folder)

@@ -1,0 +1,85 @@
+"""What the ranks of a test are: a test that requests `ranks_as` runs on threads and on processes.
+
+The id says which. Marks, for a module, a test or a parameter, make exceptions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+THREADS, PROCESSES = "threads", "processes"
+# PYCOLLECT_TEST_RANKS=threads leaves out the tests on processes.
+KINDS = os.environ.get("PYCOLLECT_TEST_RANKS", f"{THREADS},{PROCESSES}").split(",")
+MARKS = {
+    "between_processes(why)": "does not run on threads",
+    "slow_on_processes": "with processes as ranks, the test is slow",
+    "xfail_on_threads(why, run)": "fails with threads as ranks, because of a defect",
+}
+EMULATED_DEVICES = "emulated devices stand for those of a process"
+
+
+def between_processes(why: str) -> pytest.MarkDecorator:
+    """The test's subject exists between processes only."""
+    return pytest.mark.between_processes(why)
+
+
+def xfail_on_threads(why: str, run: bool = True) -> pytest.MarkDecorator:
+    """Threads as ranks have a defect. `run=False` is for hangs."""
+    return pytest.mark.xfail_on_threads(why, run)
+
+
+slow_on_processes = pytest.mark.slow_on_processes
+
+
+def staged(*names: str) -> list[Any]:
+    """pytest parameters (site): host memory ("") for both kinds of ranks, others for processes."""
+    only = between_processes(EMULATED_DEVICES)
+    return [pytest.param(n, marks=[only] if n else [], id=n or "host") for n in names]
+
+
+@pytest.fixture(scope="module")
+def ranks_as(request: pytest.FixtureRequest) -> Iterator[str]:
+    """ "threads" or "processes"."""
+    return request.param
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark, text in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {text}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks_as" not in metafunc.fixturenames:
+        return
+    ours = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect") == "pycollect"
+    only = metafunc.definition.get_closest_marker("between_processes") or not ours
+    kinds = [kind for kind in KINDS if kind == PROCESSES or not only]
+    metafunc.parametrize("ranks_as", kinds, indirect=True, scope="module")
+
+
+def _kind(item: pytest.Item) -> str:
+    return item.callspec.params.get("ranks_as", "") if hasattr(item, "callspec") else ""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _kind(item) == PROCESSES and item.get_closest_marker("slow_on_processes"):
+        item.add_marker(pytest.mark.slow)
+    if _kind(item) == THREADS:  # torch's warnings, which processes write into their logs
+        item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
+    defect = item.get_closest_marker("xfail_on_threads")
+    if defect and _kind(item) == THREADS:
+        why, run = defect.args
+        item.add_marker(pytest.mark.xfail(strict=True, reason=why, run=run))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = (
+        item
+        for item in items
+        if _kind(item) != THREADS or not item.get_closest_marker("between_processes")
+    )

@@ -1,0 +1,139 @@
+"""Ranks as threads in situations that a reading of the scheduler found: each failed before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_programs import ends_within
+
+import pycollect as pc
+from pycollect import threads
+
+PARALLEL = pytest.mark.parametrize("parallel", [False, True])
+
+
+@PARALLEL
+def test_a_callback_of_a_future_makes_collectives(parallel):
+    def program(rank: int, world: int) -> list[float]:
+        found = torch.full((2,), float(rank))
+
+        def callback(future: Any) -> torch.Tensor:
+            dist.all_reduce(found)
+            return found
+
+        if rank == 0:  # the others come later: the callback runs while this rank waits
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback)
+        else:
+            time.sleep(0.01)
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback)
+        future.wait()
+        dist.barrier()
+        return found.tolist()
+
+    assert threads.launch(program, 3, parallel=parallel, timeout=20) == [[3.0, 3.0]] * 3
+
+
+def test_equal_tensors_in_other_coalesced_calls_are_refused():
+    def program(rank: int, world: int) -> None:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        a, b = torch.ones(2), torch.ones(2, dtype=torch.float64)
+        backend._start_coalescing()
+        for tensors in [[a, b]] if rank == 0 else [[a], [b]]:
+            backend.allreduce_coalesced(tensors)
+        backend._end_coalescing().wait()
+
+    with pytest.raises(
+        ValueError, match="must coalesce the same calls: rank 1 made 2, rank 0 made 1"
+    ):
+        threads.launch(program, 2, timeout=20)
+
+
+@PARALLEL
+def test_polling_ends_when_the_peer_has_left(parallel):
+    def program(rank: int, world: int) -> bool:
+        if rank == 1:
+            return True
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+        return work.is_success()
+
+    with ends_within(2):
+        assert threads.launch(program, 2, parallel=parallel, timeout=20) == [False, True]
+
+
+@PARALLEL
+def test_a_thread_of_a_rank_reads_the_store(parallel):
+    def program(rank: int, world: int) -> bytes:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"key {rank}", f"value {rank}")
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(store.get, f"key {1 - rank}").result()
+
+    assert threads.launch(program, 2, parallel=parallel, timeout=20) == [b"value 1", b"value 0"]
+
+
+def test_a_limit_in_a_thread_of_a_rank_ends_before_a_deadlock():
+    def program(rank: int, world: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+
+        def write_later() -> None:
+            with pytest.raises(pc.Timeout):
+                store.wait(["never"], timedelta(seconds=1))
+            store.set("now", "")
+
+        if rank == 0:
+            threading.Thread(target=write_later).start()
+        store.wait(["now"])
+
+    threads.launch(program, 2, timeout=20)
+
+
+@pytest.mark.slow
+def test_a_rank_waits_for_a_thread_that_was_there_before():
+    def program(rank: int, world: int) -> None:
+        if rank == 0:
+            pool.submit(time.sleep, 5).result()
+        dist.barrier()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        threads.launch(program, 2, timeout=20)
+
+
+def test_a_rank_that_lost_its_turn_has_its_own_random_state_afterwards():
+    def program(rank: int, world: int) -> list[float]:
+        torch.manual_seed(rank)
+        if rank == 0:  # an open future, so that the wait for the event costs the turn
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            work.get_future()
+            threading.Timer(0.3, event.set).start()
+            event.wait()
+            numbers = torch.rand(3).tolist()
+            work.wait()
+        else:
+            dist.all_reduce(torch.ones(1))
+            numbers = torch.rand(3).tolist()
+        return numbers
+
+    event = threading.Event()
+    found = threads.launch(program, 2, timeout=20)
+    for rank, numbers in enumerate(found):
+        assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
+
+
+def test_an_idle_pool_of_a_rank_hides_no_deadlock():
+    def program(rank: int, world: int) -> None:
+        pool = ThreadPoolExecutor(1)
+        pool.submit(int).result()
+        dist.recv(torch.ones(1), 1 - rank)
+
+    with ends_within(3), pytest.raises(pc.Deadlock):
+        threads.launch(program, 2, timeout=20)

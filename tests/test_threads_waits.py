@@ -1,0 +1,137 @@
+"""Waits on ranks as threads: futures, time limits, and process groups of other ranks."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_programs import (
+    PARALLEL,
+    diagnose,
+    ends_within,
+    total,
+)
+
+import pycollect as pc
+from pycollect import threads
+
+# --- futures --------------------------------------------------------------------------------------
+
+
+@PARALLEL
+def test_a_future_of_a_work_that_a_peer_never_posts(parallel):
+    def program(rank: int, world: int) -> None:
+        if rank == 1:
+            dist.recv(torch.ones(3), 0)
+        else:
+            dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
+
+    with ends_within(1), pytest.raises(pc.CollectiveError) as caught:
+        threads.launch(program, 3, timeout=1.5, parallel=parallel)
+    assert not isinstance(caught.value, pc.Timeout), caught.value
+
+
+@PARALLEL
+def test_a_future_of_a_work_of_which_a_peer_has_ended(parallel):
+    def program(rank: int, world: int) -> None:
+        if rank != 1:
+            dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
+
+    with ends_within(1), pytest.raises(pc.CollectiveError) as caught:
+        threads.launch(program, 3, timeout=1.5, parallel=parallel)
+    assert not isinstance(caught.value, pc.Timeout), caught.value
+
+
+@PARALLEL
+def test_a_rank_that_makes_no_backward_pass_of_ddp(parallel):
+    import torch._dynamo
+
+    def program(rank: int, world: int) -> None:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        if rank != 0:
+            model(torch.ones(2, 3)).sum().backward()
+
+    with ends_within(1), pytest.raises(RuntimeError) as caught:
+        threads.launch(program, 3, timeout=1.5, parallel=parallel)
+    assert not isinstance(caught.value, pc.Timeout), caught.value
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_a_late_rank_exceeds_the_timeout_of_a_group():
+    def program(rank: int, world: int) -> None:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=0.2))
+        if rank == 1:
+            time.sleep(0.6)
+        dist.all_reduce(torch.ones(2), group=group)
+
+    found = diagnose(program, parallel=True)
+    assert isinstance(found.error, pc.Timeout), repr(found.error)
+    assert "all_reduce #0" in str(found.error)
+    assert "timed out after 0.2 s" in str(found.error)
+    assert "rank 1 did not arrive" in str(found.error)
+
+
+def test_a_wait_with_a_limit_ends_without_harm():
+    def program(rank: int, world: int) -> float:
+        x = torch.ones(2)
+        if rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            with pytest.raises(Exception, match="all_reduce #0"):
+                work.wait(datetime.timedelta(milliseconds=50))
+            dist.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            if rank == 1:
+                dist.recv(torch.ones(1), 0)
+            dist.all_reduce(x)
+        return x[0].item()
+
+    assert threads.launch(program, 3, timeout=10) == [3.0] * 3
+
+
+# --- objects of other ranks -----------------------------------------------------------------------
+
+
+def test_a_group_of_another_rank_is_refused():
+    shared: dict[str, Any] = {}
+
+    def program(rank: int, world: int) -> None:
+        group = shared.setdefault("group", dist.group.WORLD)
+        dist.all_reduce(torch.ones(2), group=group)
+
+    found = diagnose(program)
+    assert isinstance(found.error, (ValueError, pc.CollectiveError))
+    assert found.by != 2
+
+
+def test_a_group_object_used_without_torch_names_its_rank():
+    shared: dict[str, Any] = {}
+
+    def program(rank: int, world: int) -> None:
+        group = shared.setdefault("group", dist.group.WORLD)
+        group.allreduce([torch.ones(2)]).wait()
+
+    found = diagnose(program)
+    owner = str(({0, 1, 2} - {found.by} - set(found.others) or {2}).pop())
+    texts = [str(found.error), *found.others.values()]
+    assert any("each rank has process groups of its own" in text for text in texts), texts
+    assert owner
+
+
+def test_monitored_barrier_with_an_absent_rank():
+    def program(rank: int, world: int) -> None:
+        if rank != 2:
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+
+    found = diagnose(program)
+    assert isinstance(found.error, (ValueError, RuntimeError))
+
+
+def test_launches_work_after_all_of_these():
+    assert threads.launch(total, 4) == [6.0] * 4
