@@ -138,7 +138,7 @@ PLAN = {
 }
 MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
-NOT_CALLED = {"CollectiveError", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
+NOT_CALLED = {"CollectiveError", "Deadlock", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
 NOT_CALLED |= {"autograd", "distributed"}
 
 

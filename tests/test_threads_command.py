@@ -372,4 +372,4 @@ def test_compiled_code_of_the_cpu_runs(tmp_path):
         assert y.tolist() == [2.0 + rank] * 3
         """,
     )
-    assert_printed(ended)
+    assert ended.returncode == 0, ended.stderr  # torch may warn that it finds no GPU

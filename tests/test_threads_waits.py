@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -22,17 +24,30 @@ from pycollect import threads
 # --- futures --------------------------------------------------------------------------------------
 
 
+NEVER_POSTED = """
+import sys, time, torch, torch.distributed as dist, pycollect as pc
+from pycollect import threads
+
+def program(rank, world):
+    if rank == 1:
+        dist.recv(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
+
+begin = time.monotonic()
+try:
+    threads.launch(program, 3, timeout=20, parallel=sys.argv[1] == "True")
+except pc.Deadlock:
+    print("deadlock", time.monotonic() - begin < 5)
+"""
+
+
 @PARALLEL
 def test_a_future_of_a_work_that_a_peer_never_posts(parallel):
-    def program(rank: int, world: int) -> None:
-        if rank == 1:
-            dist.recv(torch.ones(3), 0)
-        else:
-            dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
-
-    with ends_within(1), pytest.raises(pc.CollectiveError) as caught:
-        threads.launch(program, 3, timeout=1.5, parallel=parallel)
-    assert not isinstance(caught.value, pc.Timeout), caught.value
+    """In a process of its own: a thread of another test could be the one that is awaited."""
+    command = [sys.executable, "-W", "ignore", "-c", NEVER_POSTED, str(parallel)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.stdout == "deadlock True\n", found.stdout + found.stderr
 
 
 @PARALLEL
@@ -41,8 +56,8 @@ def test_a_future_of_a_work_of_which_a_peer_has_ended(parallel):
         if rank != 1:
             dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
 
-    with ends_within(1), pytest.raises(pc.CollectiveError) as caught:
-        threads.launch(program, 3, timeout=1.5, parallel=parallel)
+    with ends_within(5), pytest.raises(pc.CollectiveError) as caught:
+        threads.launch(program, 3, timeout=20, parallel=parallel)
     assert not isinstance(caught.value, pc.Timeout), caught.value
 
 
@@ -55,8 +70,8 @@ def test_a_rank_that_makes_no_backward_pass_of_ddp(parallel):
         if rank != 0:
             model(torch.ones(2, 3)).sum().backward()
 
-    with ends_within(1), pytest.raises(RuntimeError) as caught:
-        threads.launch(program, 3, timeout=1.5, parallel=parallel)
+    with ends_within(5), pytest.raises(RuntimeError) as caught:
+        threads.launch(program, 3, timeout=20, parallel=parallel)
     assert not isinstance(caught.value, pc.Timeout), caught.value
 
 

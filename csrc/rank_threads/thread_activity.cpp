@@ -19,6 +19,13 @@ std::ifstream open_status(pid_t thread, const char* file) {
   return std::ifstream(text("/proc/self/task/", thread, "/", file));
 }
 
+// Returns the system call in which the thread is, or -1.
+long system_call(pid_t thread) {
+  auto file = open_status(thread, "syscall");
+  long number = -1;
+  return file >> number ? number : -1;
+}
+
 // Returns whether the thread is in a futex call without a time limit, its fourth argument.
 bool is_in_futex(pid_t thread) {
   auto file = open_status(thread, "syscall");
@@ -26,12 +33,6 @@ bool is_in_futex(pid_t thread) {
   if (!(file >> number) || number != text(SYS_futex)) return false;
   for (int i = 0; i < 4; ++i) file >> argument;
   return argument == "0x0";
-}
-
-bool is_reading(pid_t thread) {
-  auto file = open_status(thread, "syscall");
-  std::string number;
-  return file >> number && number == text(SYS_read);
 }
 
 // Returns the number of times that the thread has gone to sleep.
@@ -51,7 +52,8 @@ bool ThreadActivity::all_others_blocked(const std::vector<pid_t>& threads) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
     const pid_t thread = std::stoi(entry.path().filename());
     if (std::find(threads.begin(), threads.end(), thread) != threads.end()) continue;
-    if (!is_in_futex(thread) && !is_reading(thread)) return false;
+    const long call = system_call(thread);
+    if (call != SYS_futex && call != SYS_read) return false;
   }
   return true;
 }

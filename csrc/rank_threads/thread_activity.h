@@ -12,7 +12,8 @@ namespace pycollect::rank_threads {
 class ThreadActivity {
  public:
   static pid_t this_thread();
-  // Returns whether all threads of the process but these are blocked, or wait for input.
+  // Returns whether all threads of the process but these wait for another thread, with or without a
+  // time limit, or for input.
   static bool all_others_blocked(const std::vector<pid_t>& threads);
 
   void attach_to_this_thread() { thread_ = this_thread(); }
