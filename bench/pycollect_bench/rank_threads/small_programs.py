@@ -165,7 +165,7 @@ def ring(rank: int, world: int, device: torch.device) -> None:
 def subgroups(rank: int, world: int, device: torch.device) -> None:
     """Reduce in subgroups of the even and the odd ranks."""
     members = [list(range(parity, world, 2)) for parity in (0, 1)]
-    groups = [dist.new_group(ranks) for ranks in members if ranks]
+    groups: list[Any] = [dist.new_group(ranks) for ranks in members if ranks]
     value = torch.tensor([float(rank)], device=device)
     dist.all_reduce(value, group=groups[rank % 2])
     _check(value.item() == sum(members[rank % 2]), "the sum of a subgroup")
