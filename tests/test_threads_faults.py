@@ -101,14 +101,6 @@ def test_a_mismatch_names_the_line_of_each_rank():
         assert re.search(rf"rank {rank} .*{re.escape(__file__)}:\d+", str(found.error)), rank
 
 
-def _user_frames(error: BaseException) -> list[str]:
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}\n")
-        trace = trace.tb_next
-    return frames
-
-
 # --- ranks that end -------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Ranks as threads in situations that a reading of the scheduler found: each failed before."""
+"""Ranks as threads in rare situations: callbacks, polling, threads of ranks, lost turns."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from pycollect import threads
 PARALLEL = pytest.mark.parametrize("parallel", [False, True])
 
 
-@PARALLEL
-def test_a_callback_of_a_future_makes_collectives(parallel):
-    def program(rank: int, world: int) -> list[float]:
-        found = torch.full((2,), float(rank))
+def test_a_callback_of_a_future_makes_a_collective_while_its_rank_waits():
+    def program(rank: int, world: int) -> tuple[list[float], list[float]]:
+        x, y, token = torch.ones(4) * (rank + 1), torch.ones(4), torch.zeros(1)
 
         def callback(future: Any) -> torch.Tensor:
-            dist.all_reduce(found)
-            return found
+            dist.all_reduce(y)
+            return y
 
-        if rank == 0:  # the others come later: the callback runs while this rank waits
-            future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback)
+        if rank == 1:
+            dist.recv(token, 0)
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future().then(callback)
+        if rank == 0:
+            dist.send(token, 1)
+        work.wait()
+        if rank == 1:
+            dist.send(token, 0)
         else:
-            time.sleep(0.01)
-            future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(callback)
+            dist.recv(token, 1)
         future.wait()
-        dist.barrier()
-        return found.tolist()
+        return x.tolist(), y.tolist()
 
-    assert threads.launch(program, 3, parallel=parallel, timeout=20) == [[3.0, 3.0]] * 3
+    assert threads.launch(program, 2, timeout=20) == [([3.0] * 4, [2.0] * 4)] * 2
 
 
 def test_equal_tensors_in_other_coalesced_calls_are_refused():
