@@ -30,6 +30,11 @@ void RankScheduler::poll_if_first(Lock& lock, const Member& me) {
 void RankScheduler::poll() {
   Lock lock(mutex_);
   if (entered_ < world_) return;
+  const auto listeners = listeners_;
+  unlocked(lock, [&] {
+    for (const auto& listener : listeners)
+      if (const auto held = listener.lock()) held->poll();
+  });
   take_turns_of_blocked(lock);
   if (aborted_) return;
   const bool any_waits =
@@ -78,6 +83,8 @@ bool RankScheduler::all_stuck() {
     if (!is_stuck(*m)) return false;
   for (Member* const m : entered_helpers_)
     if (!m->waits() && m->activity.blocked_for() < kStuck) return false;
+  for (Member* const m : helpers_)  // one that acts for another rank may have been granted
+    if (!m->waits()) return false;
   const bool any_blocked = std::any_of(
       ranks_.begin(), ranks_.end(), [](const auto& m) { return m->state == MemberState::outside; });
   if (!any_blocked) return true;

@@ -21,7 +21,7 @@ enum class MemberState {
 };
 
 struct Member {
-  const Rank rank;
+  Rank rank;
   const bool is_main;
   std::atomic<MemberState> state{MemberState::absent};  // changed with the scheduler locked
   bool sleeps = false;                                  // in `granted`
@@ -36,6 +36,9 @@ struct Member {
 
   bool waits() const { return state == MemberState::waiting; }
 };
+
+// Runs a callback. Its errors are its future's: torch keeps them there.
+void run_task(const std::function<void()>& task);
 
 // Calls `f` without the lock.
 template <class F>

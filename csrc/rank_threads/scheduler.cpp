@@ -1,10 +1,7 @@
 // See scheduler.h.
 #include "scheduler.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <chrono>
 #include <thread>
 
 #include "../plan/error.h"
@@ -13,19 +10,13 @@
 namespace pycollect::rank_threads {
 namespace {
 
-// How often a waiting thread looks whether a running rank is blocked, if there are objects with
-// waits that the scheduler does not know.
-constexpr std::chrono::milliseconds kPollInterval{5};
-// How long to yield before sleeping.
-constexpr std::chrono::microseconds kYieldTime{200};
-
 struct OwnMember {  // the calling thread's place in a launch
   RankScheduler* scheduler = nullptr;
   Member* member = nullptr;
 };
 thread_local OwnMember own;
 
-// Makes the calling thread act as a helper of a rank.
+// Makes a thread of a launch act as a helper of another rank.
 class ActingAs {
  public:
   ActingAs(RankScheduler* scheduler, Rank rank)
@@ -42,13 +33,52 @@ class ActingAs {
   const OwnMember before_;
 };
 
-// Errors of a callback are its future's: torch keeps them there.
-void run_task(const std::function<void()>& task) {
-  try {
-    task();
-  } catch (const std::exception&) {
+// A thread that no rank has started, but that waits on behalf of ranks, such as one of a thread
+// pool. The launch counts it as a helper until it ends: it may do what the ranks wait for.
+class Stranger {
+ public:
+  ~Stranger() { leave(); }
+
+  // Makes the calling thread a helper of the rank, until it is reset.
+  void act_as(const std::shared_ptr<RankScheduler>& scheduler, Rank rank) {
+    if (scheduler_.lock() != scheduler) {
+      leave();
+      scheduler->enter_helper(rank);
+      scheduler_ = scheduler;
+      helper_ = own;
+    }
+    own = helper_;
+    own.member->rank = rank;
   }
-}
+
+ private:
+  void leave() {
+    if (const auto scheduler = scheduler_.lock()) {
+      own = helper_;
+      scheduler->leave_helper();
+    } else {
+      delete helper_.member;
+    }
+    helper_ = {};
+  }
+
+  std::weak_ptr<RankScheduler> scheduler_;
+  OwnMember helper_;
+};
+thread_local Stranger stranger;
+
+class StrangerWait {
+ public:
+  StrangerWait(const std::shared_ptr<RankScheduler>& scheduler, Rank rank) : before_(own) {
+    stranger.act_as(scheduler, rank);
+  }
+  ~StrangerWait() { own = before_; }
+  StrangerWait(const StrangerWait&) = delete;
+  StrangerWait& operator=(const StrangerWait&) = delete;
+
+ private:
+  const OwnMember before_;
+};
 
 // A callback that runs at the beginning of a turn may wait, too: keeps the wait that it interrupts.
 class OuterWait {
@@ -74,30 +104,13 @@ class OuterWait {
   const bool gives_way_, expired_, released_;
 };
 
-// Offers the core to other threads, for a short time, while the state is this one. A thread that
-// sleeps takes 35 us to wake on another core, and one that yields takes its turn at once.
-void yield_while(const std::atomic<MemberState>& state, MemberState unchanged, WorkShare& share) {
-  const Deadline until = Clock::now() + kYieldTime;
-  share.count_awake(1);
-  while (state.load(std::memory_order_acquire) == unchanged && Clock::now() < until) {
-    share.help();
-    sched_yield();
-  }
-  share.count_awake(-1);
-}
-
 }  // namespace
 
-std::exception_ptr end_error(EndKind kind, const std::string& why) {
-  switch (kind) {
-    case EndKind::deadlock:
-      return std::make_exception_ptr(Deadlock(why));
-    case EndKind::timed_out:
-      return std::make_exception_ptr(Timeout(why));
-    case EndKind::peer_lost:
-      break;
+void run_task(const std::function<void()>& task) {
+  try {
+    task();
+  } catch (const std::exception&) {
   }
-  return std::make_exception_ptr(PeerLost(why));
 }
 
 RankScheduler::RankScheduler(int world, bool parallel, RankHooks hooks)
@@ -164,7 +177,11 @@ bool RankScheduler::give_way(Rank rank, const ReadyCondition& condition) {
 }
 
 bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mode) {
-  if (own.scheduler != this || own.member->rank != rank) {
+  if (own.scheduler != this) {
+    const StrangerWait helper(shared_from_this(), rank);
+    return wait(rank, condition, mode);
+  }
+  if (own.member->rank != rank) {
     const ActingAs helper(this, rank);
     return wait(rank, condition, mode);
   }
@@ -224,109 +241,6 @@ bool RankScheduler::park(Lock& lock, Member& me, WaitMode mode) {
   }
 }
 
-// The next turn is of the first rank after `last` that can continue.
-void RankScheduler::end_turn(Lock& lock, Member& me, Rank last) {
-  if (me.is_main && !parallel_) unlocked(lock, [&] { hooks_.pause(me.rank); });
-  me.state = MemberState::waiting;
-  if (me.is_main) {
-    --running_;
-    last_ = last;
-  } else {
-    helpers_.push_back(&me);
-    wake_pollers();
-  }
-  dispatch();
-}
-
-void RankScheduler::begin_turn(Lock& lock, Member& me) {
-  if (!me.is_main) std::erase(helpers_, &me);
-  if (me.is_main && !parallel_) unlocked(lock, [&] { hooks_.resume(me.rank); });
-  const auto tasks = std::exchange(me.tasks, {});
-  if (!tasks.empty())
-    unlocked(lock, [&] {
-      for (const auto& task : tasks) run_task(task);
-    });
-}
-
-// Waits for a turn, and for nothing else.
-void RankScheduler::take_turn(Lock& lock, Member& me) {
-  me.state = MemberState::queued;
-  dispatch();
-  while (me.state == MemberState::queued) sleep(lock, me);
-  begin_turn(lock, me);
-}
-
-void RankScheduler::regain_turn(Lock& lock, Member& me) {
-  if (me.state == MemberState::outside) take_turn(lock, me);
-}
-
-void RankScheduler::sleep(Lock& lock, Member& me) {
-  const MemberState before = me.state;
-  unlocked(lock, [&] { yield_while(me.state, before, share_); });
-  if (me.state != before) return;
-  const bool polls = expects_unknown_waits();
-  Deadline until = me.condition && !me.expired ? me.condition->deadline : Deadline::max();
-  if (polls) until = std::min(until, Clock::now() + kPollInterval);
-  me.sleeps = true;
-  if (until == Deadline::max())
-    me.granted.wait(lock);
-  else
-    me.granted.wait_until(lock, until);
-  me.sleeps = false;
-  if (me.state != before) return;
-  if (me.condition && !me.expired && me.condition->deadline <= Clock::now()) {
-    me.expired = true;
-    dispatch();
-  }
-  if (polls && me.state == before) poll_if_first(lock, me);
-}
-
-bool RankScheduler::can_continue(const Member& m) const {
-  if (m.state == MemberState::queued) return true;
-  return m.waits() &&
-         (aborted_ || m.expired || !m.tasks.empty() || m.condition->ready() ||
-          (m.condition->deadline != Deadline::max() && m.condition->deadline <= Clock::now()));
-}
-
-void RankScheduler::grant(Member& m) {
-  m.state = MemberState::running;
-  if (m.is_main) ++running_;
-  if (m.sleeps) m.granted.notify_one();
-}
-
-void RankScheduler::dispatch() {
-  if (entered_ < world_ && !aborted_) return;
-  for (Member* m : helpers_)
-    if (m->waits() && can_continue(*m)) grant(*m);
-  while (running_ < turns_)
-    if (Member* const m = next())
-      grant(*m);
-    else
-      return;
-}
-
-// Returns the rank that has the next turn: in the order of ranks, after the last one.
-Member* RankScheduler::next() {
-  const auto find = [&](auto&& accepts) -> Member* {
-    for (int i = 1; i <= world_; ++i)
-      if (Member* const m = ranks_[(last_ + i) % world_].get(); accepts(*m)) return m;
-    return nullptr;
-  };
-  if (Member* const m = find([&](const Member& m) { return can_continue(m); })) return m;
-  if (running_ > 0) return nullptr;
-  if (Member* const m = find([](const Member& m) { return m.waits() && m.gives_way; })) {
-    m->released = true;
-    return m;
-  }
-  if (!all_stuck()) return nullptr;
-  if (Member* const m = first_limited()) {
-    m->expired = true;
-    return m;
-  }
-  deadlocked_ = true;
-  return find([](const Member& m) { return m.waits(); });
-}
-
 void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
   Member& m = *ranks_[rank];
   {
@@ -352,43 +266,6 @@ RankScheduler::AtWork::AtWork(const RankScheduler& scheduler)
 }
 RankScheduler::AtWork::~AtWork() {
   if (member_ != nullptr) member_->at_work = false;
-}
-
-void RankScheduler::abort(EndKind kind, const std::string& cause) {
-  Lock lock(mutex_);
-  abort(kind, cause, lock);
-}
-
-void RankScheduler::abort(EndKind kind, const std::string& cause, Lock& lock) {
-  if (aborted_) return;
-  aborted_ = true;
-  kind_ = kind;
-  cause_ = cause;
-  dispatch();
-  const auto listeners = std::exchange(listeners_, {});
-  unlocked(lock, [&] {
-    for (const auto& listener : listeners)
-      if (const auto held = listener.lock()) held->abort(kind, cause);
-  });
-}
-
-void RankScheduler::add_listener(const std::shared_ptr<AbortListener>& listener) {
-  {
-    const Lock lock(mutex_);
-    std::erase_if(listeners_, [](const auto& l) { return l.expired(); });
-    if (!aborted_) return listeners_.push_back(listener);
-  }
-  listener->abort(kind_, cause_);
-}
-
-bool RankScheduler::is_aborted() {
-  const Lock lock(mutex_);
-  return aborted_;
-}
-
-void RankScheduler::throw_cause(const std::string& operation) const {
-  const std::string why = text(operation, ": ", cause_);
-  std::rethrow_exception(end_error(kind_, why));
 }
 
 }  // namespace pycollect::rank_threads

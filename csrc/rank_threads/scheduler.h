@@ -38,10 +38,11 @@ enum class EndKind { peer_lost, deadlock, timed_out };
 // Returns the exception PeerLost, Deadlock or Timeout.
 std::exception_ptr end_error(EndKind kind, const std::string& why);
 
-class AbortListener {
+class LaunchListener {
  public:
-  virtual ~AbortListener() = default;
+  virtual ~LaunchListener() = default;
   virtual void abort(EndKind kind, const std::string& cause) = 0;
+  virtual void poll() = 0;  // called several times a second
 };
 
 class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
@@ -125,7 +126,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
 
   // Adds an object that is told when the launch is aborted, at once if it is already. Call without
   // the lock.
-  void add_listener(const std::shared_ptr<AbortListener>& listener);
+  void add_listener(const std::shared_ptr<LaunchListener>& listener);
   // Ends the launch: every wait throws `cause`.
   void abort(EndKind kind, const std::string& cause);
   bool is_aborted();
@@ -174,7 +175,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   bool deadlocked_ = false, aborted_ = false;
   EndKind kind_ = EndKind::peer_lost;
   std::string cause_;
-  std::vector<std::weak_ptr<AbortListener>> listeners_;
+  std::vector<std::weak_ptr<LaunchListener>> listeners_;
 };
 
 }  // namespace pycollect::rank_threads

@@ -117,6 +117,28 @@ void a_limit_ends_before_a_deadlock() {
   expect(errors[0].empty() && errors[1].empty(), "a limited wait became a deadlock");
 }
 
+// A thread that no rank has started may do what the ranks wait for, until it ends.
+void a_stranger_counts_until_it_ends(bool acts) {
+  const auto scheduler = new_scheduler(2);
+  bool written = false;
+  std::thread stranger([&] {
+    ReadyCondition wait = condition([&] { return written; });
+    wait.deadline = Clock::now() + std::chrono::hours(1);
+    wait.is_limited = true;
+    expect(!scheduler->wait(1, wait), "the limit was not over");
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (!acts) return;
+    const std::lock_guard lock(scheduler->mutex());
+    written = true;
+    scheduler->notify();
+  });
+  const auto errors = launch(
+      *scheduler, [&](RankScheduler& s, Rank r) { s.wait(r, condition([&] { return written; })); });
+  stranger.join();
+  for (const std::string& error : errors)
+    expect(error.empty() == acts, acts ? error : "the ranks did not see that the thread has ended");
+}
+
 // A rank waits for its own thread, which waits for the other rank, in a way that the scheduler does
 // not know.
 void a_blocked_rank_loses_its_turn() {
@@ -179,6 +201,8 @@ int main() {
   a_deadlock_reaches_every_rank(false);
   a_deadlock_reaches_every_rank(true);
   a_limit_ends_before_a_deadlock();
+  a_stranger_counts_until_it_ends(true);
+  a_stranger_counts_until_it_ends(false);
   a_blocked_rank_loses_its_turn();
   an_abort_ends_all_waits();
   loops_are_shared_once();

@@ -38,6 +38,40 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 
+bool QueuedWork::isCompleted() {
+  if (!is_done()) give_way();
+  return is_done() && (error_ || staging() == nullptr || staging()->outputs_ready());
+}
+
+std::exception_ptr QueuedWork::exception() const {
+  if (!is_done() || error_) return is_done() ? error_ : nullptr;
+  return staging() ? staging()->failure() : nullptr;
+}
+
+c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
+  error_ = std::move(error);
+  state_.store(WorkState::done, std::memory_order_release);
+  return future_;
+}
+
+c10::intrusive_ptr<Future> QueuedWork::getFuture() {
+  const GilRelease gil_release;
+  if (!is_done()) give_way();
+  bool was_done = false;
+  {
+    const std::lock_guard lock(mutex());
+    if (future_) return future_;
+    future_ = new_future(staging());
+    was_done = is_done();
+    if (!was_done) {
+      due_ = ipc::deadline_after(limit());
+      count_open_futures(1);
+    }
+  }
+  if (was_done) complete(*future_, result(), error_, staging());
+  return future_;
+}
+
 std::string CollectiveWork::describe() const {
   std::string description = text(name(), " #", call_.number);
   const char* before = ", which rank ";
@@ -45,19 +79,6 @@ std::string CollectiveWork::describe() const {
   for (Rank r : missing) description += text(std::exchange(before, " and "), r);
   return missing.empty() ? description
                          : description + (missing.size() == 1 ? " has" : " have") + " not begun,";
-}
-
-bool CollectiveWork::isCompleted() {
-  if (!is_done()) queue_->give_way(*this);
-  return is_done() && (error_ || !call_.staging || call_.staging->outputs_ready());
-}
-
-bool CollectiveWork::isSuccess() const { return is_done() && exception() == nullptr; }
-
-// `error_` is written only once, before `done_` is set.
-std::exception_ptr CollectiveWork::exception() const {
-  if (!is_done() || error_) return is_done() ? error_ : nullptr;
-  return call_.staging ? call_.staging->failure() : nullptr;
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
@@ -80,24 +101,14 @@ void CollectiveWork::abort() {
   if (!is_done()) queue_->abort(text(name(), " was aborted"));
 }
 
-c10::intrusive_ptr<Future> CollectiveWork::getFuture() {
-  const GilRelease gil_release;
-  if (queue_ == nullptr) {
-    auto future = new_future(staging());
-    complete(*future, call_.results, nullptr, staging());
-    return future;
-  }
-  if (!is_done()) queue_->give_way(*this);
-  bool first = false;
-  {
-    const std::lock_guard lock(queue_->mutex());
-    first = future_ == nullptr;
-    if (first) future_ = new_future(staging());
-    if (first && !is_done()) queue_->count_open_futures(1);
-    first = first && is_done();
-  }
-  if (first) complete(*future_, call_.results, error_, staging());
-  return future_;
+void CollectiveWork::give_way() { queue_->give_way(*this); }
+
+void CollectiveWork::count_open_futures(int more) { queue_->count_open_futures(more); }
+
+// A call that has run on its caller's thread has no queue.
+std::mutex& CollectiveWork::mutex() {
+  static std::mutex of_works_that_have_run;
+  return queue_ ? queue_->mutex() : of_works_that_have_run;
 }
 
 Call CollectiveWork::detach() {
@@ -112,12 +123,6 @@ Call CollectiveWork::detach() {
 void CollectiveWork::release() {
   detach();
   if (call_.staging) call_.staging->release();
-}
-
-c10::intrusive_ptr<Future> CollectiveWork::finish(std::exception_ptr error) {
-  error_ = std::move(error);
-  done_.store(true, std::memory_order_release);
-  return future_;
 }
 
 bool CoalescedWork::isCompleted() {

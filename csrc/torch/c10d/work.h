@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "call.h"
@@ -26,42 +28,78 @@ class GroupWork : public c10d::Work {
   virtual TensorStaging* staging() const = 0;
 };
 
-class CollectiveWork final : public GroupWork {
+enum class WorkState {
+  waits,  // until the ranks on which it depends have posted their side
+  runs,   // a thread uses its tensors
+  done    // has run, or has failed
+};
+
+// A work that a queue or a mailbox runs after the call that returned it. The queue's or mailbox's
+// mutex guards the changes of its state.
+class QueuedWork : public GroupWork {
+ public:
+  bool isCompleted() override;  // true: the results are on the devices, too
+  bool isSuccess() const override { return is_done() && exception() == nullptr; }
+  std::exception_ptr exception() const override;
+  void synchronize() override { wait(); }
+  c10::intrusive_ptr<Future> getFuture() override;
+  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
+
+  virtual const char* name() const = 0;
+  virtual std::chrono::milliseconds limit() const = 0;  // of a wait without a timeout
+  bool is_done() const { return state_.load(std::memory_order_acquire) == WorkState::done; }
+  bool runs() const { return state_.load(std::memory_order_acquire) == WorkState::runs; }
+  // Call the functions below with the mutex locked.
+  void start() { state_ = WorkState::runs; }
+  // Returns the future to complete without the mutex, or null.
+  c10::intrusive_ptr<Future> finish(std::exception_ptr error);
+  bool has_future() const { return future_ != nullptr; }
+  ipc::Deadline due() const { return due_; }  // Deadline::max() without a future
+
+ protected:
+  explicit QueuedWork(WorkState state = WorkState::waits) : state_(state) {}
+
+ private:
+  // Lets the ranks on which the work depends continue, if they need this thread's permission.
+  virtual void give_way() = 0;
+  virtual std::mutex& mutex() = 0;
+  virtual void count_open_futures(int more) = 0;  // called with the mutex locked
+
+  std::atomic<WorkState> state_;
+  std::exception_ptr error_;  // written once, before the work is done
+  c10::intrusive_ptr<Future> future_;
+  ipc::Deadline due_ = ipc::Deadline::max();
+};
+
+class CollectiveWork final : public QueuedWork {
  public:
   CollectiveWork(Call call, std::shared_ptr<CallQueue> queue)  // null queue: the call has run
-      : call_(std::move(call)), queue_(std::move(queue)), done_(queue_ == nullptr) {}
+      : QueuedWork(queue ? WorkState::waits : WorkState::done),
+        call_(std::move(call)),
+        queue_(std::move(queue)) {}
 
-  bool isCompleted() override;  // true: the results are on the devices, too
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
   TensorStaging* staging() const override { return call_.staging.get(); }
-  void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
-  c10::intrusive_ptr<Future> getFuture() override;
-  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
 
   // For the queue.
   Call& call() { return call_; }
-  const char* name() const { return call_.name; }
-  bool is_done() const { return done_.load(std::memory_order_acquire); }  // true: the call has run
+  const char* name() const override { return call_.name; }
+  std::chrono::milliseconds limit() const override { return call_.timeout; }
   void release();  // releases the members of the call that only the run needs
   Call detach();   // returns them instead, so that the caller can release them later
-  bool has_future() const { return future_ != nullptr; }  // call under the queue's lock
-  // Call under the queue's lock, and complete the returned future without it.
-  c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
  private:
   std::string describe() const;
+  void give_way() override;
+  std::mutex& mutex() override;
+  void count_open_futures(int more) override;
 
   Call call_;
   const std::shared_ptr<CallQueue> queue_;
-  std::atomic<bool> done_;
-  std::exception_ptr error_;
-  c10::intrusive_ptr<Future> future_;
 };
 
 // Several works as one, returned by Backend::endCoalescing.

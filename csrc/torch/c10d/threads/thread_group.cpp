@@ -79,6 +79,8 @@ bool ThreadGroup::run_rounds(Lock& lock) {
     {
       const GroupRound round = std::move(rounds_.front());
       rounds_.pop_front();
+      for (const auto& calls : round.by_rank)
+        for (const CollectiveWorkPtr& work : calls->works) work->start();
       const uint64_t number = first_++;
       lock.unlock();
       finish(round, run(round, number));
@@ -128,7 +130,7 @@ void ThreadGroup::finish(const GroupRound& round, const std::exception_ptr& erro
         completions.push_back([this, r, future, work] { complete_later(r, future, work); });
       }
     }
-    scheduler_->notify();
+    notify();
   }
   for (const auto& complete : completions) complete();
 }
@@ -161,35 +163,100 @@ std::vector<Rank> ThreadGroup::missing(const GroupRound& round) const {
   return ranks;
 }
 
+void ThreadGroup::notify() {
+  ended_.notify_all();
+  scheduler_->notify();
+}
+
+// A work that runs ends soon, whatever happens to its group.
+void ThreadGroup::await_end(Lock& lock, const QueuedWork& work) {
+  ended_.wait(lock, [&] { return !work.runs(); });
+}
+
 bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
-  const auto over = [&] { return wait.ready() || aborted_ || !lost(wait).empty(); };
-  scheduler_->wait(launch_ranks_[rank], {over, wait.describe, wait.deadline, wait.is_limited});
+  const QueuedWork& work = wait.work;
+  const auto over = [&] {
+    return work.is_done() || (!work.runs() && (aborted_ || !lost(wait).empty()));
+  };
+  std::exception_ptr end;  // of the launch
+  try {
+    scheduler_->wait(launch_ranks_[rank], {over, wait.describe, wait.deadline, wait.is_limited});
+  } catch (const CollectiveError&) {
+    end = std::current_exception();
+  }
   Lock lock(mutex());
-  if (wait.ready()) return true;
-  abort_if_lost(lock, wait);
-  if (aborted_ && !wait.ready()) std::rethrow_exception(cause(wait.describe()));
-  return wait.ready();
+  if (!end) abort_if_lost(lock, wait);
+  await_end(lock, work);
+  if (work.is_done()) return true;
+  if (end) std::rethrow_exception(end);
+  if (aborted_) std::rethrow_exception(cause(wait.describe()));
+  return false;
 }
 
 void ThreadGroup::wait(Rank rank, const GroupWait& wait) {
+  const GilRelease gil_release;
   const auto begin = ipc::Clock::now();
   if (wait_until(rank, wait)) return;
   const std::chrono::duration<double> waited = ipc::Clock::now() - begin;
   const std::string report = scheduler_->describe_ranks();
   Lock lock(mutex());
-  const std::vector<Rank> late = wait.needed();
+  if (!wait.work.is_done() && !wait.work.runs())
+    time_out(lock, {wait.describe(), wait.needed(), waited}, report);
+  await_end(lock, wait.work);
+  if (!wait.work.is_done()) std::rethrow_exception(cause(wait.describe()));
+}
+
+void ThreadGroup::time_out(Lock& lock, const OverdueWork& work, const std::string& report) {
+  const std::string late = work.late.empty() ? "" : ipc::name(work.late) + " did not arrive";
   abort(lock, EndKind::timed_out,
-        text(wait.describe(), ": timed out after ", std::round(waited.count() * 10) / 10, " s",
-             late.empty() ? "" : text("; ", ipc::name(late), " did not arrive"), report));
-  if (!wait.ready()) std::rethrow_exception(cause(wait.describe()));
+        text(work.operation, ": timed out after ", std::round(work.waited.count() * 10) / 10, " s",
+             late.empty() ? "" : "; ", late, report));
+}
+
+void ThreadGroup::poll() {
+  const auto now = ipc::Clock::now();
+  std::shared_ptr<ThreadMailbox> messages;  // released without the mutex
+  Lock lock(mutex());
+  if (aborted_) return;
+  messages = mailbox.lock();
+  auto due = find_due(now);
+  if (!due && messages) due = messages->find_due(now);
+  if (due) time_out(lock, *due, "");
+}
+
+std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
+  for (const GroupRound& round : rounds_)
+    for (const auto& calls : round.by_rank)
+      if (calls)
+        for (const CollectiveWorkPtr& work : calls->works)
+          if (work->due() <= now)
+            return OverdueWork{describe(*work), missing(round), work->limit()};
+  return {};
+}
+
+std::string ThreadGroup::describe(CollectiveWork& work) const {
+  const Call& call = work.call();
+  std::string description = text(call.name, " #", call.number, " of group '", name_, "'");
+  const Tensors& tensors = call.results.empty() ? call.held : call.results;
+  if (tensors.empty()) return description;
+  description += text(" on ", tensors[0].sizes(), " ", dtype_name(tensors[0]));
+  if (tensors.size() > 1) description += text(" and ", tensors.size() - 1, " more");
+  return description;
 }
 
 void ThreadGroup::give_way(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
-  if (scheduler_->give_way(launch_ranks_[rank], {wait.ready, wait.describe})) return;
+  const auto done = [&] { return wait.work.is_done(); };
+  try {
+    if (scheduler_->give_way(launch_ranks_[rank], {done, wait.describe})) return;
+  } catch (const CollectiveError&) {  // the launch has been aborted
+    Lock lock(mutex());
+    await_end(lock, wait.work);
+    if (!wait.work.is_done()) throw;
+  }
   Lock lock(mutex());
-  if (any_left_ && !wait.ready()) abort_if_lost(lock, wait);
+  if (any_left_) abort_if_lost(lock, wait);
 }
 
 std::vector<Rank> ThreadGroup::lost(const GroupWait& wait) const {
@@ -200,8 +267,9 @@ std::vector<Rank> ThreadGroup::lost(const GroupWait& wait) const {
 }
 
 void ThreadGroup::abort_if_lost(Lock& lock, const GroupWait& wait) {
+  if (aborted_ || wait.work.is_done() || wait.work.runs()) return;
   const std::vector<Rank> ranks = lost(wait);
-  if (ranks.empty() || aborted_) return;
+  if (ranks.empty()) return;
   lock.unlock();
   const std::string report = scheduler_->describe_ranks();
   lock.lock();
@@ -224,6 +292,7 @@ void ThreadGroup::require_healthy(Rank rank, const std::string& operation) const
 }
 
 void ThreadGroup::abort(Rank rank, const std::string& why) {
+  const GilRelease gil_release;
   Lock lock(mutex());
   if (!aborted_) abort(lock, EndKind::peer_lost, text("rank ", rank, " aborted the group: ", why));
 }

@@ -1,6 +1,7 @@
 // A group whose ranks are threads of this process. The calls that the ranks make at the same place
 // in their order run together, as soon as the last rank has made its call, on that rank's thread.
 #pragma once
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -23,9 +24,16 @@ struct RankCalls {
   std::optional<Call> refused = {};
 };
 
+// A work for which ranks did not post their side in time.
+struct OverdueWork {
+  std::string operation;
+  std::vector<Rank> late;
+  std::chrono::duration<double> waited;
+};
+
 class ThreadMailbox;
 
-class ThreadGroup final : public rank_threads::AbortListener {
+class ThreadGroup final : public rank_threads::LaunchListener {
  public:
   ThreadGroup(std::shared_ptr<RankScheduler> scheduler, std::string name, int world);
 
@@ -42,20 +50,21 @@ class ThreadGroup final : public rank_threads::AbortListener {
 
   // Returns whether it has run calls of the ranks.
   bool post(Rank rank, RankCalls calls);
-  // Waits on behalf of a rank until `ready` holds or one of the ranks in `needed()`, on which that
-  // depends, has left. Then, and at the deadline, aborts the group and throws. `ready` and `needed`
-  // are called with the mutex locked.
+  // A wait until a work is done, for which ranks must post their side.
   struct GroupWait {
-    std::function<bool()> ready;
-    std::function<std::vector<Rank>()> needed;
+    const QueuedWork& work;
+    // Both are called with the mutex locked.
+    std::function<std::vector<Rank>()> needed;  // ranks that have not posted their side
     std::function<std::string()> describe;
     ipc::Deadline deadline;
-    bool is_limited = false;  // see ReadyCondition
+    bool is_limited;  // see ReadyCondition
   };
+  // Waits on behalf of a rank until the work is done or a needed rank has left. Then, and at the
+  // deadline, aborts the group and throws. Does not return while a thread uses the work's tensors.
   void wait(Rank rank, const GroupWait& wait);
   // Like wait(), but returns false at the deadline.
   bool wait_until(Rank rank, const GroupWait& wait);
-  // Lets other ranks run until `ready` holds or none can continue. Aborts the group if a needed
+  // Lets other ranks run until the work is done or none can continue. Aborts the group if a needed
   // rank has left.
   void give_way(Rank rank, const GroupWait& wait);
   // Lets the ranks continue in their order.
@@ -64,11 +73,17 @@ class ThreadGroup final : public rank_threads::AbortListener {
   void require_healthy(Rank rank, const std::string& operation) const;
   void abort(Rank rank, const std::string& why);
   void abort(EndKind kind, const std::string& cause) override;
+  // Aborts the group if the future of a work is due.
+  void poll() override;
+  // Wakes the waits of works that are done. Call with the mutex locked.
+  void notify();
 
   // Ranks that have not made the call that is the next to run. Call with the mutex locked.
   std::vector<Rank> missing() const;
   // Ranks that have not made the call of this work. Call with the mutex locked.
   std::vector<Rank> missing(const CollectiveWork& work) const;
+  // Returns "all_reduce #3 of group 'default' on [2, 3] float32". Call with the mutex locked.
+  std::string describe(CollectiveWork& work) const;
 
   // Completes the future of a work of this rank. Call without the mutex.
   void complete_later(Rank rank, c10::intrusive_ptr<Future> future,
@@ -89,6 +104,9 @@ class ThreadGroup final : public rank_threads::AbortListener {
   std::exception_ptr run(const GroupRound& round, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
   void abort_if_lost(Lock& lock, const GroupWait& wait);
+  void await_end(Lock& lock, const QueuedWork& work);
+  std::optional<OverdueWork> find_due(ipc::Deadline now) const;
+  void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
   void finish(const GroupRound& round, const std::exception_ptr& error);
   void abort(Lock& lock, EndKind kind, const std::string& cause);
   std::exception_ptr cause(const std::string& operation = {}) const;
@@ -106,6 +124,7 @@ class ThreadGroup final : public rank_threads::AbortListener {
   std::vector<uint64_t> next_;     // [rank]: number of its next round
   uint64_t first_ = 0;             // number of rounds_.front()
   bool running_ = false;           // a thread runs rounds
+  std::condition_variable ended_;  // works that a thread has run
   bool aborted_ = false;
   EndKind kind_ = EndKind::peer_lost;
   std::string cause_;

@@ -22,11 +22,16 @@ constexpr std::chrono::microseconds kPollInterval{50};  // of a copy between a d
 
 ThreadGroup& ThreadMessageWork::group() const { return mailbox_->group(); }
 
-bool ThreadMessageWork::isCompleted() {
-  if (!done_)
-    group().give_way(info.rank, {[&] { return done_.load(); }, [&] { return needed(); },
-                                 [&] { return describe(); }, ipc::Deadline::max()});
-  return done_;
+std::mutex& ThreadMessageWork::mutex() { return group().mutex(); }
+
+void ThreadMessageWork::count_open_futures(int more) { group().count_open_futures(more); }
+
+ThreadGroup::GroupWait ThreadMessageWork::until_done(ipc::Deadline deadline, bool is_limited) {
+  return {*this, [this] { return needed(); }, [this] { return describe(); }, deadline, is_limited};
+}
+
+void ThreadMessageWork::give_way() {
+  group().give_way(info.rank, until_done(ipc::Deadline::max(), false));
 }
 
 void ThreadMessageWork::abort() {
@@ -57,12 +62,6 @@ void ThreadMessageWork::detach() {
   copy_strided(data_, tensor_);
 }
 
-c10::intrusive_ptr<Future> ThreadMessageWork::finish(std::exception_ptr error) {
-  error_ = std::move(error);
-  done_ = true;
-  return future_;
-}
-
 std::string ThreadMessageWork::describe() const {
   return text(info.name, " #", info.number, info.receives ? " from " : " to ",
               info.peer ? text("rank ", *info.peer) : "any rank", " of group '", group().name(),
@@ -76,31 +75,13 @@ std::vector<Rank> ThreadMessageWork::needed() const {
 
 bool ThreadMessageWork::wait(std::chrono::milliseconds timeout) {
   const InFlightGuard in_flight;
-  const ThreadGroup::GroupWait condition{
-      [&] { return done_.load(); }, [&] { return needed(); }, [&] { return describe(); },
-      ipc::deadline_after(is_limit(timeout) ? timeout : info.timeout), is_limit(timeout)};
   if (!is_limit(timeout))
-    group().wait(info.rank, condition);
-  else if (!group().wait_until(info.rank, condition))
+    group().wait(info.rank, until_done(ipc::deadline_after(info.timeout), false));
+  else if (!group().wait_until(info.rank, until_done(ipc::deadline_after(timeout), true)))
     throw_unfinished(describe(), timeout);
-  if (error_) std::rethrow_exception(error_);
+  if (const auto error = exception()) std::rethrow_exception(error);
   if (staging_) staging_->wait_on_current_streams();
   return true;
-}
-
-c10::intrusive_ptr<Future> ThreadMessageWork::getFuture() {
-  isCompleted();  // lets the peer run
-  const GilRelease gil_release;
-  bool first = false;
-  {
-    const std::lock_guard lock(group().mutex());
-    first = future_ == nullptr;
-    if (first) future_ = new_future(staging());
-    if (first && !done_) group().count_open_futures(1);
-    first = first && done_;
-  }
-  if (first) complete(*future_, {tensor_}, error_, staging());
-  return future_;
 }
 
 std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGroup>& group) {
@@ -123,6 +104,14 @@ void ThreadMailbox::fail_all(const std::exception_ptr& error) {
     if (!work->is_done()) finish(work, error);
 }
 
+std::optional<OverdueWork> ThreadMailbox::find_due(ipc::Deadline now) const {
+  for (const auto* const list : {&sends_, &receives_})
+    for (const ThreadMessagePtr& work : *list)
+      if (!work->is_done() && work->due() <= now)
+        return OverdueWork{work->describe(), work->needed(), work->limit()};
+  return {};
+}
+
 ThreadMessagePtr ThreadMailbox::take_match(const ThreadMessageWork& work) {
   auto& others = work.info.receives ? sends_ : receives_;
   const auto found = std::find_if(others.begin(), others.end(), [&](const auto& other) {
@@ -138,6 +127,8 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
   std::unique_lock lock(group_->mutex());
   const bool receives = work->info.receives;
   if (const ThreadMessagePtr other = take_match(*work)) {
+    work->start();
+    if (!other->is_done()) other->start();
     lock.unlock();
     return receives ? deliver(other, work) : deliver(work, other);
   }
@@ -187,7 +178,7 @@ void ThreadMailbox::finish(const ThreadMessagePtr& work, const std::exception_pt
     const std::lock_guard lock(group_->mutex());
     future = work->finish(error);
     if (future) group_->count_open_futures(-1);
-    group_->scheduler().notify();
+    group_->notify();
   }
   if (future) group_->complete_later(work->info.rank, future, work);
 }

@@ -11,7 +11,7 @@
 
 namespace pycollect::dist {
 
-class ThreadMessageWork final : public GroupWork {
+class ThreadMessageWork final : public QueuedWork {
  public:
   struct ThreadMessageInfo {
     const char* name;
@@ -30,43 +30,37 @@ class ThreadMessageWork final : public GroupWork {
         staging_(std::move(staging)),
         mailbox_(std::move(mailbox)) {}
 
-  bool isCompleted() override;
-  bool isSuccess() const override { return done_ && !error_; }
-  std::exception_ptr exception() const override { return done_ ? error_ : nullptr; }
   int sourceRank() const override { return peer_; }
   Tensors result() override { return {tensor_}; }
   TensorStaging* staging() const override { return staging_.get(); }
-  void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
-  c10::intrusive_ptr<Future> getFuture() override;
-  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
 
   // For the mailbox.
   const ThreadMessageInfo info;
-  bool is_done() const { return done_; }
+  std::chrono::milliseconds limit() const override { return info.timeout; }
+  const char* name() const override { return info.name; }
   std::string describe() const;
+  std::vector<Rank> needed() const;
   ipc::Envelope envelope() const;
   bool matches(const ThreadMessageWork& send) const;  // of a receive
   void detach();  // copies the data of a send, so that the sender may reuse its tensor
   DirectStaging* direct_staging() const { return staging_.get(); }
   const at::Tensor& data() const { return data_.defined() ? data_ : tensor_; }
   void set_peer(Rank peer) { peer_ = peer; }
-  // Call with the group's mutex locked, and complete the returned future without it.
-  c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
  private:
   ThreadGroup& group() const;
-  std::vector<Rank> needed() const;
+  ThreadGroup::GroupWait until_done(ipc::Deadline deadline, bool is_limited);
+  void give_way() override;
+  std::mutex& mutex() override;
+  void count_open_futures(int more) override;
 
   const at::Tensor tensor_;
   const std::shared_ptr<DirectStaging> staging_;
   const std::shared_ptr<ThreadMailbox> mailbox_;
   at::Tensor data_;  // the copy of a detached send
-  std::atomic<bool> done_{false};
   std::atomic<Rank> peer_{-1};
-  std::exception_ptr error_;
-  c10::intrusive_ptr<Future> future_;
 };
 using ThreadMessagePtr = c10::intrusive_ptr<ThreadMessageWork>;
 
@@ -80,6 +74,8 @@ class ThreadMailbox {
   void post(const ThreadMessagePtr& work);
   // Fails the messages that wait for their other side. Call without the group's mutex.
   void fail_all(const std::exception_ptr& error);
+  // Returns a message whose future is due at this time. Call with the group's mutex.
+  std::optional<OverdueWork> find_due(ipc::Deadline now) const;
 
  private:
   ThreadMessagePtr take_match(const ThreadMessageWork& work);

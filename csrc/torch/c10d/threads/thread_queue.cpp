@@ -44,10 +44,15 @@ void ThreadQueue::refuse(Call call) {
   group_->post(rank_, std::move(posted));
 }
 
+ThreadGroup::GroupWait ThreadQueue::until_done(CollectiveWork& work, ipc::Deadline deadline,
+                                               bool is_limited) const {
+  return {work, [this, &work] { return group_->missing(work); },
+          [this, &work] { return group_->describe(work); }, deadline, is_limited};
+}
+
 void ThreadQueue::wait(CollectiveWork& work) {
   yield_in_order();
-  group_->wait(rank_, {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
-                       [&] { return describe(work); }, ipc::deadline_after(work.call().timeout)});
+  group_->wait(rank_, until_done(work, ipc::deadline_after(work.call().timeout), false));
 }
 
 // A rank that has run calls of all ranks continues after those before it.
@@ -58,30 +63,17 @@ void ThreadQueue::yield_in_order() {
 
 bool ThreadQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
   yield_in_order();
-  return group_->wait_until(rank_,
-                            {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
-                             [&] { return describe(work); }, deadline, true});
+  return group_->wait_until(rank_, until_done(work, deadline, true));
 }
 
 void ThreadQueue::give_way(CollectiveWork& work) {
-  group_->give_way(rank_, {[&] { return work.is_done(); }, [&] { return group_->missing(work); },
-                           [&] { return describe(work); }, ipc::Deadline::max()});
+  group_->give_way(rank_, until_done(work, ipc::Deadline::max(), false));
 }
 
 std::vector<Rank> ThreadQueue::missing() {
+  const GilRelease gil_release;
   const std::lock_guard lock(mutex());
   return group_->missing();
-}
-
-// Called with the mutex locked. Returns "all_reduce #3 of group 'default' on [2, 3] float32".
-std::string ThreadQueue::describe(CollectiveWork& work) const {
-  const Call& call = work.call();
-  std::string description = text(call.name, " #", call.number, " of group '", group_->name(), "'");
-  const Tensors& tensors = call.results.empty() ? call.held : call.results;
-  if (tensors.empty()) return description;
-  description += text(" on ", tensors[0].sizes(), " ", dtype_name(tensors[0]));
-  if (tensors.size() > 1) description += text(" and ", tensors.size() - 1, " more");
-  return description;
 }
 
 }  // namespace pycollect::dist

@@ -27,7 +27,8 @@ class ThreadQueue final : public CallQueue {
  private:
   void require_open(const char* operation) const;
   void yield_in_order();
-  std::string describe(CollectiveWork& work) const;
+  ThreadGroup::GroupWait until_done(CollectiveWork& work, ipc::Deadline deadline,
+                                    bool is_limited) const;
 
   const std::shared_ptr<ThreadGroup> group_;
   const Rank rank_;
