@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from thread_programs import ends_within
+from torch import Tensor
 
 import pycollect as pc
 from pycollect import threads
@@ -44,19 +45,32 @@ def test_a_callback_of_a_future_makes_a_collective_while_its_rank_waits():
     assert threads.launch(program, 2, timeout=20) == [([3.0] * 4, [2.0] * 4)] * 2
 
 
-def test_equal_tensors_in_other_coalesced_calls_are_refused():
-    def program(rank: int, world: int) -> None:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        a, b = torch.ones(2), torch.ones(2, dtype=torch.float64)
-        backend._start_coalescing()
-        for tensors in [[a, b]] if rank == 0 else [[a], [b]]:
-            backend.allreduce_coalesced(tensors)
-        backend._end_coalescing().wait()
+def in_other_calls(rank: int, lists: list[list[Tensor]], backend: Any) -> None:
+    """Pass the tensors of each list in calls of their own on rank 1, and in one call elsewhere."""
+    backend._start_coalescing()
+    for tensors in lists:
+        for part in [[t] for t in tensors] if rank == 1 else [tensors]:
+            backend.allreduce_coalesced(part)
+    backend._end_coalescing().wait()
 
-    with pytest.raises(
-        ValueError, match="must coalesce the same calls: rank 1 made 2, rank 0 made 1"
-    ):
-        threads.launch(program, 2, timeout=20)
+
+def test_ranks_may_divide_the_same_tensors_into_coalesced_calls_differently():
+    def program(rank: int, world: int) -> list[Tensor]:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        a, b, c = (
+            torch.full((5,), rank + 1.0, dtype=t)
+            for t in (torch.float32, torch.float64, torch.int64)
+        )
+        strided = torch.full((4, 2), rank + 10.0)[
+            :, 0
+        ]  # its copy is written back at the call's end
+        in_other_calls(rank, [[a, b], [strided, c], [a]], backend)
+        return [a, b, c, strided]
+
+    for a, b, c, strided in threads.launch(program, 3, timeout=20):
+        assert a.tolist() == [18.0] * 5  # the third call sums the results of the first
+        assert b.tolist() == c.tolist() == [6] * 5
+        assert strided.tolist() == [33.0] * 4
 
 
 @PARALLEL

@@ -1,248 +1,15 @@
-// See joint_call.h. Each request of the ranks becomes a plan with one binding if every buffer is
-// contiguous. Else there is a binding for each range of elements that is contiguous on all ranks.
+// See joint_call.h. The requests that no rank's calls divide run together.
 #include "joint_call.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "../../../plan/error.h"
-#include "../../../rank_executor/call_buffers.h"
-#include "../../blocks.h"
-#include "../../prepared_call.h"
 #include "../../profiler_range.h"
 #include "../../threads.h"
 #include "direct_staging.h"
+#include "joint_request.h"
 
 namespace pycollect::dist {
-namespace {
-
-using ipc::BlockContent;
-using ipc::BufferSegment;
-using ipc::CallBuffer;
-using ipc::CollectiveRequest;
-using RankRequests = std::vector<const CollectiveRequest*>;  // [rank]
-
-std::size_t total(const CallBuffer& buffer) {
-  return std::accumulate(buffer.blocks.begin(), buffer.blocks.end(), std::size_t{0});
-}
-
-// One block of one buffer of one rank, read from its beginning.
-class BlockReader {
- public:
-  BlockReader(Rank rank, Buffer buffer, int block, const CallBuffer& memory, std::size_t item)
-      : rank(rank), buffer(buffer), block(block), memory_(memory), item_(item) {
-    const bool has_one = memory.blocks.size() == 1;  // which is the rank's own
-    left_ = memory.blocks[has_one ? 0 : block];
-    offset_ = has_one ? 0
-                      : std::accumulate(memory.blocks.begin(), memory.blocks.begin() + block,
-                                        std::size_t{0});
-    next_segment();
-  }
-
-  const Rank rank;
-  const Buffer buffer;
-  const int block;
-
-  std::size_t left() const { return left_; }
-  std::byte* at() const { return memory_.segments[segment_].base + offset_ * item_; }
-  // Returns the number of elements before the next segment, or before the end of the block.
-  std::size_t contiguous() const {
-    return left_ == 0 ? 0 : std::min(left_, memory_.segments[segment_].count - offset_);
-  }
-  void advance(std::size_t count) {
-    left_ -= count;
-    offset_ += count;
-    next_segment();
-  }
-
- private:
-  void next_segment() {
-    while (left_ > 0 && offset_ >= memory_.segments[segment_].count)
-      offset_ -= memory_.segments[segment_++].count;
-  }
-
-  const CallBuffer& memory_;
-  const std::size_t item_;
-  std::size_t segment_ = 0, offset_ = 0, left_ = 0;  // in elements
-};
-
-// Blocks with the same number of elements, which the plan moves together: the sources and the
-// destinations of a block.
-using Lane = std::vector<BlockReader>;
-
-// The memory of one run of the plan.
-struct RunMemory {
-  std::vector<BufferMemory> buffers;  // [rank][buffer]
-  BlockSizes sizes;
-};
-
-class JointRequest {
- public:
-  explicit JointRequest(const RankRequests& requests)
-      : requests_(requests),
-        first_(*requests.front()),
-        world_(static_cast<int>(requests.size())),
-        item_(item_bytes(first_.dtype)),
-        input_(ipc::input_of(first_.collective, first_.in_place)),
-        output_(ipc::output_of(first_.collective, first_.in_place)) {}
-
-  // Adds the plan and its bindings to the call.
-  void bind(PreparedCall& prepared) const;
-
- private:
-  bool in_blocks() const { return input_ != BlockContent::nothing_in_blocks; }
-  std::size_t bytes() const;
-  bool is_contiguous() const;
-  std::vector<std::vector<Lane>> lanes() const;
-  void add(Lane& lane, Rank r, Buffer buffer, int block) const;
-  RunMemory empty_run() const;
-  void place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const;
-  RunMemory whole() const;
-  RunMemory take(std::vector<Lane>& lanes) const;
-  void bind(DtypePlan& part, RunMemory run, PreparedCall& prepared) const;
-  const CallBuffer& memory(Rank r, Buffer buffer) const {
-    return buffer == Buffer::input ? requests_[r]->input : requests_[r]->output;
-  }
-  BlockContent content(Buffer buffer) const { return buffer == Buffer::input ? input_ : output_; }
-  Sizes& sizes(RunMemory& run, Rank r, Buffer buffer) const {
-    return buffer == Buffer::input ? run.sizes.in[r] : run.sizes.out[r];
-  }
-
-  const RankRequests& requests_;
-  const CollectiveRequest& first_;
-  const int world_;
-  const std::size_t item_;
-  const BlockContent input_, output_;
-};
-
-constexpr std::array kCallBuffers{Buffer::input, Buffer::output};
-
-// Returns the size of the largest buffer of a rank.
-std::size_t JointRequest::bytes() const {
-  std::size_t most = 0;
-  for (Rank r = 0; r < world_; ++r)
-    for (const Buffer buffer : kCallBuffers) most = std::max(most, total(memory(r, buffer)));
-  return most * item_;
-}
-
-bool JointRequest::is_contiguous() const {
-  for (Rank r = 0; r < world_; ++r)
-    for (const Buffer buffer : kCallBuffers)
-      if (memory(r, buffer).segments.size() > 1) return false;
-  return true;
-}
-
-// Adds the block to the lane if the rank has it.
-void JointRequest::add(Lane& lane, Rank r, Buffer buffer, int block) const {
-  const CallBuffer& m = memory(r, buffer);
-  if (m.blocks.empty() || (content(buffer) == BlockContent::own_block && r != block)) return;
-  lane.emplace_back(r, buffer, block, m, item_);
-}
-
-// Returns groups of lanes; those of one group do not have a buffer in common. In an all_to_all,
-// group k has the blocks that each rank sends to the rank k places after it.
-std::vector<std::vector<Lane>> JointRequest::lanes() const {
-  std::vector<std::vector<Lane>> groups;
-  for (int k = 0; k < (in_blocks() ? world_ : 1); ++k) {
-    std::vector<Lane>& group = groups.emplace_back();
-    if (first_.collective == Collective::all_to_all) {
-      for (Rank from = 0; from < world_; ++from) {
-        const Rank to = (from + k) % world_;
-        Lane& lane = group.emplace_back();
-        add(lane, from, Buffer::input, to);
-        add(lane, to, Buffer::output, from);
-      }
-      continue;
-    }
-    Lane& lane = group.emplace_back();
-    for (Rank r = 0; r < world_; ++r)
-      for (const Buffer buffer : kCallBuffers) add(lane, r, buffer, k);
-  }
-  return groups;
-}
-
-RunMemory JointRequest::empty_run() const {
-  const Sizes none(in_blocks() ? world_ : 1);
-  return {std::vector<BufferMemory>(static_cast<std::size_t>(world_) * kBuffers),
-          {std::vector<Sizes>(world_, none), std::vector<Sizes>(world_, none), none}};
-}
-
-void JointRequest::place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const {
-  const auto at = static_cast<std::size_t>(r) * kBuffers;
-  run.buffers[at + static_cast<int>(buffer)] = {base, 0};
-  if (first_.in_place) run.buffers[at + static_cast<int>(Buffer::output)] = {base, 0};
-}
-
-// Returns the memory of the run of a call whose buffers are contiguous.
-RunMemory JointRequest::whole() const {
-  RunMemory run = empty_run();
-  for (Rank r = 0; r < world_; ++r)
-    for (const Buffer buffer : kCallBuffers) {
-      const CallBuffer& m = memory(r, buffer);
-      if (m.blocks.empty()) continue;
-      if (!m.segments.empty()) place(run, r, buffer, m.segments[0].base);
-      const bool own = content(buffer) == BlockContent::own_block;
-      for (std::size_t b = 0; b < m.blocks.size(); ++b) {
-        const std::size_t block = own ? r : b;
-        sizes(run, r, buffer)[block] = m.blocks[b];
-        if (first_.collective != Collective::all_to_all) run.sizes.whole[block] = m.blocks[b];
-      }
-    }
-  return run;
-}
-
-// Returns the memory of the next run on a group of lanes, and advances them beyond it.
-RunMemory JointRequest::take(std::vector<Lane>& lanes) const {
-  RunMemory run = empty_run();
-  for (Lane& lane : lanes) {
-    if (lane.empty()) continue;
-    std::size_t count = lane.front().contiguous();
-    for (const BlockReader& b : lane) count = std::min(count, b.contiguous());
-    if (count == 0) continue;
-    for (BlockReader& b : lane) {
-      place(run, b.rank, b.buffer, b.at());
-      sizes(run, b.rank, b.buffer)[b.block] = count;
-      if (first_.collective != Collective::all_to_all) run.sizes.whole[b.block] = count;
-      b.advance(count);
-    }
-  }
-  return run;
-}
-
-void JointRequest::bind(DtypePlan& part, RunMemory run, PreparedCall& prepared) const {
-  auto offsets = std::make_unique<PlanOffsets>(part.compiled->plan, run.sizes.whole,
-                                               std::max<std::size_t>(kAlignBytes / item_, 1));
-  if (in_blocks())
-    for (Rank r = 0; r < world_; ++r) {
-      offsets->set(r, Buffer::input, run.sizes.in[r]);
-      offsets->set(r, Buffer::output, run.sizes.out[r]);
-    }
-  part.bind(offsets.get(), std::move(run.buffers), 1, prepared);
-  part.offsets.push_back(std::move(offsets));
-}
-
-void JointRequest::bind(PreparedCall& prepared) const {
-  const std::size_t most = bytes();
-  DtypePlan part = make_dtype_plan({first_.collective, world_, most, first_.dtype, first_.in_place},
-                                   first_.algorithm, first_.root, first_.op, prepared);
-  if (most == 0) return;
-  if (is_contiguous()) {
-    bind(part, whole(), prepared);
-  } else {
-    auto groups = lanes();
-    const auto left = [](const std::vector<Lane>& group) {
-      return std::any_of(group.begin(), group.end(),
-                         [](const Lane& lane) { return !lane.empty() && lane.front().left() > 0; });
-    };
-    for (std::vector<Lane>& group : groups)
-      while (left(group)) bind(part, take(group), prepared);
-  }
-  prepared.parts.push_back(std::move(part));
-  prepared.bytes += most;
-}
-
-}  // namespace
-
 namespace {
 
 // A loop that moves more bytes takes so long that torch's threads can wake meanwhile.
@@ -273,42 +40,78 @@ void run_on_host(const PreparedCall& prepared, rank_threads::WorkShare& share) {
   });
 }
 
-PreparedCall prepare(const std::vector<Call*>& calls) {
-  const Call& first = *calls.front();
-  PreparedCall prepared{.call = pycollect::name(first.collective)};
-  for (const Call* call : calls) {
-    const DirectStaging* const staging = staging_of(*call);
+// The requests of one rank, in the order of its calls.
+class RequestReader {
+ public:
+  explicit RequestReader(const std::vector<Call*>& calls) : calls_(calls) {}
+
+  bool at_end() const { return call_ == calls_.size(); }
+  Call& call() const { return *calls_[call_]; }
+  std::size_t left() const { return call().requests.size() - next_; }  // of this call
+  const ipc::CollectiveRequest& request(std::size_t i) const { return call().requests[next_ + i]; }
+
+  void begin() const {
+    if (next_ == 0) fill(call());
+  }
+  // Ends the call after its last request.
+  void advance(std::size_t count) {
+    if (left() > count) {
+      next_ += count;
+      return;
+    }
+    for (const auto& [to, from] : call().copies) copy_strided(to, from);
+    if (DirectStaging* const staging = staging_of(call())) staging->begin_copy_out();
+    ++call_;
+    next_ = 0;
+  }
+
+ private:
+  const std::vector<Call*>& calls_;
+  std::size_t call_ = 0, next_ = 0;
+};
+
+// Returns a call of the next `count` requests of each rank.
+PreparedCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
+  PreparedCall prepared{.call = pycollect::name(ranks.front().request(0).collective)};
+  for (const RequestReader& rank : ranks) {
+    const DirectStaging* const staging = staging_of(rank.call());
     prepared.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
     if (staging == nullptr) continue;
-    require(staging->on().size() == 1, call->name,
+    require(staging->on().size() == 1, rank.call().name,
             ": the tensors of a rank are on several devices; pass tensors of one device");
     prepared.held.insert(prepared.held.end(), staging->tensors().begin(), staging->tensors().end());
   }
-  for (std::size_t i = 0; i < first.requests.size(); ++i) {
-    if (first.requests[i].tensors == 0) continue;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (ranks.front().request(i).tensors == 0) continue;
     RankRequests requests;
-    for (const Call* call : calls) requests.push_back(&call->requests[i]);
-    JointRequest(requests).bind(prepared);
+    for (const RequestReader& rank : ranks) requests.push_back(&rank.request(i));
+    bind_jointly(requests, prepared);
   }
   return prepared;
 }
 
+void run(const std::vector<RequestReader>& ranks, const PreparedCall& prepared,
+         rank_threads::WorkShare& share) {
+  if (prepared.parts.empty()) return;
+  const auto on_device = std::find_if(ranks.begin(), ranks.end(), [](const RequestReader& rank) {
+    return rank.call().staging != nullptr;
+  });
+  if (on_device != ranks.end())
+    on_device->call().staging->devices().run_list_call(prepared);
+  else
+    run_on_host(prepared, share);
+}
+
 }  // namespace
 
-void run_jointly(const std::vector<Call*>& calls, rank_threads::WorkShare& share) {
-  for (const Call* call : calls) fill(*call);
-  const PreparedCall prepared = prepare(calls);
-  const auto on_device = std::find_if(calls.begin(), calls.end(),
-                                      [](const Call* call) { return call->staging != nullptr; });
-  if (!prepared.parts.empty()) {
-    if (on_device != calls.end())
-      (*on_device)->staging->devices().run_list_call(prepared);
-    else
-      run_on_host(prepared, share);
-  }
-  for (const Call* call : calls) {
-    for (const auto& [to, from] : call->copies) copy_strided(to, from);
-    if (DirectStaging* const staging = staging_of(*call)) staging->begin_copy_out();
+void run_jointly(const std::vector<std::vector<Call*>>& calls, rank_threads::WorkShare& share) {
+  std::vector<RequestReader> ranks(calls.begin(), calls.end());
+  while (!ranks.front().at_end()) {
+    std::size_t count = ranks.front().left();
+    for (const RequestReader& rank : ranks) count = std::min(count, rank.left());
+    for (const RequestReader& rank : ranks) rank.begin();
+    run(ranks, prepare(ranks, count), share);
+    for (RequestReader& rank : ranks) rank.advance(count);
   }
 }
 

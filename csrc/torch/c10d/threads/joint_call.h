@@ -8,7 +8,8 @@
 
 namespace pycollect::dist {
 
-// `calls` has the matching call of each rank. Throws what the call of a list throws.
-void run_jointly(const std::vector<Call*>& calls, rank_threads::WorkShare& share);
+// `calls` has the calls of each rank, whose requests match; ranks may divide the same requests into
+// calls differently. Throws what the call of a list throws.
+void run_jointly(const std::vector<std::vector<Call*>>& calls, rank_threads::WorkShare& share);
 
 }  // namespace pycollect::dist

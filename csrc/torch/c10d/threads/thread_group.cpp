@@ -98,11 +98,10 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
     std::vector<const RankCalls*> calls;
     for (const auto& c : round.by_rank) calls.push_back(&*c);
     check_round(calls, number);
-    for (std::size_t i = 0; i < calls.front()->works.size(); ++i) {
-      std::vector<Call*> of_ranks;
-      for (const RankCalls* c : calls) of_ranks.push_back(&c->works[i]->call());
-      run_jointly(of_ranks, scheduler_->work_share());
-    }
+    std::vector<std::vector<Call*>> of_ranks(world_);
+    for (Rank r = 0; r < world_; ++r)
+      for (const CollectiveWorkPtr& work : calls[r]->works) of_ranks[r].push_back(&work->call());
+    run_jointly(of_ranks, scheduler_->work_share());
     return nullptr;
   } catch (const TypeError&) {
     return std::current_exception();
