@@ -236,6 +236,10 @@ class RankVariables:
     def set(self, rank: int, module: str, name: str, value: Any) -> None: ...
     def restore(self) -> None: ...
 
+class RandomStates:
+    def __init__(self, world: int, cuda: bool) -> None: ...
+    def restore(self, cuda: bool) -> None: ...
+
 class RankScheduler:
     world: int
     def __init__(
@@ -243,6 +247,7 @@ class RankScheduler:
         world: int,
         parallel: bool,
         *,
+        random: RandomStates,
         variables: RankVariables,
         find_line: Callable[[int], str],
     ) -> None: ...

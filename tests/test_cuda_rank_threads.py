@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,6 +128,19 @@ def reused_send(rank: int, world: int, site: Site) -> Any:
     return site.values(y)
 
 
+def polled(rank: int, world: int, site: Site) -> Any:
+    """A work is complete when the results are in the tensors, without a wait."""
+    found = []
+    for count in (10, 100_000):  # eager, and not
+        x, y, z = site.full(count, float(rank)), site.empty(count), site.full(count, 1.0)
+        sent, received = dist.isend(x, (rank + 1) % world), dist.irecv(y, (rank - 1) % world)
+        for works, result in (([sent, received], y), ([dist.all_reduce(z, async_op=True)], z)):
+            while not all(work.is_completed() for work in works):
+                time.sleep(0.0001)
+            found += sorted(set(result.tolist() if site.fake else site.values(result)))
+    return found
+
+
 def coalesced(rank: int, world: int, site: Site) -> Any:
     x, y = site.full(1000, rank + 1.0), site.full(10, 2.0)
     with dist._coalescing_manager(device=x.device):
@@ -154,6 +168,7 @@ def test_values_follow_the_ranks_streams(site: Site, parallel: bool) -> None:
     assert run(strided) == [[total, rank + 1.0] for rank in range(world)]
     assert run(messages) == [[float((r - 1) % world)] * 2 for r in range(world)]
     assert run(reused_send, 2) == [[9.0], [5.0]]
+    assert run(polled) == [[float((r - 1) % world), world] * 2 for r in range(world)]
     assert run(coalesced) == [[total, 2.0 * world]] * world
     assert run(future) == [[total]] * world
 

@@ -1,4 +1,4 @@
-"""Time limits of ranks as threads: calls that run, futures, stores.
+"""Time limits of ranks as threads: calls that run, and futures.
 
 A call that ends with an exception does not write its tensor afterwards. A future ends at the
 group's timeout, though nobody waits for its work.
@@ -55,7 +55,7 @@ def test_a_call_that_raised_writes_nothing_later(
 
     for late in (0.002, 0.015, 0.1):
         outcomes = threads.launch(program, 2, late, parallel=True, timeout=60)
-        for raised, at_the_end, later in outcomes:
+        for _, at_the_end, later in outcomes:
             assert at_the_end == later
         raised, at_the_end, _ = outcomes[0]
         assert (at_the_end == 1.0) == raised
@@ -80,11 +80,12 @@ def test_a_future_ends_at_the_groups_timeout(end: Callable[[Any], None], message
                 time.sleep(0.01)
             return ""
         x = torch.ones(10)
+        if message:
+            work = dist.irecv(x, 1, group=group)
+        else:
+            work = dist.all_reduce(x, group=group, async_op=True)
         with pytest.raises((pc.Timeout, RuntimeError)) as raised:
-            if message:
-                end(dist.irecv(x, 1, group=group))
-            else:
-                end(dist.all_reduce(x, group=group, async_op=True))
+            end(work)
         return str(raised.value)
 
     begin = time.monotonic()

@@ -100,6 +100,43 @@ def test_a_seed_of_one_rank_is_no_seed_of_another():
     assert not torch.equal(found[0][0], found[1][0])
 
 
+def test_seeds_for_cuda_wait_for_its_first_use_in_their_rank():
+    def queued() -> list[int]:
+        calls = [found[0] for found in torch.cuda._lazy_seed_tracker.get_calls() if found]
+        return [cell.cell_contents for call in calls for cell in call.__closure__]
+
+    def program(rank: int, world: int) -> list[int]:
+        torch.cuda.manual_seed_all(100 + rank)
+        dist.barrier()
+        return queued()
+
+    before = torch.cuda._lazy_seed_tracker
+    assert threads.launch(program, WORLD) == [[100 + rank] for rank in range(WORLD)]
+    assert torch.cuda._lazy_seed_tracker is before
+
+
+@pytest.mark.cuda
+def test_a_rank_draws_on_a_gpu_as_a_process_of_its_own():
+    def drawn(pause: Callable[[], object]) -> list[Tensor]:
+        found = []
+        for _ in range(4):
+            found.append(nn.functional.dropout(torch.ones(50, device="cuda:0"), 0.5))
+            pause()
+        return found
+
+    def program(rank: int, world: int) -> Tensor:
+        if rank > 0:  # rank 0 keeps the caller's state
+            torch.manual_seed(rank)
+        return torch.cat(drawn(dist.barrier)).cpu()
+
+    torch.manual_seed(0)
+    found = threads.launch(program, WORLD, device="cuda:0")
+    for rank in range(WORLD):  # the launch has restored the caller's state, that of seed 0
+        if rank > 0:
+            torch.manual_seed(rank)
+        assert torch.equal(found[rank], torch.cat(drawn(no_pause)).cpu())
+
+
 def test_a_forked_random_state_is_restored_in_its_rank():
     def program(rank: int, world: int) -> Tensor:
         torch.manual_seed(rank)

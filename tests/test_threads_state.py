@@ -174,26 +174,6 @@ def test_ranks_may_make_the_default_group_with_any_backend(backend, capfd):
     assert len(lines) == replaced, lines  # said once, and not by every rank
 
 
-@pytest.mark.parametrize("method", ["env://", "tcp://localhost:1", "file", "store"])
-def test_ranks_may_name_a_rendezvous(method, tmp_path):
-    store = dist.HashStore()
-    where: dict[str, Any] = {"init_method": method}
-    if method == "file":
-        where = {"init_method": f"file://{tmp_path}/store"}
-    if method == "store":
-        where = {"store": store}
-
-    def program(rank: int, world: int) -> tuple[float, float]:
-        dist.init_process_group("gloo", rank=rank, world_size=world, **where)
-        subgroup = dist.new_group([0, 2])
-        x = torch.ones(1)
-        if rank != 1:
-            dist.all_reduce(x, group=subgroup)
-        return total(rank, world), x.item()
-
-    assert threads.launch(program, 3, timeout=20) == [(3.0, 2.0), (3.0, 1.0), (3.0, 2.0)]
-
-
 def test_a_rank_cannot_be_another_rank():
     def program(rank: int, world: int) -> None:
         dist.init_process_group("gloo", init_method="env://", rank=0, world_size=world)

@@ -25,8 +25,20 @@ void with_gil(F&& f) {
 
 // Python's objects in a scheduler, which threads without the GIL may release.
 struct RankObjects {
+  std::shared_ptr<dist::RandomStates> random;
   std::shared_ptr<RankVariables> variables;
   py::object find_line;
+  py::object cuda_names = py::module_::import("torch.cuda").attr("__dict__");
+
+  // Both run at the ends of a rank's turn, with the GIL.
+  void save(Rank r) const {
+    random->save(r, cuda_is_initialized());
+    variables->save(r);
+  }
+  void load(Rank r) const {
+    random->load(r, cuda_is_initialized());
+    variables->load(r);
+  }
 
   static std::shared_ptr<RankObjects> shared(RankObjects objects) {
     return {new RankObjects(std::move(objects)), [](RankObjects* o) {
@@ -34,32 +46,28 @@ struct RankObjects {
               delete o;
             }};
   }
+
+ private:
+  bool cuda_is_initialized() const {  // as torch.cuda.is_initialized(), without running Python code
+    return PyDict_GetItemString(cuda_names.ptr(), "_initialized") == Py_True;
+  }
 };
 
 std::shared_ptr<RankScheduler> make_scheduler(int world, bool parallel,
+                                              std::shared_ptr<dist::RandomStates> random,
                                               std::shared_ptr<RankVariables> variables,
                                               py::object find_line) {
-  const auto random = std::make_shared<dist::RandomStates>(world);
-  const auto python = RankObjects::shared({std::move(variables), std::move(find_line)});
-  return std::make_shared<RankScheduler>(
-      world, parallel,
-      RankScheduler::RankHooks{.pause =
-                                   [random, python](Rank r) {
-                                     random->save(r);
-                                     with_gil([&] { python->variables->save(r); });
-                                   },
-                               .resume =
-                                   [random, python](Rank r) {
-                                     random->load(r);
-                                     with_gil([&] { python->variables->load(r); });
-                                   },
-                               .find_line =
-                                   [python](Rank r) {
-                                     std::string line;
-                                     with_gil(
-                                         [&] { line = python->find_line(r).cast<std::string>(); });
-                                     return line;
-                                   }});
+  const auto python =
+      RankObjects::shared({std::move(random), std::move(variables), std::move(find_line)});
+  RankScheduler::RankHooks hooks;
+  hooks.pause = [python](Rank r) { with_gil([&] { python->save(r); }); };
+  hooks.resume = [python](Rank r) { with_gil([&] { python->load(r); }); };
+  hooks.find_line = [python](Rank r) {
+    std::string line;
+    with_gil([&] { line = python->find_line(r).cast<std::string>(); });
+    return line;
+  };
+  return std::make_shared<RankScheduler>(world, parallel, std::move(hooks));
 }
 
 c10::intrusive_ptr<dist::ThreadStore> make_store(
@@ -85,9 +93,12 @@ void bind_threads(py::module_& m) {
       .def("set", &RankVariables::set, py::arg("rank"), py::arg("module"), py::arg("name"),
            py::arg("value"))
       .def("restore", &RankVariables::restore);
+  py::class_<dist::RandomStates, std::shared_ptr<dist::RandomStates>>(m, "RandomStates")
+      .def(py::init<int, bool>(), py::arg("world"), py::arg("cuda"))
+      .def("restore", &dist::RandomStates::restore, py::arg("cuda"));
   py::class_<RankScheduler, std::shared_ptr<RankScheduler>>(m, "RankScheduler")
       .def(py::init(&make_scheduler), py::arg("world"), py::arg("parallel"), py::kw_only(),
-           py::arg("variables"), py::arg("find_line"))
+           py::arg("random"), py::arg("variables"), py::arg("find_line"))
       .def_property_readonly("world", &RankScheduler::world)
       .def("enter", &RankScheduler::enter, py::arg("rank"), no_gil)
       .def("regain_turn", py::overload_cast<>(&RankScheduler::regain_turn), no_gil)

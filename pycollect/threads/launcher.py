@@ -16,6 +16,7 @@ import torch
 from .. import _C
 from ..errors import CollectiveError, Timeout
 from . import torch_internals
+from .arguments import devices_of, seconds_of
 from .rank_environ import environ_of_ranks
 from .started_threads import threads_of_ranks
 from .user_line import user_line
@@ -25,6 +26,8 @@ _INTERRUPT_SECONDS = 1.0
 # A rank that cannot be interrupted, as in a long call of C code, is left behind after this.
 _ABANDON_SECONDS = 10.0
 _POLL_SECONDS = 0.1  # between two looks at the clock
+
+_cuda: Any = torch.cuda  # without types in torch
 
 _running = threading.Lock()  # held by the launch of this process
 
@@ -95,17 +98,22 @@ class Launch:
         if world < 1:
             raise ValueError(f"launch: world is {world}; it must be at least 1")
         self._world = world
-        self._devices = _devices_of(device, world)
-        self._deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
+        self._devices = devices_of(device, world)
+        self._deadline = None if timeout is None else time.monotonic() + seconds_of(timeout)
         self._parallel = bool(parallel)
         self._default_group = default_group
+        if any(found is not None and found.type == "cuda" for found in self._devices):
+            _cuda.init()  # so that every rank begins with random states of all GPUs
+        self._random = _C.RandomStates(world, _cuda.is_initialized())
         self.variables = _C.RankVariables(world, [*torch_internals.RANK_VARIABLES, *variables])
+        torch_internals.set_variables(self.variables, world)
         # The scheduler must not refer to this object, which refers to it.
         threads: list[threading.Thread] = []
         self._threads = threads
         self._scheduler = _C.RankScheduler(
             world,
             self._parallel,
+            random=self._random,
             variables=self.variables,
             find_line=lambda rank: user_line(threads[rank].ident),
         )
@@ -113,6 +121,10 @@ class Launch:
         self._failures: list[tuple[int, BaseException]] = []
         self._replaced: set[str] = set()
         self._ended = [threading.Event() for _ in range(world)]
+
+    def rank_of_thread(self) -> int:
+        """Return the rank of the calling thread; -1: it belongs to no rank of this launch."""
+        return self._scheduler.rank_of_thread()
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         if not callable(fn):
@@ -122,8 +134,7 @@ class Launch:
         torch_internals.require_parts()
         with ExitStack() as stack:
             self._require_alone(stack)
-            random = torch.get_rng_state()
-            stack.callback(torch.set_rng_state, random)
+            stack.callback(lambda: self._random.restore(_cuda.is_initialized()))
             stack.callback(self.variables.restore)
             scheduler = self._scheduler
             stack.enter_context(torch_internals.worlds_of(scheduler, self._warn_of_backend))
@@ -280,38 +291,3 @@ def _add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:  # not printed, but there for who looks
         error.__notes__ = [*getattr(error, "__notes__", []), note]
-
-
-def _seconds(timeout: float | datetime.timedelta) -> float:
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"launch: timeout is a {type(timeout).__name__}; pass seconds, or None")
-    if timeout < 0:
-        raise ValueError(f"launch: timeout is {timeout}; it must not be negative")
-    return timeout
-
-
-def _devices_of(device: Any, world: int) -> list[torch.device | None]:
-    if device is None or isinstance(device, (str, int, torch.device)):
-        device = [device] * world
-    devices = [None if d is None else _device_of(d) for d in device]
-    if len(devices) != world:
-        raise ValueError(f"launch: {len(devices)} devices for {world} ranks; pass one for each")
-    return devices
-
-
-def _device_of(given: Any) -> torch.device:
-    try:
-        found = torch.device(given)
-    except RuntimeError as error:
-        raise ValueError(
-            f"launch: device is {given!r}; torch has no such device: {error}"
-        ) from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"launch: device is '{found}'; pass None, 'cpu' or a GPU ('cuda:0')")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"launch: device is '{found}', and torch finds no GPU here")
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found

@@ -135,7 +135,7 @@ def run(script: Script, launch: Launch, world: int, on_gpu: bool) -> int:
     before = sys.argv, sys.path
     sys.argv, sys.path = script.argv, script.path  # of ranks that run in parallel
     try:
-        with _main_of_ranks(launch._scheduler.rank_of_thread, mains):
+        with _main_of_ranks(launch.rank_of_thread, mains):
             launch.run(run_rank, ())
     except SystemExit as stop:
         return _exit_status(stop)

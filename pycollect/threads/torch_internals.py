@@ -14,10 +14,13 @@ it. Each part has one use here:
 * `_set_thread_isolation_mode`: gives each thread a registry of groups by name, for functional
   collectives and compiled code.
 * `tensor._random._rng_tracker`: DTensor's random state, a module variable.
+* `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
+  says whether it is; the extension reads it between two turns, when it must not run Python code.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import sys
@@ -36,10 +39,12 @@ c10d: Any = torch.distributed.distributed_c10d
 _PARTS = {
     "torch.distributed.distributed_c10d": ("_world", "rendezvous", "_new_process_group_helper"),
     "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "TCPStore"),
+    "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
 # Module variables of which every rank has its own value, while ranks run one at a time.
-RANK_VARIABLES = (("torch.distributed.tensor._random", "_rng_tracker"),)
+_SEEDS = ("torch.cuda", "_lazy_seed_tracker")
+RANK_VARIABLES = (("torch.distributed.tensor._random", "_rng_tracker"), _SEEDS)
 _SERVED = ("pycollect", "fake")
 _C10D = vars(c10d)
 
@@ -54,6 +59,14 @@ def require_parts() -> None:
         for name in names:
             if not hasattr(found, name):
                 raise RuntimeError(_lacks(f"{module}.{name}"))
+
+
+def set_variables(variables: _C.RankVariables, world: int) -> None:
+    """Give every rank an object of its own for a variable of `RANK_VARIABLES` that it changes."""
+    module, name = _SEEDS
+    for rank in range(world):
+        found = getattr(sys.modules[module], name, None)
+        variables.set(rank, module, name, copy.deepcopy(found))
 
 
 def _lacks(what: str) -> str:

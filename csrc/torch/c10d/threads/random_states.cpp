@@ -12,51 +12,49 @@ at::CPUGeneratorImpl& cpu_generator() {
   return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
 }
 
-// Returns the generator of a device that is in use. Creating it would initialize CUDA.
-std::optional<at::Generator> cuda_generator(c10::DeviceIndex device) {
-  if (!at::detail::getCUDAHooks().hasPrimaryContext(device)) return {};
-  return at::globalContext().defaultGenerator(at::Device(at::kCUDA, device));
-}
-
-c10::DeviceIndex cuda_devices() {
-  return at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : c10::DeviceIndex{0};
+std::vector<at::Generator> generators_of_gpus() {
+  std::vector<at::Generator> found;
+  const c10::DeviceIndex devices = at::detail::getCUDAHooks().deviceCount();
+  for (c10::DeviceIndex d = 0; d < devices; ++d)
+    found.push_back(at::globalContext().defaultGenerator(at::Device(at::kCUDA, d)));
+  return found;
 }
 
 }  // namespace
 
-RandomStates::RandomStates(int world) : states_(world, current()) {}
+RandomStates::RandomStates(int world, bool cuda)
+    : before_(current(cuda)), states_(world, before_) {}
 
-RandomStates::RandomState RandomStates::current() {
+RandomStates::RandomState RandomStates::current(bool cuda) {
   at::CPUGeneratorImpl& cpu = cpu_generator();
   const std::lock_guard lock(cpu.mutex_);
   RandomState state{
       cpu.engine(), cpu.next_float_normal_sample(), cpu.next_double_normal_sample(), {}};
-  for (c10::DeviceIndex d = 0; d < cuda_devices(); ++d) {
-    auto generator = cuda_generator(d);
-    state.cuda.emplace_back();
-    if (!generator) continue;
-    const std::lock_guard device_lock(generator->mutex());
-    state.cuda.back() = CudaState{generator->current_seed(), generator->get_offset()};
+  if (!cuda) return state;
+  for (at::Generator generator : generators_of_gpus()) {
+    const std::lock_guard device_lock(generator.mutex());
+    state.cuda.push_back({generator.current_seed(), generator.get_offset()});
   }
   return state;
 }
 
-void RandomStates::save(Rank rank) { states_[rank] = current(); }
-
-void RandomStates::load(Rank rank) {
-  const RandomState& state = states_[rank];
+// If CUDA has been initialized since the state was saved, the GPUs get the seed of the CPU:
+// torch.manual_seed sets both.
+void RandomStates::set(const RandomState& state, bool cuda) {
   at::CPUGeneratorImpl& cpu = cpu_generator();
   const std::lock_guard lock(cpu.mutex_);
   cpu.set_engine(state.engine);
   cpu.set_next_float_normal_sample(state.next_float);
   cpu.set_next_double_normal_sample(state.next_double);
-  for (std::size_t d = 0; d < state.cuda.size(); ++d) {
-    if (!state.cuda[d]) continue;
-    auto generator = cuda_generator(static_cast<c10::DeviceIndex>(d));
-    if (!generator) continue;
-    const std::lock_guard device_lock(generator->mutex());
-    generator->set_current_seed(state.cuda[d]->seed);
-    generator->set_offset(state.cuda[d]->offset);
+  if (!cuda) return;
+  std::vector<at::Generator> generators = generators_of_gpus();
+  for (std::size_t d = 0; d < generators.size(); ++d) {
+    at::Generator& generator = generators[d];
+    const std::lock_guard device_lock(generator.mutex());
+    const CudaState of_seed{state.engine.seed(), 0};
+    const CudaState& own = state.cuda.empty() ? of_seed : state.cuda[d];
+    generator.set_current_seed(own.seed);
+    generator.set_offset(own.offset);
   }
 }
 

@@ -1,5 +1,5 @@
 // Random states of ranks that take turns in one process: those of torch's default generators, of
-// the CPU and of the GPUs that are in use.
+// the CPU and, once CUDA is initialized, of all GPUs.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -10,12 +10,15 @@
 
 namespace pycollect::dist {
 
+// `cuda` says whether CUDA is initialized: if not, this class must not call it, which would take
+// long and disable CUDA in child processes.
 class RandomStates {
  public:
   // Every rank begins with the states of this time, as processes forked now would.
-  explicit RandomStates(int world);
-  void save(Rank rank);
-  void load(Rank rank);
+  RandomStates(int world, bool cuda);
+  void save(Rank rank, bool cuda) { states_[rank] = current(cuda); }
+  void load(Rank rank, bool cuda) { set(states_[rank], cuda); }
+  void restore(bool cuda) { set(before_, cuda); }  // the states before the ranks
 
  private:
   struct CudaState {
@@ -25,10 +28,12 @@ class RandomStates {
     at::mt19937 engine;
     std::optional<float> next_float;
     std::optional<double> next_double;
-    std::vector<std::optional<CudaState>> cuda;  // [device]; none: the device is not in use
+    std::vector<CudaState> cuda;  // [device]; empty: CUDA was not initialized
   };
-  static RandomState current();
+  static RandomState current(bool cuda);
+  static void set(const RandomState& state, bool cuda);
 
+  const RandomState before_;
   std::vector<RandomState> states_;
 };
 

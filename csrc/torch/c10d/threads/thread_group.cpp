@@ -7,6 +7,7 @@
 #include "../../../group/format_ranks.h"
 #include "../../../plan/error.h"
 #include "../gil_release.h"
+#include "../in_flight_guard.h"
 #include "joint_call.h"
 #include "round_check.h"
 #include "thread_messages.h"
@@ -136,7 +137,9 @@ void ThreadGroup::finish(const GroupRound& round, const std::exception_ptr& erro
 
 void ThreadGroup::complete_later(Rank rank, c10::intrusive_ptr<Future> future,
                                  const c10::intrusive_ptr<GroupWork>& work) {
-  scheduler_->run_as(launch_ranks_[rank], [future, work] {
+  // The task may run Python code on a thread of its own.
+  const auto in_flight = std::make_shared<InFlightGuard>();
+  scheduler_->run_as(launch_ranks_[rank], [future, work, in_flight] {
     complete(*future, work->result(), work->exception(), work->staging());
   });
 }
@@ -278,6 +281,7 @@ void ThreadGroup::abort_if_lost(Lock& lock, const GroupWait& wait) {
 }
 
 void ThreadGroup::require_healthy(Rank rank, const std::string& operation) const {
+  const GilRelease gil_release;
   const Rank mine = launch_ranks_[rank], caller = scheduler_->rank_of_thread();
   if (caller >= 0 && caller != mine)
     throw CollectiveError(text(

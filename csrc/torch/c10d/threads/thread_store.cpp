@@ -21,10 +21,18 @@ thread_local const std::string* purpose = nullptr;  // of the calling thread's w
 ThreadStore::Purpose::Purpose(std::string what) : what_(std::move(what)) { purpose = &what_; }
 ThreadStore::Purpose::~Purpose() { purpose = nullptr; }
 
+// A user's store may fail. The error is thrown to the caller that waits, not to the thread that
+// checks the condition for it.
 ReadyCondition ThreadStore::written(const Keys& keys) const {
-  if (purpose != nullptr)
-    return {[this, keys] { return keys_->check(keys); }, [what = *purpose] { return what; }};
-  return {[this, keys] { return keys_->check(keys); },
+  const auto is_written = [this, keys] {
+    try {
+      return keys_->check(keys);
+    } catch (const std::exception&) {
+      return true;  // the caller's next use of the store throws it
+    }
+  };
+  if (purpose != nullptr) return {is_written, [what = *purpose] { return what; }};
+  return {is_written,
           [keys] { return text("the store's key '", keys.empty() ? "" : keys.front(), "'"); }};
 }
 
@@ -74,6 +82,7 @@ void ThreadStore::wait(const Keys& keys, const std::chrono::milliseconds& timeou
   if (!scheduler_->wait(scheduler_->rank_of_thread(), condition))
     throw Timeout(text("no rank has written ", condition.describe(), " in time",
                        scheduler_->describe_ranks()));
+  keys_->check(keys);  // throws the store's error, if it has failed
 }
 
 void ThreadStore::append(const std::string& key, const Value& value) {
