@@ -16,6 +16,7 @@ usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
   dist-memory   tests of the same: zero-copy, symmetric memory, messages
   dist-faults   tests of the same: ranks that die, are late or disagree; training
   dist-slow     tests of the same: many ranks, CUDA settings, 200 groups one after the other
+  threads       one thread per rank on one GPU: tests, whole worlds, all-reduce against its peers
   questions     measurements behind design choices: waits between processes, folds, staging, graphs
 
 The stages run in the given order; without any, all run. --dry-run prints the commands.
@@ -37,7 +38,7 @@ quick=${QUICK:-0}
 dry_run=0
 failed=()
 stages=()
-all_stages=(build test sanitize bench dist dist-test dist-memory dist-faults dist-slow
+all_stages=(build test sanitize bench dist threads dist-test dist-memory dist-faults dist-slow
   questions)
 
 while (($#)); do
@@ -276,6 +277,14 @@ stage_dist_slow() {
   most=$((limit * 2 / 3)) dist_tests dist-settings -k "not nothing_behind" "$lifecycle" \
     tests/test_cuda_dist_settings.py
   PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k nothing_behind "$lifecycle"
+}
+
+stage_threads() {
+  local json=(--json "$out/.content.json") sizes=(--sizes 4,64K,1M,16M,64M --seconds 3)
+  ((quick)) && sizes=(--quick --parts all_reduce --seconds 0.01)
+  most=$((limit / 2)) dist_tests threads-test tests/test_threads_*.py \
+    tests/test_cuda_rank_threads*.py
+  step rank_threads "$python" bench/rank_threads.py --device "$devices" "${sizes[@]}" --targets "${json[@]}"
 }
 
 stage_questions() {

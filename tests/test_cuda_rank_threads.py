@@ -173,6 +173,30 @@ def test_values_follow_the_ranks_streams(site: Site, parallel: bool) -> None:
     assert run(future) == [[total]] * world
 
 
+def test_a_read_that_is_not_joined_sees_the_old_values(site: Site, request: Any) -> None:
+    """The tests above would see a missing join: their values are written late."""
+    if request.node.callspec.params["site"] == "eager":
+        pytest.skip("eager devices do all permitted work at once")
+
+    def read(rank: int, world: int, site: Site) -> list[float]:
+        x = site.empty(1000)
+        site.values(x)
+        if site.fake:
+            site.fake.gpu.set_pause(0.3)  # seconds between two pieces of the streams' work
+            site.fake.fill_later(site.fake.empty(1), 0.0)
+            time.sleep(0.05)
+            site.fake.fill_later(x, 5.0)
+            found = sorted(set(x.tolist()))
+            site.fake.gpu.set_pause(0.0001)
+            return found
+        torch.cuda._sleep(200_000_000)
+        x.fill_(5.0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return sorted(set(x.tolist()))
+
+    assert site.run(read, 1) == [[-1.0]]
+
+
 def test_a_call_takes_two_events_for_each_rank(site: Site) -> None:
     if not site.fake:
         pytest.skip("counts the emulator's calls")

@@ -131,6 +131,12 @@ def test_the_benchmarks_accept_the_scripts_arguments(contents):
     assert {case["dtype"] for case in found["all_reduce-bfloat16"]["cases"]} == {"bfloat16"}
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_threads_accepts_the_scripts_arguments(contents):
+    found = contents("threads")
+    assert found["rank_threads"]["rank_threads"]["all_reduce"]
+
+
 def test_a_later_stage_adds_to_the_record(machine, fake_python, tmp_path):
     machine("bench", python=fake_python(), nvidia_smi=SMI)
     status, output = machine("build", python=fake_python(), nvidia_smi=SMI)
