@@ -267,6 +267,12 @@ class EmulatedTorch:
     def use_second_stream(self, on: bool) -> None:
         """Make the caller's second stream the current one, or the first one again."""
 
+    def use_own_stream(self) -> None:
+        """Make a new stream the calling thread's current one."""
+
+    def finish_own_stream(self) -> None:
+        """Run all work of the calling thread's own stream."""
+
     def finish_caller(self) -> None:
         """Run all work on the caller's first stream."""
 

@@ -173,7 +173,12 @@ def pools_of_a_module(**always: Any) -> Iterator[Pools]:
 
 def pools_of_sites() -> Iterator[Pools]:
     """Body of a fixture that yields Pools and asserts at the end that no site saw a violation."""
-    for pools in pools_of_a_module():
+    yield from pools_of_ranks("processes")
+
+
+def pools_of_ranks(ranks_as: str) -> Iterator[Pools]:
+    """Like `pools_of_sites`, for both kinds of ranks."""
+    for pools in pools_of_a_module(ranks_as=ranks_as):
         yield pools
         for spec, pool in pools.made.items():
             assert not pool.usable or pool.run(_violations) == [[]] * spec.world

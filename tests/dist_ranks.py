@@ -16,10 +16,10 @@ THREADS, PROCESSES = "threads", "processes"
 KINDS = os.environ.get("PYCOLLECT_TEST_RANKS", f"{THREADS},{PROCESSES}").split(",")
 MARKS = {
     "between_processes(why)": "does not run on threads",
+    "between_threads(why)": "does not run on processes",
     "slow_on_processes": "with processes as ranks, the test is slow",
-    "xfail_on_threads(why, run)": "fails with threads as ranks, because of a defect",
 }
-EMULATED_DEVICES = "emulated devices stand for those of a process"
+NO_TRANSPORTS = "threads use device tensors in place, so there are no transports"
 
 
 def between_processes(why: str) -> pytest.MarkDecorator:
@@ -27,18 +27,19 @@ def between_processes(why: str) -> pytest.MarkDecorator:
     return pytest.mark.between_processes(why)
 
 
-def xfail_on_threads(why: str, run: bool = True) -> pytest.MarkDecorator:
-    """Threads as ranks have a defect. `run=False` is for hangs."""
-    return pytest.mark.xfail_on_threads(why, run)
-
-
 slow_on_processes = pytest.mark.slow_on_processes
 
 
+def site_marks(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a site of dist_sites.py: one that names a transport is for processes."""
+    if name == "cuda":
+        return [pytest.mark.between_threads("processes name a transport")]
+    return [between_processes(NO_TRANSPORTS)] if ":" in name else []
+
+
 def staged(*names: str) -> list[Any]:
-    """pytest parameters (site): host memory ("") for both kinds of ranks, others for processes."""
-    only = between_processes(EMULATED_DEVICES)
-    return [pytest.param(n, marks=[only] if n else [], id=n or "host") for n in names]
+    """pytest parameters (site): host memory (""), and emulated devices."""
+    return [pytest.param(n, marks=site_marks(n), id=n or "host") for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +71,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
     if _kind(item) == THREADS:  # torch's warnings, which processes write into their logs
         item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
-    defect = item.get_closest_marker("xfail_on_threads")
-    if defect and _kind(item) == THREADS:
-        why, run = defect.args
-        item.add_marker(pytest.mark.xfail(strict=True, reason=why, run=run))
+
+
+def _runs(item: pytest.Item) -> bool:
+    if item.get_closest_marker("between_threads"):
+        return _kind(item) == THREADS
+    return _kind(item) != THREADS or not item.get_closest_marker("between_processes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = (
-        item
-        for item in items
-        if _kind(item) != THREADS or not item.get_closest_marker("between_processes")
-    )
+    items[:] = filter(_runs, items)

@@ -1,10 +1,12 @@
-"""Sites of the multi-process CUDA tests: emulated devices, or a GPU.
+"""Sites of the CUDA tests of torch.distributed: emulated devices, or a GPU.
 
 "late" devices defer all work until something waits for it; "eager" devices do all permitted work
 at once. On both, CPU tensors stand for CUDA tensors: staged through the host, or, as
 "late:cuda_ipc" and "eager:cuda_ipc", in memory that the peers can access. "cuda:cuda_ipc" and
-"cuda:host_staging" are a GPU, or the CPU in its place (device_placements.py). A job's tensors are
-created there unless it names another device.
+"cuda:host_staging" are a GPU, or the CPU in its place (device_placements.py); so is "cuda", for
+ranks that are threads. A job's tensors are
+created there unless it names another device. `dist_thread_sites.py` has the emulated devices of
+ranks that are threads.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dist_ranks import site_marks
 from torch import Tensor
 
 CUDA_IPC_SITES = ("late:cuda_ipc", "eager:cuda_ipc")
-EMULATED, REAL = (*CUDA_IPC_SITES, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
+EMULATED, REAL = (
+    (*CUDA_IPC_SITES, "late", "eager"),
+    ("cuda:cuda_ipc", "cuda:host_staging", "cuda"),
+)
 # Bytes of the staging buffers of an emulated rank: 300,000 elements take dozens of pieces.
 STAGING_BYTES = 1 << 16
 GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
@@ -57,7 +63,9 @@ def site_worlds(*names: str, stands_in: bool = True) -> list[Any]:
 def sites(*names: str, stands_in: bool = True) -> list[Any]:
     """pytest parameters (site); see `site_worlds` for `stands_in`."""
     marks = [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
-    return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
+    return [
+        pytest.param(n, marks=[*site_marks(n), *(marks if is_real(n) else [])], id=n) for n in names
+    ]
 
 
 def cpu_by_default(job: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +90,9 @@ class Site:
 
     def as_default_device(self) -> Any:
         return contextlib.nullcontext()
+
+    def begin_rank(self) -> None:
+        """Prepare a rank that is a thread, before its job and its groups."""
 
     def fill_later(self, x: Tensor, value: float) -> None:
         """Enqueue the fill on the current stream, behind all earlier work (on a GPU, delayed)."""
@@ -128,8 +139,10 @@ class Site:
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
         self.stall()
-        yield
-        self.resume()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def second_stream(self) -> Any:
         return contextlib.nullcontext()
@@ -152,7 +165,8 @@ class Site:
 class Emulated(Site):
     gpu = "cuda:0"  # name only: there is no such device
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, own_thread: bool = False, **options: Any) -> None:
+        """`own_thread`: a thread runs the streams' work, as it does for "cuda_ipc"."""
         import pycollect as pc  # imported late: only in the rank's process
         from pycollect import _testing
 
@@ -164,7 +178,7 @@ class Emulated(Site):
             **options,
         }
         self.options = pc.distributed.options(**options)
-        self.fake = _testing.emulate(self.options, pace == "eager", self.streams)
+        self.fake = _testing.emulate(self.options, pace == "eager", self.streams or own_thread)
         self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
         self.calls, self.synchronize = self.fake.calls, self.fake.finish_caller
 
@@ -227,8 +241,8 @@ class Emulated(Site):
 class Gpu(Site):
     def __init__(self, name: str) -> None:
         self.device, self.real = GPU, is_real(GPU)
-        self.streams = name == "cuda:cuda_ipc"
-        if name in REAL:  # otherwise the group selects the best transport
+        self.streams = name in ("cuda:cuda_ipc", "cuda")
+        if name in REAL and name != "cuda":  # otherwise the group selects the best transport
             os.environ["PYCOLLECT_CUDA_TRANSPORT"] = name.split(":")[1]
 
     def as_default_device(self) -> Any:

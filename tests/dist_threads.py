@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from dist_jobs import SECONDS, JobPool
 from dist_rank import BACKEND, Outcome, RankContext, Spec
+from dist_thread_sites import of_ranks
 
 
 class ThreadPool(JobPool):
@@ -26,8 +27,7 @@ class ThreadPool(JobPool):
     _numbers = itertools.count()
 
     def __init__(self, spec: Spec) -> None:
-        unsupported = [name for name in ("environ", "site") if getattr(spec, name)]
-        assert not unsupported, f"ranks as threads have no {unsupported} of their own"
+        assert not spec.environ, "ranks as threads have no environment of their own"
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(prefix=f"threads_{next(self._numbers)}_")
         self.usable = True
@@ -41,33 +41,38 @@ class ThreadPool(JobPool):
 
         job, args = self._begun
         outcomes = [Outcome(error="the rank did not end")] * self.spec.world
+        sites = of_ranks(self.spec.site, self.spec.world)
 
         def rank_program(rank: int, world: int) -> None:
-            outcomes[rank] = self._run(rank, job, args)
+            me = RankContext(rank, self.spec, self._folder.name, site=sites[rank])
+            outcomes[rank] = self._run(me, job, args)
 
+        device = sites[0].device if sites[0].real else None
         try:
-            threads.launch(rank_program, self.spec.world, timeout=seconds or SECONDS)
+            threads.launch(rank_program, self.spec.world, timeout=seconds or SECONDS, device=device)
         except Timeout as error:
             hang = f"{job.__name__}: {error}"
         else:
+            assert sites[0].violations() == []
             return outcomes
         self._fail([hang, *(o.error for o in outcomes if o.error)])
 
-    def _run(self, rank: int, job: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    def _run(self, me: RankContext, job: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
         """The outcome of one rank. An exception ends this rank only, as it does in a process."""
-        me = RankContext(rank, self.spec, self._folder.name)
         own = copy.deepcopy(args)  # as in a process: no rank shares the tensors of another
         try:
+            me.site.begin_rank()
             if self.spec.group:
                 self._set_group(me)
-            return Outcome(value=job(me, *own))
+            with me.site.as_default_device():
+                return Outcome(value=job(me, *own))
         except Exception:
             return Outcome(error=traceback.format_exc())
 
     def _set_group(self, me: RankContext) -> None:
         """The launch has made the default group. A second group is for gloo, between processes."""
-        if self.spec.backend != BACKEND:
-            me.init("store")
+        if self.spec.backend != BACKEND or self.spec.site:
+            me.init("store", pg_options=me.site.options)
             return
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         backend.set_timeout(datetime.timedelta(seconds=self.spec.timeout))

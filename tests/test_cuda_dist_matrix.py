@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import COLLECTIVES, LAYOUTS, Case, CaseContext, rows
-from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh, pools_of_sites
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh, pools_of_ranks
+from dist_ranks import between_processes, site_marks
 from dist_sites import (
     CUDA_IPC_SITES,
     EMULATED,
@@ -25,12 +26,13 @@ from dist_sites import (
     cpu_by_default,
     is_real,
     site_worlds,
+    sites,
 )
 from reference import DTYPES, assert_same, short
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_sites, scope="module")
+pools = pytest.fixture(pools_of_ranks, scope="module")
 
 COUNTS = (0, 1, 7, 1023)
 
@@ -126,20 +128,29 @@ QUICK_DTYPES = {
 }
 
 
+def dtype_marks(site: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    if is_real(site) or dtype == torch.float32:
+        return []
+    slow = dtype not in QUICK_DTYPES or site == "eager:cuda_ipc"
+    only = between_processes("threads stage nothing, so that late devices serve for all dtypes")
+    return [pytest.mark.slow] * slow + [only] * (site == "eager")
+
+
 def dtype_cases() -> list[Any]:
     found = [
         pytest.param(
             *place.values,
             dtype,
             id=f"{place.id}-{short(dtype)}",
-            marks=[*place.marks]
-            + [pytest.mark.slow] * (not is_real(place.values[0]) and dtype not in QUICK_DTYPES)
-            + [pytest.mark.slow] * (place.values[0] == "eager:cuda_ipc" and dtype != torch.float32),
+            marks=[*place.marks, *dtype_marks(place.values[0], dtype)],
         )
         for place in site_worlds(*EMULATED, *REAL)
         for dtype in DTYPES
     ]
-    return found + [("eager:cuda_ipc", world, torch.float32) for world in (1, 2, 4)]
+    site = "eager:cuda_ipc"
+    return found + [
+        pytest.param(site, world, torch.float32, marks=site_marks(site)) for world in (1, 2, 4)
+    ]
 
 
 def assert_bits(pool: Any, dtype: torch.dtype) -> None:
@@ -209,7 +220,7 @@ def ranks_on_different_gpus(me: RankContext) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("site", CUDA_IPC_SITES)
+@pytest.mark.parametrize("site", sites(*CUDA_IPC_SITES))
 def test_sizes_around_a_staging_buffer(pools, site):
     assert pools(3, site=site).run(sizes_around_a_staging_buffer) == [[]] * 3
     with fresh(3, site=site) as pool:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, caught, pools_of_sites
+from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
+from dist_ranks import NO_TRANSPORTS, between_processes
 from dist_sites import REAL, site_worlds, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_sites, scope="module")
+pools = pytest.fixture(pools_of_ranks, scope="module")
 SITES = ("late:cuda_ipc", "late", "eager")
 FRAGMENT = (1 << 20) // 4  # float32 elements of a fragment; smaller messages are one fragment
 MAX_FRAGMENTS = 64  # of a message; larger messages have larger fragments
@@ -58,22 +59,23 @@ def around_a_ring(me: RankContext, counts: list[int]) -> list[str]:
     """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
+    staged = me.fake and me.spec.ranks_as == "processes"
     for count in counts:
         for stride in (1, 2):
             y = torch.full((count * stride,), -1.0)[::stride]
             me.site.fill_later(y, -2.0)
             x = values(count * stride, me.rank)[::stride]
-            before = me.fake and (me.fake.pinned(), copies_off_device(me))
+            before = staged and (me.fake.pinned(), copies_off_device(me))
             sent = dist.isend(x, right)
             source = dist.recv(y, None if count in (1000, 2 * FRAGMENT) else left)
             sent.wait()
-            took = me.fake and (me.fake.pinned() - before[0], copies_off_device(me) - before[1])
+            took = staged and (me.fake.pinned() - before[0], copies_off_device(me) - before[1])
             x.fill_(-3.0)  # the sender may reuse its tensor after wait()
             if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
                 wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
             whole = stride == 2 and count > FRAGMENT  # one more copy, to make it contiguous
             if (
-                me.fake
+                staged
                 and count > 1000
                 and took != (2, min(MAX_FRAGMENTS, -(-count // FRAGMENT)) + whole)
             ):
@@ -81,7 +83,10 @@ def around_a_ring(me: RankContext, counts: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("site", "world"), [*site_worlds(*SITES, *REAL), ("late", 2)])
+MOST = pytest.param("late", 2, marks=between_processes(NO_TRANSPORTS))
+
+
+@pytest.mark.parametrize(("site", "world"), [*site_worlds(*SITES, *REAL), MOST])
 def test_around_a_ring(pools, site, world):
     counts = (
         LARGE_SIZES[-1:] if (site, world) == ("late", 2) else SIZES + LARGE_SIZES * (site in REAL)

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, RankContext, pools_of_sites
+from dist_pool import OURS, RankContext, pools_of_ranks
+from dist_ranks import NO_TRANSPORTS, between_processes
 from dist_sites import CUDA_IPC_SITES, REAL, sites, until
 from dist_waits import publish, wait_published
 from test_cuda_dist_p2p import (
@@ -22,7 +23,7 @@ from test_cuda_dist_p2p import (
 )
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_sites, scope="module")
+pools = pytest.fixture(pools_of_ranks, scope="module")
 
 
 def messages_in_order(me: RankContext) -> list[float]:
@@ -43,6 +44,7 @@ def messages_in_order(me: RankContext) -> list[float]:
     return found
 
 
+@between_processes("the emulator takes a small message from the host for one from a device")
 @pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
 def test_messages_do_not_overtake(pools, site):
     assert pools(3, site=site).run(messages_in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
@@ -90,10 +92,74 @@ def behind_the_current_stream(me: RankContext) -> list[bool]:
 
 
 @pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
-def test_messages_are_ordered_behind_stream_work(pools, site):
-    pool = pools(2, site=site)
-    assert pool.run(behind_the_stream) == [[True] * 2, [True]]
-    assert pool.run(behind_the_current_stream) == [[True], [True]]
+def test_messages_are_ordered_behind_the_current_stream(pools, site):
+    assert pools(2, site=site).run(behind_the_current_stream) == [[True], [True]]
+
+
+def completed(me: RankContext) -> list[bool]:
+    """A receive is complete when its tensor has the message, not when the copy is enqueued."""
+    x, y = values(LARGE, 3), torch.zeros(LARGE)
+    if me.rank == 0:
+        dist.barrier()
+        work = dist.isend(x, 1)
+        dist.barrier()
+        work.wait()
+        return [True]
+    work = dist.irecv(y, 0)
+    dist.barrier()
+    found = [until(work.is_completed), torch.equal(y, x)]
+    dist.barrier()
+    return found
+
+
+def reused_on_another_stream(me: RankContext) -> list[bool]:
+    """A stream that waits for a send may overwrite the tensor, which was sent on another one."""
+    x, y = torch.full((4,), 5.0), torch.zeros(4)
+    me.site.synchronize()
+    me.site.run_ahead()
+    if me.rank == 0:
+        with me.site.second_stream():
+            work = dist.isend(x, 1)  # small, so that it is sent before it is received
+        work.wait()
+        me.site.fill_later(x, 9.0)
+        me.site.synchronize()
+    me.site.resume()
+    dist.barrier()
+    if me.rank == 1:
+        dist.recv(y, 0)
+    return [me.rank == 0 or bool((y == 5.0).all())]
+
+
+LATE = (*sites("late:cuda_ipc", "late", *REAL, stands_in=False),
+        pytest.param("eager", marks=between_processes("late streams expose more")))  # fmt: skip
+
+
+@pytest.mark.parametrize("job", [behind_the_stream, completed, reused_on_another_stream],
+                         ids=lambda job: job.__name__)  # fmt: skip
+@pytest.mark.parametrize("site", LATE)
+def test_works_of_messages_follow_their_streams(pools, site, job):
+    assert all(map(all, pools(2, site=site).run(job)))
+
+
+def to_the_host(me: RankContext) -> bool:
+    """The call that sends from a late stream returns at once, also if the receiver is a host."""
+    x, y = values(LARGE, 3), me.site.host(torch.zeros(LARGE))
+    if me.rank == 0:
+        dist.barrier()
+        with me.site.stalled():
+            me.site.fill_later(x, 5.0)
+            work = dist.isend(x, 1)
+        work.wait()
+        return True
+    work = dist.irecv(y, 0)
+    dist.barrier()
+    work.wait()
+    return bool((y == 5.0).all())
+
+
+@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+def test_a_late_sending_stream_blocks_no_host(pools, site):
+    assert pools(2, site=site).run(to_the_host) == [True, True]
 
 
 def overlapped(me: RankContext) -> tuple[bool, bool]:
@@ -116,6 +182,7 @@ def overlapped(me: RankContext) -> tuple[bool, bool]:
     return came, me.rank == 0 or torch.equal(y, x)
 
 
+@between_processes(NO_TRANSPORTS)
 @pytest.mark.parametrize("site", SITES)
 def test_copies_overlap(pools, site):
     assert pools(2, site=site).run(overlapped) == [(True, True)] * 2
@@ -162,6 +229,7 @@ def past_a_stalled_stream(me: RankContext) -> list[bool]:
     return [*good, torch.equal(y, x)]
 
 
+@between_processes(NO_TRANSPORTS)
 @pytest.mark.parametrize("site", SITES)
 def test_a_stalled_stream_blocks_no_other_message(pools, site):
     found = pools(3, site=site).run(past_a_stalled_stream)
@@ -183,6 +251,7 @@ def late_receiving_stream(me: RankContext) -> bool:
     return not early and torch.equal(y, x)
 
 
+@between_processes("a receiver's stream is stalled")
 @pytest.mark.parametrize("site", sites("late", "late:cuda_ipc", *REAL, stands_in=False))
 def test_a_late_receiving_stream_blocks_no_host(pools, site):
     assert pools(2, site=site).run(late_receiving_stream) == [True, True]
@@ -212,6 +281,6 @@ def beside_a_collective(me: RankContext) -> bool:
     return not early and (me.rank != 1 or torch.equal(y, x))
 
 
-@pytest.mark.parametrize("site", CUDA_IPC_SITES)
+@pytest.mark.parametrize("site", sites(*CUDA_IPC_SITES))
 def test_a_message_waits_for_no_collective(pools, site):
     assert all(pools(3, site=site).run(beside_a_collective))

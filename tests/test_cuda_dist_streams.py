@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_sites
-from dist_sites import CUDA_IPC_SITES, EMULATED, LARGE, REAL, site_worlds, until
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_ranks
+from dist_ranks import NO_TRANSPORTS, between_processes
+from dist_sites import EMULATED, LARGE, REAL, site_worlds, until
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_sites, scope="module")
+pools = pytest.fixture(pools_of_ranks, scope="module")
 
 
 def earlier_stream_work(me: RankContext) -> list[bool]:
@@ -116,7 +117,7 @@ def freed_while_in_use(me: RankContext, calls: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("site", "world"), site_worlds(*CUDA_IPC_SITES, *REAL, stands_in=False))
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
 def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
     for differences in pools(world, site=site).run(freed_while_in_use, 40):
         assert differences == [0.0] * 40
@@ -147,6 +148,7 @@ def hosts_run_ahead(me: RankContext, slow: int, calls: int) -> list[str]:
     return wrong
 
 
+@between_processes(NO_TRANSPORTS)
 @pytest.mark.parametrize(
     ("world", "slow"), [(3, 0), (3, 2), pytest.param(8, 3, marks=pytest.mark.slow)]
 )
@@ -251,6 +253,7 @@ def traced(me: RankContext, async_op: bool) -> list[list[str]]:
     return found
 
 
+@between_processes(NO_TRANSPORTS)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_order_of_staging_operations(pools, async_op):
     there = ["copy_ caller", "record caller", "done caller"]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from dist_pool import OURS, RankContext, fresh, pools_of_sites
+from dist_pool import OURS, RankContext, fresh, pools_of_ranks
 from dist_sites import CUDA_IPC_SITES, EMULATED, REAL, cpu_by_default, sites
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_sites, scope="module")
+pools = pytest.fixture(pools_of_ranks, scope="module")
 BATCH, STEPS = 36, 4  # every world size divides the batch
 
 

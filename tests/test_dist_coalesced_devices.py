@@ -23,7 +23,7 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
-from dist_ranks import EMULATED_DEVICES, between_processes, staged
+from dist_ranks import THREADS, between_processes, staged
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
@@ -103,7 +103,7 @@ def blocked_stream(
     return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
-@between_processes(EMULATED_DEVICES)
+@between_processes("the streams of all ranks are stalled")
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("site", DEVICES)
 def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
@@ -170,15 +170,14 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
     return found
 
 
-@between_processes(EMULATED_DEVICES)
-def test_a_device_failure_during_a_later_call(pools):
+def test_a_device_failure_during_a_later_call(pools, ranks_as):
     """Some failures hit only the second call: all ranks get the reason, and stay in step."""
-    first, second = pools(2, site="eager").run(device_fails, 12)
+    why = "" if ranks_as == THREADS else "rank 0 refused all_reduce: "
+    most = 20 if ranks_as == THREADS else 12  # threads use more events
+    first, second = pools(2, site="eager").run(device_fails, most)
     failures = [(raised.text, value) for raised, value in second if raised.kind]
     assert any(value == 2 for _, value in failures), "no failure hit the second call"
-    assert all(
-        "rank 0 refused all_reduce: CUDA error: injected failure" in why for why, _ in failures
-    )
+    assert all(f"{why}CUDA error: injected failure" in text for text, _ in failures)
     assert all(raised.kind for raised, _ in first)
 
 
@@ -192,16 +191,14 @@ def under_another_stream(me: RankContext) -> list[float]:
             dist.isend(x, 1)
         else:
             dist.irecv(x, 0)
-        me.fake.use_second_stream(True)
-        backend_of()._end_coalescing().wait()
-        me.fake.finish_caller()
-        found += x.tolist()
-        me.fake.use_second_stream(False)
+        with me.site.second_stream():
+            backend_of()._end_coalescing().wait()
+            me.fake.finish_caller()
+            found += x.tolist()
         dist.barrier()
     return found
 
 
-@between_processes(EMULATED_DEVICES)
-@pytest.mark.parametrize("site", DEVICES)
+@pytest.mark.parametrize("site", staged(*DEVICES))
 def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
     assert pools(2, site=site).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2

@@ -22,7 +22,7 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
-from dist_ranks import EMULATED_DEVICES, between_processes
+from dist_ranks import staged
 from reference import assert_same
 from torch import Tensor
 
@@ -108,9 +108,8 @@ def test_messages_to_self(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
-@between_processes(EMULATED_DEVICES)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("site", DEVICES)
+@pytest.mark.parametrize("site", staged(*DEVICES))
 def test_device_messages_to_self(pools, site, job):
     pools(2, site=site).run(job, seconds=60)
 

@@ -152,21 +152,30 @@ void RankScheduler::leave() {
   dispatch();
 }
 
-void RankScheduler::enter_helper(Rank rank) {
-  own = {this, new Member{.rank = rank, .is_main = false}};
-  own.member->state = MemberState::running;
-  own.member->activity.attach_to_this_thread();
+Member* RankScheduler::add_helper(Rank rank) {
+  std::unique_ptr<Member> helper(new Member{.rank = rank, .is_main = false});
+  helper->state = MemberState::running;
   const Lock lock(mutex_);
-  entered_helpers_.push_back(own.member);
+  entered_helpers_.push_back(helper.get());
+  return helper.release();
 }
 
-void RankScheduler::leave_helper() {
-  const std::unique_ptr<Member> me(own.member);
-  own = {};
+void RankScheduler::remove_helper(Member* helper) {
+  const std::unique_ptr<Member> held(helper);
   const Lock lock(mutex_);
-  std::erase(entered_helpers_, me.get());
+  std::erase(entered_helpers_, helper);
   dispatch();
 }
+
+void RankScheduler::enter_helper(Rank rank) { become(add_helper(rank)); }
+
+void RankScheduler::become(Member* helper) {
+  own = {this, helper};
+  const Lock lock(mutex_);
+  helper->activity.attach_to_this_thread();
+}
+
+void RankScheduler::leave_helper() { remove_helper(std::exchange(own, {}).member); }
 
 bool RankScheduler::wait(Rank rank, const ReadyCondition& condition) {
   return wait(rank, condition, WaitMode::until_ready);
@@ -253,11 +262,21 @@ void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
   }
   if (rank_of_thread() == rank) return run_task(task);
   // The rank runs, or is blocked in a wait that the scheduler does not know, perhaps for this task.
-  std::thread([self = shared_from_this(), rank, task] {
-    self->enter_helper(rank);
-    run_task(task);
-    self->leave_helper();
-  }).detach();
+  run_on_thread(rank, task);
+}
+
+void RankScheduler::run_on_thread(Rank rank, std::function<void()> task) {
+  Member* const helper = add_helper(rank);  // it counts before its thread runs
+  try {
+    std::thread([self = shared_from_this(), helper, task = std::move(task)] {
+      self->become(helper);
+      run_task(task);
+      self->leave_helper();
+    }).detach();
+  } catch (const std::system_error&) {
+    remove_helper(helper);
+    throw;
+  }
 }
 
 RankScheduler::AtWork::AtWork(const RankScheduler& scheduler)

@@ -96,6 +96,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // Runs `task`, a callback of the rank: on the rank's thread when that next has a turn, or on a
   // new thread if the rank does not wait for one. Call without the lock.
   void run_as(Rank rank, const std::function<void()>& task);
+  // Runs `task` as the rank on a new thread, at once. While it is at work, there is no deadlock.
+  void run_on_thread(Rank rank, std::function<void()> task);
 
   // Loops of the rank that has a turn, on which ranks that wait can work, too.
   WorkShare& work_share() { return share_; }
@@ -135,6 +137,9 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   using Lock = std::unique_lock<std::mutex>;
   enum class WaitMode { until_ready, give_way, in_order };
   bool wait(Rank rank, const ReadyCondition& condition, WaitMode mode);
+  Member* add_helper(Rank rank);
+  void become(Member* helper);  // the calling thread
+  void remove_helper(Member* helper);
   bool park(Lock& lock, Member& me, WaitMode mode);
   void end_turn(Lock& lock, Member& me, Rank last);
   void begin_turn(Lock& lock, Member& me);

@@ -2,7 +2,6 @@
 #include "binder.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 
@@ -78,9 +77,11 @@ ipc::BufferSegment Binder::bind(const at::Tensor& t, const ArgumentName& label, 
 
 ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   if (call_.staging) {
-    const at::Tensor temporary = at::empty_like(like);
-    call_.fills.push_back([&devices = call_.staging->devices(), temporary, like,
-                           fill = std::move(fill)] { devices.compute(temporary, like, fill); });
+    DeviceOps& devices = call_.staging->devices();
+    const at::Tensor temporary = devices.new_dense(like, like.device());
+    call_.fills.push_back([&devices, temporary, like, fill = std::move(fill)] {
+      devices.compute(temporary, like, fill);
+    });
     return add_tensor(temporary, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};

@@ -38,23 +38,23 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 
-bool QueuedWork::isCompleted() {
+bool PostedWork::isCompleted() {
   if (!is_done()) give_way();
   return is_done() && (error_ || staging() == nullptr || staging()->outputs_ready());
 }
 
-std::exception_ptr QueuedWork::exception() const {
+std::exception_ptr PostedWork::exception() const {
   if (!is_done() || error_) return is_done() ? error_ : nullptr;
   return staging() ? staging()->failure() : nullptr;
 }
 
-c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
+c10::intrusive_ptr<Future> PostedWork::finish(std::exception_ptr error) {
   error_ = std::move(error);
   state_.store(WorkState::done, std::memory_order_release);
   return future_;
 }
 
-c10::intrusive_ptr<Future> QueuedWork::getFuture() {
+c10::intrusive_ptr<Future> PostedWork::getFuture() {
   const GilRelease gil_release;
   if (!is_done()) give_way();
   bool was_done = false;

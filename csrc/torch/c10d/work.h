@@ -29,14 +29,14 @@ class GroupWork : public c10d::Work {
 };
 
 enum class WorkState {
-  waits,  // until the ranks on which it depends have posted their side
+  waits,  // for the ranks on which it depends to post their side, or for a device
   runs,   // a thread uses its tensors
   done    // has run, or has failed
 };
 
 // A work that a queue or a mailbox runs after the call that returned it. The queue's or mailbox's
 // mutex guards the changes of its state.
-class QueuedWork : public GroupWork {
+class PostedWork : public GroupWork {
  public:
   bool isCompleted() override;  // true: the results are on the devices, too
   bool isSuccess() const override { return is_done() && exception() == nullptr; }
@@ -51,13 +51,14 @@ class QueuedWork : public GroupWork {
   bool runs() const { return state_.load(std::memory_order_acquire) == WorkState::runs; }
   // Call the functions below with the mutex locked.
   void start() { state_ = WorkState::runs; }
+  void suspend() { state_ = WorkState::waits; }  // a part of it has run
   // Returns the future to complete without the mutex, or null.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
   bool has_future() const { return future_ != nullptr; }
   ipc::Deadline due() const { return due_; }  // Deadline::max() without a future
 
  protected:
-  explicit QueuedWork(WorkState state = WorkState::waits) : state_(state) {}
+  explicit PostedWork(WorkState state = WorkState::waits) : state_(state) {}
 
  private:
   // Lets the ranks on which the work depends continue, if they need this thread's permission.
@@ -71,10 +72,10 @@ class QueuedWork : public GroupWork {
   ipc::Deadline due_ = ipc::Deadline::max();
 };
 
-class CollectiveWork final : public QueuedWork {
+class CollectiveWork final : public PostedWork {
  public:
   CollectiveWork(Call call, std::shared_ptr<CallQueue> queue)  // null queue: the call has run
-      : QueuedWork(queue ? WorkState::waits : WorkState::done),
+      : PostedWork(queue ? WorkState::waits : WorkState::done),
         call_(std::move(call)),
         queue_(std::move(queue)) {}
 

@@ -28,6 +28,8 @@ class DirectStaging final : public TensorStaging {
   // For the thread that runs the call, with its current streams.
   void wait_for_inputs();  // orders these streams after the rank's
   void begin_copy_out();   // ends the rank's part: copies results, and records that they are there
+  // Ends the rank's part where its inputs are ready: the call reads a copy.
+  void end_with_inputs() { outputs_ = inputs_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
  private:
@@ -36,7 +38,7 @@ class DirectStaging final : public TensorStaging {
   std::vector<at::Device> on_;
   std::vector<at::Tensor> tensors_;  // all memory of this rank that the call uses
   std::vector<CopyPair> in_, out_;
-  std::vector<std::unique_ptr<DeviceEvent>> inputs_, outputs_;  // [device of on_]
+  std::vector<std::shared_ptr<DeviceEvent>> inputs_, outputs_;  // [device of on_]
 };
 
 }  // namespace pycollect::dist

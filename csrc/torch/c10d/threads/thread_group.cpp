@@ -144,6 +144,11 @@ void ThreadGroup::complete_later(Rank rank, c10::intrusive_ptr<Future> future,
   });
 }
 
+void ThreadGroup::run_on_thread(Rank rank, std::function<void()> task) {
+  const auto in_flight = std::make_shared<InFlightGuard>();
+  scheduler_->run_on_thread(launch_ranks_[rank], [in_flight, task = std::move(task)] { task(); });
+}
+
 std::vector<Rank> ThreadGroup::missing() const {
   return rounds_.empty() ? std::vector<Rank>() : missing(rounds_.front());
 }
@@ -171,13 +176,13 @@ void ThreadGroup::notify() {
 }
 
 // A work that runs ends soon, whatever happens to its group.
-void ThreadGroup::await_end(Lock& lock, const QueuedWork& work) {
+void ThreadGroup::await_end(Lock& lock, const PostedWork& work) {
   ended_.wait(lock, [&] { return !work.runs(); });
 }
 
 bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
-  const QueuedWork& work = wait.work;
+  const PostedWork& work = wait.work;
   const auto over = [&] {
     return work.is_done() || (!work.runs() && (aborted_ || !lost(wait).empty()));
   };

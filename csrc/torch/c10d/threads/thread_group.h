@@ -52,7 +52,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   bool post(Rank rank, RankCalls calls);
   // A wait until a work is done, for which ranks must post their side.
   struct GroupWait {
-    const QueuedWork& work;
+    const PostedWork& work;
     // Both are called with the mutex locked.
     std::function<std::vector<Rank>()> needed;  // ranks that have not posted their side
     std::function<std::string()> describe;
@@ -88,6 +88,8 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   // Completes the future of a work of this rank. Call without the mutex.
   void complete_later(Rank rank, c10::intrusive_ptr<Future> future,
                       const c10::intrusive_ptr<GroupWork>& work);
+  // Runs `task` as the rank on a new thread.
+  void run_on_thread(Rank rank, std::function<void()> task);
   // See RankScheduler::count_unknown_waits.
   void count_open_futures(int more) { scheduler_->count_unknown_waits(more); }
 
@@ -104,7 +106,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   std::exception_ptr run(const GroupRound& round, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
   void abort_if_lost(Lock& lock, const GroupWait& wait);
-  void await_end(Lock& lock, const QueuedWork& work);
+  void await_end(Lock& lock, const PostedWork& work);
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
   void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
   void finish(const GroupRound& round, const std::exception_ptr& error);

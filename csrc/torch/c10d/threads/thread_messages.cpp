@@ -16,7 +16,7 @@ namespace pycollect::dist {
 namespace {
 
 constexpr std::size_t kEagerBytes = 16 << 10;
-constexpr std::chrono::microseconds kPollInterval{50};  // of a copy between a device and the host
+constexpr std::chrono::microseconds kArrivalPollInterval{50};  // of a copy from a device
 
 }  // namespace
 
@@ -56,7 +56,8 @@ void ThreadMessageWork::detach() {
     data_ = staging_->devices().new_dense(tensor_, tensor_.device());
     staging_->devices().copy_in({tensor_, data_});
     staging_->add_whole(data_);
-    return staging_->begin_copy_in();
+    staging_->begin_copy_in();
+    return staging_->end_with_inputs();
   }
   data_ = at::Tensor{at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type())};
   copy_strided(data_, tensor_);
@@ -69,12 +70,14 @@ std::string ThreadMessageWork::describe() const {
 }
 
 std::vector<Rank> ThreadMessageWork::needed() const {
+  if (peer_ >= 0) return {};  // the message is on its way
   if (info.peer) return {*info.peer};
   return {};  // any rank can send, also this one
 }
 
 bool ThreadMessageWork::wait(std::chrono::milliseconds timeout) {
   const InFlightGuard in_flight;
+  if (staging_) check_no_capture(*staging_, info.name);
   if (!is_limit(timeout))
     group().wait(info.rank, until_done(ipc::deadline_after(info.timeout), false));
   else if (!group().wait_until(info.rank, until_done(ipc::deadline_after(timeout), true)))
@@ -93,19 +96,20 @@ std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGro
 }
 
 void ThreadMailbox::fail_all(const std::exception_ptr& error) {
-  std::deque<ThreadMessagePtr> all, receives;
+  std::vector<ThreadMessagePtr> all;
   {
     const std::lock_guard lock(group_->mutex());
-    all.swap(sends_);
-    receives.swap(receives_);
+    for (auto* const list : {&sends_, &receives_, &arriving_}) {
+      all.insert(all.end(), list->begin(), list->end());
+      list->clear();
+    }
   }
-  all.insert(all.end(), receives.begin(), receives.end());
   for (const ThreadMessagePtr& work : all)
     if (!work->is_done()) finish(work, error);
 }
 
 std::optional<OverdueWork> ThreadMailbox::find_due(ipc::Deadline now) const {
-  for (const auto* const list : {&sends_, &receives_})
+  for (const auto* const list : {&sends_, &receives_, &arriving_})
     for (const ThreadMessagePtr& work : *list)
       if (!work->is_done() && work->due() <= now)
         return OverdueWork{work->describe(), work->needed(), work->limit()};
@@ -138,37 +142,83 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
   work->finish(nullptr);
 }
 
-// Copies the message, on the current streams of this thread if it is on a device. Waits for a copy
-// between a device and the host.
-void ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& receive) {
+// Copies the message, on the current streams of this thread if it is on a device. Between a device
+// and host memory it goes through pinned memory, which torch keeps until the copy has ended.
+at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& receive) {
   const at::Tensor& into = receive.data();
-  const std::array sides{send.direct_staging(), receive.direct_staging()};
-  DirectStaging* const any = sides[0] != nullptr ? sides[0] : sides[1];
-  if (any == nullptr) return copy_strided(into, send.data().reshape(into.sizes()));
-  for (DirectStaging* const side : sides)
+  DirectStaging* const sender = send.direct_staging();
+  DirectStaging* const receiver = receive.direct_staging();
+  if (into.numel() == 0) return {};
+  for (DirectStaging* const side : {sender, receiver})
     if (side != nullptr) side->wait_for_inputs();
-  any->devices().copy_out({into, send.data().reshape(into.sizes())});
-  for (DirectStaging* const side : sides)
-    if (side != nullptr) side->begin_copy_out();
-  if (sides[0] != nullptr && sides[1] != nullptr) return;
-  const RankScheduler::AtWork at_work(group_->scheduler());
-  while (!any->outputs_ready()) std::this_thread::sleep_for(kPollInterval);
+  const at::Tensor from = send.data().reshape(into.sizes());  // may enqueue a copy
+  if (sender == nullptr && receiver == nullptr) {
+    copy_strided(into, from);
+    return {};
+  }
+  at::Tensor pinned;
+  if (receiver == nullptr) {
+    pinned = sender->devices().new_pinned(from);
+    sender->devices().copy_in({from, pinned});
+  } else if (sender == nullptr) {
+    const at::Tensor bridge = receiver->devices().new_pinned(into);
+    copy_strided(bridge, from);
+    receiver->devices().copy_out({into, bridge});
+  } else {
+    receiver->devices().copy_out({into, from});
+  }
+  if (receiver != nullptr) receiver->begin_copy_out();
+  if (sender != nullptr && !send.is_done()) sender->begin_copy_out();
+  return pinned;
+}
+
+// The receive is done once the data has arrived, which a thread of its own waits for.
+void ThreadMailbox::await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
+                                  const at::Tensor& pinned) {
+  const std::shared_ptr<DeviceEvent> arrival =
+      send->direct_staging()->devices().record_event(send->data().device());
+  {
+    const std::lock_guard lock(group_->mutex());
+    receive->suspend();
+    arriving_.push_back(receive);
+  }
+  group_->run_on_thread(receive->info.rank, [self = shared_from_this(), receive, pinned, arrival] {
+    std::exception_ptr error;
+    try {
+      while (!arrival->reached()) std::this_thread::sleep_for(kArrivalPollInterval);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (!self->take_arriving(receive)) return;
+    if (!error) copy_strided(receive->data(), pinned);
+    self->finish(receive, error);
+  });
+}
+
+// Returns false if the receive has failed meanwhile.
+bool ThreadMailbox::take_arriving(const ThreadMessagePtr& receive) {
+  const std::lock_guard lock(group_->mutex());
+  if (std::erase(arriving_, receive) == 0) return false;
+  receive->start();
+  return true;
 }
 
 void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive) {
   std::exception_ptr error;
   const ipc::Envelope sent = send->envelope(), wanted = receive->envelope();
+  at::Tensor pinned;
+  receive->set_peer(send->info.rank);
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
     error = ipc::mismatch(send->info.rank, sent, receive->info.rank, wanted);
   } else {
     try {
-      copy(*send, *receive);
+      pinned = copy(*send, *receive);
+      if (pinned.defined()) await_arrival(send, receive, pinned);
     } catch (...) {
       error = std::current_exception();
     }
   }
-  receive->set_peer(send->info.rank);
-  finish(receive, error);
+  if (error || !pinned.defined()) finish(receive, error);
   if (!send->is_done()) finish(send, error);
 }
 

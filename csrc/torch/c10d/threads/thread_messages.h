@@ -11,7 +11,7 @@
 
 namespace pycollect::dist {
 
-class ThreadMessageWork final : public QueuedWork {
+class ThreadMessageWork final : public PostedWork {
  public:
   struct ThreadMessageInfo {
     const char* name;
@@ -65,26 +65,32 @@ class ThreadMessageWork final : public QueuedWork {
 using ThreadMessagePtr = c10::intrusive_ptr<ThreadMessageWork>;
 
 // The messages of a group that wait for their other side, in the order in which they were posted.
-class ThreadMailbox {
+class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
  public:
   explicit ThreadMailbox(std::shared_ptr<ThreadGroup> group) : group_(std::move(group)) {}
   // Returns the one mailbox of the group.
   static std::shared_ptr<ThreadMailbox> of(const std::shared_ptr<ThreadGroup>& group);
   ThreadGroup& group() const { return *group_; }
   void post(const ThreadMessagePtr& work);
-  // Fails the messages that wait for their other side. Call without the group's mutex.
+  // Fails the messages that wait for their other side, or for a device. Call without the group's
+  // mutex.
   void fail_all(const std::exception_ptr& error);
   // Returns a message whose future is due at this time. Call with the group's mutex.
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
 
  private:
   ThreadMessagePtr take_match(const ThreadMessageWork& work);
-  void copy(ThreadMessageWork& send, ThreadMessageWork& receive);
+  // Returns pinned memory if the data is on its way from a device to there, else no tensor.
+  at::Tensor copy(ThreadMessageWork& send, ThreadMessageWork& receive);
+  void await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
+                     const at::Tensor& pinned);
+  bool take_arriving(const ThreadMessagePtr& receive);
   void deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive);
   void finish(const ThreadMessagePtr& work, const std::exception_ptr& error);
 
   const std::shared_ptr<ThreadGroup> group_;
-  std::deque<ThreadMessagePtr> sends_, receives_;  // guarded by the group's mutex
+  // Guarded by the group's mutex. Data for the receives in `arriving_` is on its way.
+  std::deque<ThreadMessagePtr> sends_, receives_, arriving_;
 };
 
 class ThreadMessages final : public PointToPoint {
