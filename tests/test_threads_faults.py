@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from thread_programs import PARALLEL, diagnose, total
 
 import pycollect as pc
 from pycollect import threads
+from pycollect.threads import torch_internals
 
 # --- calls that differ between ranks --------------------------------------------------------------
 
@@ -269,4 +271,25 @@ def test_an_exception_in_a_callback_of_a_future_is_named():
     found = diagnose(program)
     assert "OwnError: in the callback" in str(found.error)
     assert found.by == 1
+    assert set(found.others) == {0, 2}
+
+
+@PARALLEL
+def test_the_cause_is_raised_although_its_rank_leaves_first(parallel, monkeypatch):
+    leave_groups = torch_internals.leave_groups
+
+    def leave_slowly() -> None:
+        failed = sys.exc_info()[0] is ValueError
+        leave_groups()
+        if failed:
+            time.sleep(0.1)  # meanwhile the other ranks find that the rank has left
+
+    def program(rank: int, world: int) -> None:
+        if rank == 1:
+            raise ValueError("the cause")
+        dist.barrier()
+
+    monkeypatch.setattr(torch_internals, "leave_groups", leave_slowly)
+    found = diagnose(program, parallel=parallel)
+    assert str(found.error) == "the cause"
     assert set(found.others) == {0, 2}

@@ -175,13 +175,20 @@ class Launch:
                 self._scheduler.enter(rank)
                 with ExitStack() as stack:
                     self._enter_rank(stack, rank)
-                    self._results[rank] = fn(rank, self._world, *args)
-            except BaseException as error:  # also SystemExit: it must end the launch
+                    self._run_program(rank, fn, args)
+            except BaseException as error:
                 self._fail(rank, error)
             finally:
                 self._leave_rank(rank)
         finally:
             self._ended[rank].set()
+
+    def _run_program(self, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        try:
+            self._results[rank] = fn(rank, self._world, *args)
+        except BaseException as error:  # also SystemExit: it must end the launch
+            # Before the rank leaves its groups, which ends the other ranks' waits, too.
+            self._fail(rank, error)
 
     def _enter_rank(self, stack: ExitStack, rank: int) -> None:
         # Otherwise one thread of torch per device would run the backward passes of all ranks.
@@ -197,6 +204,8 @@ class Launch:
         stack.callback(torch_internals.leave_groups)
 
     def _fail(self, rank: int, error: BaseException) -> None:
+        if any(rank == other for other, _ in self._failures):
+            return  # another error follows from the first
         self._failures.append((rank, error))
         self._end(_C.EndKind.PEER_LOST, f"rank {rank} raised {_summary(error)}")
 
