@@ -1,6 +1,6 @@
 """The parts of torch that are not public, and on which ranks as threads depend.
 
-Tried with torch 2.11, 2.13 and 2.15. If a version lacks a part, `require_parts` raises and names
+Tried with torch 2.11 to 2.15. If a version lacks a part, `require_parts` raises and names
 it. Each part has one use here:
 
 * `distributed_c10d._world`: the state of `torch.distributed` in this process. While ranks run, a
