@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 from typing import Any
 
 import pytest
@@ -217,3 +218,16 @@ def test_a_thread_of_a_rank_that_waits(parallel):
 
     with ends_within(5):
         threads.launch(program, 3, timeout=1.5, parallel=parallel)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_left_behind_is_no_success():
+    def program(rank: int, world: int) -> int:
+        if rank == 0:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        return rank
+
+    with ends_within(12), pytest.raises(pc.Deadlock, match=r"rank 0 did not stop.*\n.*is blocked"):
+        threads.launch(program, 2)

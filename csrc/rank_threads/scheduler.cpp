@@ -262,13 +262,18 @@ void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
   }
   if (rank_of_thread() == rank) return run_task(task);
   // The rank runs, or is blocked in a wait that the scheduler does not know, perhaps for this task.
-  run_on_thread(rank, task);
+  try {
+    run_on_thread(rank, task);
+  } catch (const std::system_error&) {  // there can be no more threads
+    const ActingAs helper(this, rank);
+    run_task(task);
+  }
 }
 
 void RankScheduler::run_on_thread(Rank rank, std::function<void()> task) {
   Member* const helper = add_helper(rank);  // it counts before its thread runs
   try {
-    std::thread([self = shared_from_this(), helper, task = std::move(task)] {
+    std::thread([task = std::move(task), self = shared_from_this(), helper] {
       self->become(helper);
       run_task(task);
       self->leave_helper();

@@ -129,9 +129,13 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // Adds an object that is told when the launch is aborted, at once if it is already. Call without
   // the lock.
   void add_listener(const std::shared_ptr<LaunchListener>& listener);
+  // Tells the listener why the launch has been aborted, if that has not been done yet. Call without
+  // the lock, after a wait has thrown.
+  void pass_on_abort(LaunchListener& listener) const { listener.abort(kind_, cause_); }
   // Ends the launch: every wait throws `cause`.
   void abort(EndKind kind, const std::string& cause);
   bool is_aborted();
+  [[noreturn]] void throw_cause(const std::string& operation) const;  // of the abort
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -160,7 +164,6 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   bool is_stuck(Member& member);
   void abort(EndKind kind, const std::string& cause, Lock& lock);
   std::string describe_ranks(Lock& lock);
-  [[noreturn]] void throw_cause(const std::string& operation) const;
 
   const int world_;
   const bool parallel_;

@@ -110,6 +110,7 @@ void bind_threads(py::module_& m) {
       .def("rank_of_thread", &RankScheduler::rank_of_thread)
       .def("abort", py::overload_cast<EndKind, const std::string&>(&RankScheduler::abort),
            py::arg("kind"), py::arg("cause"), no_gil)
+      .def("throw_cause", &RankScheduler::throw_cause, py::arg("operation"), no_gil)
       .def("is_aborted", &RankScheduler::is_aborted, no_gil);
   m.def("is_rank_thread", [] { return RankScheduler::of_thread() != nullptr; });
   py::class_<dist::ThreadStore, c10d::Store, c10::intrusive_ptr<dist::ThreadStore>>(m,

@@ -271,9 +271,18 @@ class Launch:
                         ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(_Stopped)
                     )
             if waited >= _ABANDON_SECONDS:
-                names = ", ".join(f"rank {rank}" for rank in alive)
-                print(f"pycollect.threads: {names} did not stop, and was left", file=sys.stderr)
+                self._abandon(alive)
                 return
+
+    def _abandon(self, ranks: Sequence[int]) -> None:
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        print(f"pycollect.threads: {names} did not stop, and was left", file=sys.stderr)
+        if self._failures:
+            return
+        try:
+            self._scheduler.throw_cause(f"{names} did not stop")
+        except CollectiveError as error:
+            self._failures.append((-1, error))
 
     def _raise_failure(self) -> None:
         if not self._failures:

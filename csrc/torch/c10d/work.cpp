@@ -30,7 +30,11 @@ void complete(Future& future, const Tensors& results, std::exception_ptr error,
   else if (staging == nullptr)
     mark();
   else
-    staging->complete(mark);
+    try {
+      staging->complete(mark);
+    } catch (const std::exception&) {  // an error of the device
+      future.setErrorIfNeeded(std::current_exception());
+    }
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {

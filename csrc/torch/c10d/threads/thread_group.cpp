@@ -139,7 +139,7 @@ void ThreadGroup::complete_later(Rank rank, c10::intrusive_ptr<Future> future,
                                  const c10::intrusive_ptr<GroupWork>& work) {
   // The task may run Python code on a thread of its own.
   const auto in_flight = std::make_shared<InFlightGuard>();
-  scheduler_->run_as(launch_ranks_[rank], [future, work, in_flight] {
+  scheduler_->run_as(launch_ranks_[rank], [in_flight, future, work] {
     complete(*future, work->result(), work->exception(), work->staging());
   });
 }
@@ -175,8 +175,10 @@ void ThreadGroup::notify() {
   scheduler_->notify();
 }
 
-// A work that runs ends soon, whatever happens to its group.
+// A work that runs ends soon, whatever happens to its group. After an abort of the group no work
+// begins to run, so that a wait may throw.
 void ThreadGroup::await_end(Lock& lock, const PostedWork& work) {
+  const RankScheduler::AtWork at_work(*scheduler_);  // so that the rank keeps its turn
   ended_.wait(lock, [&] { return !work.runs(); });
 }
 
@@ -191,6 +193,7 @@ bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
     scheduler_->wait(launch_ranks_[rank], {over, wait.describe, wait.deadline, wait.is_limited});
   } catch (const CollectiveError&) {
     end = std::current_exception();
+    scheduler_->pass_on_abort(*this);
   }
   Lock lock(mutex());
   if (!end) abort_if_lost(lock, wait);
@@ -258,6 +261,7 @@ void ThreadGroup::give_way(Rank rank, const GroupWait& wait) {
   try {
     if (scheduler_->give_way(launch_ranks_[rank], {done, wait.describe})) return;
   } catch (const CollectiveError&) {  // the launch has been aborted
+    scheduler_->pass_on_abort(*this);
     Lock lock(mutex());
     await_end(lock, wait.work);
     if (!wait.work.is_done()) throw;

@@ -77,6 +77,9 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   void poll() override;
   // Wakes the waits of works that are done. Call with the mutex locked.
   void notify();
+  // Returns the reason if the group has been aborted: no work may begin to run. Call with the mutex
+  // locked.
+  std::exception_ptr aborted() const { return aborted_ ? cause() : nullptr; }
 
   // Ranks that have not made the call that is the next to run. Call with the mutex locked.
   std::vector<Rank> missing() const;

@@ -129,6 +129,10 @@ ThreadMessagePtr ThreadMailbox::take_match(const ThreadMessageWork& work) {
 
 void ThreadMailbox::post(const ThreadMessagePtr& work) {
   std::unique_lock lock(group_->mutex());
+  if (const auto error = group_->aborted()) {
+    lock.unlock();
+    return finish(work, error);
+  }
   const bool receives = work->info.receives;
   if (const ThreadMessagePtr other = take_match(*work)) {
     work->start();
@@ -136,10 +140,10 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
     lock.unlock();
     return receives ? deliver(other, work) : deliver(work, other);
   }
+  const bool is_eager = !receives && work->result()[0].nbytes() <= kEagerBytes;
+  if (is_eager) work->detach();  // may throw
   (receives ? receives_ : sends_).push_back(work);
-  if (receives || work->result()[0].nbytes() > kEagerBytes) return;
-  work->detach();
-  work->finish(nullptr);
+  if (is_eager) work->finish(nullptr);
 }
 
 // Copies the message, on the current streams of this thread if it is on a device. Between a device
@@ -175,30 +179,48 @@ at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& recei
 // The receive is done once the data has arrived, which a thread of its own waits for.
 void ThreadMailbox::await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
                                   const at::Tensor& pinned) {
-  const std::shared_ptr<DeviceEvent> arrival =
-      send->direct_staging()->devices().record_event(send->data().device());
-  {
-    const std::lock_guard lock(group_->mutex());
-    receive->suspend();
-    arriving_.push_back(receive);
-  }
-  group_->run_on_thread(receive->info.rank, [self = shared_from_this(), receive, pinned, arrival] {
-    std::exception_ptr error;
-    try {
-      while (!arrival->reached()) std::this_thread::sleep_for(kArrivalPollInterval);
-    } catch (...) {
-      error = std::current_exception();
+  bool is_listed = false;
+  try {
+    const std::shared_ptr<DeviceEvent> arrival =
+        send->direct_staging()->devices().record_event(send->data().device());
+    {
+      const std::lock_guard lock(group_->mutex());
+      if (const auto error = group_->aborted()) std::rethrow_exception(error);
+      receive->suspend();
+      arriving_.push_back(receive);
+      is_listed = true;
+      group_->notify();
     }
-    if (!self->take_arriving(receive)) return;
-    if (!error) copy_strided(receive->data(), pinned);
-    self->finish(receive, error);
-  });
+    group_->run_on_thread(receive->info.rank,
+                          [self = shared_from_this(), receive, pinned, arrival] {
+                            self->end_arrival(receive, pinned, *arrival);
+                          });
+  } catch (...) {
+    if (!is_listed || take_arriving(receive)) finish(receive, std::current_exception());
+  }
 }
 
-// Returns false if the receive has failed meanwhile.
+void ThreadMailbox::end_arrival(const ThreadMessagePtr& receive, const at::Tensor& pinned,
+                                const DeviceEvent& arrival) {
+  std::exception_ptr error;
+  try {
+    while (!arrival.reached()) std::this_thread::sleep_for(kArrivalPollInterval);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (!take_arriving(receive)) return;
+  try {
+    if (!error) copy_strided(receive->data(), pinned);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  finish(receive, error);
+}
+
+// Returns false if the receive has failed meanwhile, or an abort is about to fail it.
 bool ThreadMailbox::take_arriving(const ThreadMessagePtr& receive) {
   const std::lock_guard lock(group_->mutex());
-  if (std::erase(arriving_, receive) == 0) return false;
+  if (group_->aborted() || std::erase(arriving_, receive) == 0) return false;
   receive->start();
   return true;
 }
@@ -213,12 +235,14 @@ void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr
   } else {
     try {
       pinned = copy(*send, *receive);
-      if (pinned.defined()) await_arrival(send, receive, pinned);
     } catch (...) {
       error = std::current_exception();
     }
   }
-  if (error || !pinned.defined()) finish(receive, error);
+  if (pinned.defined())
+    await_arrival(send, receive, pinned);
+  else
+    finish(receive, error);
   if (!send->is_done()) finish(send, error);
 }
 

@@ -84,6 +84,8 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   at::Tensor copy(ThreadMessageWork& send, ThreadMessageWork& receive);
   void await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
                      const at::Tensor& pinned);
+  void end_arrival(const ThreadMessagePtr& receive, const at::Tensor& pinned,
+                   const DeviceEvent& arrival);
   bool take_arriving(const ThreadMessagePtr& receive);
   void deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive);
   void finish(const ThreadMessagePtr& work, const std::exception_ptr& error);
