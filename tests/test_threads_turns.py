@@ -155,3 +155,23 @@ def test_an_idle_pool_of_a_rank_hides_no_deadlock():
 
     with ends_within(3), pytest.raises(pc.Deadlock):
         threads.launch(program, 2, timeout=20)
+
+
+def test_a_thread_counts_before_it_runs(monkeypatch):
+    """A new thread may take long to begin: its rank and the others are in no deadlock."""
+    begin = threading.Thread._bootstrap_inner
+
+    def begin_late(self: threading.Thread) -> None:
+        if self.name == "late":
+            self._started.set()  # the rank that has started it goes on
+            time.sleep(0.2)
+        begin(self)
+
+    def program(rank: int, world: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            threading.Thread(target=store.set, args=("now", ""), name="late").start()
+        store.wait(["now"])
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", begin_late)
+    threads.launch(program, 2, timeout=20)

@@ -167,8 +167,6 @@ void RankScheduler::remove_helper(Member* helper) {
   dispatch();
 }
 
-void RankScheduler::enter_helper(Rank rank) { become(add_helper(rank)); }
-
 void RankScheduler::become(Member* helper) {
   own = {this, helper};
   const Lock lock(mutex_);

@@ -70,7 +70,12 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // The calling thread is no longer the rank, which has returned or failed.
   void leave();
   // The calling thread belongs to the rank besides its main thread; it needs no turn.
-  void enter_helper(Rank rank);
+  void enter_helper(Rank rank) { become(add_helper(rank)); }
+  // The same in two parts: a helper counts from its creation on, before the thread runs that
+  // becomes it. remove_helper() is for one that has no thread.
+  Member* add_helper(Rank rank);
+  void become(Member* helper);
+  void remove_helper(Member* helper);
   void leave_helper();
 
   // Waits until the condition holds, on behalf of the rank. Returns false at the deadline. Throws
@@ -141,9 +146,6 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   using Lock = std::unique_lock<std::mutex>;
   enum class WaitMode { until_ready, give_way, in_order };
   bool wait(Rank rank, const ReadyCondition& condition, WaitMode mode);
-  Member* add_helper(Rank rank);
-  void become(Member* helper);  // the calling thread
-  void remove_helper(Member* helper);
   bool park(Lock& lock, Member& me, WaitMode mode);
   void end_turn(Lock& lock, Member& me, Rank last);
   void begin_turn(Lock& lock, Member& me);

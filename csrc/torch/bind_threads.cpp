@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "../rank_threads/member.h"
 #include "c10d/threads/random_states.h"
 #include "c10d/threads/thread_store.h"
 #include "rank_variables.h"
@@ -11,6 +12,7 @@ namespace pycollect {
 namespace {
 
 using rank_threads::EndKind;
+using rank_threads::Member;
 using rank_threads::RankScheduler;
 
 // Runs `f` with the GIL, and drops errors of Python: the caller has no way to raise them.
@@ -96,6 +98,7 @@ void bind_threads(py::module_& m) {
   py::class_<dist::RandomStates, std::shared_ptr<dist::RandomStates>>(m, "RandomStates")
       .def(py::init<int, bool>(), py::arg("world"), py::arg("cuda"))
       .def("restore", &dist::RandomStates::restore, py::arg("cuda"));
+  py::class_<Member, std::unique_ptr<Member, py::nodelete>>(m, "RankHelper");
   py::class_<RankScheduler, std::shared_ptr<RankScheduler>>(m, "RankScheduler")
       .def(py::init(&make_scheduler), py::arg("world"), py::arg("parallel"), py::kw_only(),
            py::arg("random"), py::arg("variables"), py::arg("find_line"))
@@ -105,7 +108,10 @@ void bind_threads(py::module_& m) {
       .def("poll", &RankScheduler::poll, no_gil)
       .def("align", &RankScheduler::align, py::arg("rank"), no_gil)
       .def("leave", &RankScheduler::leave, no_gil)
-      .def("enter_helper", &RankScheduler::enter_helper, py::arg("rank"), no_gil)
+      .def("add_helper", &RankScheduler::add_helper, py::arg("rank"), no_gil,
+           py::return_value_policy::reference)
+      .def("become", &RankScheduler::become, py::arg("helper"), no_gil)
+      .def("remove_helper", &RankScheduler::remove_helper, py::arg("helper"), no_gil)
       .def("leave_helper", &RankScheduler::leave_helper, no_gil)
       .def("rank_of_thread", &RankScheduler::rank_of_thread)
       .def("abort", py::overload_cast<EndKind, const std::string&>(&RankScheduler::abort),

@@ -35,19 +35,25 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
 
     def start_of_rank(self: threading.Thread) -> None:
         rank = scheduler.rank_of_thread()
-        if rank >= 0:
-            run = self.run
+        if rank < 0 or self.ident is not None:  # a second start raises
+            return start(self)
+        run, helper = self.run, scheduler.add_helper(rank)  # it counts before its thread runs
 
-            def run_of_rank() -> None:
-                scheduler.enter_helper(rank)
-                try:
-                    with torch.autograd.set_multithreading_enabled(False):
-                        run()
-                finally:
-                    scheduler.leave_helper()
+        def run_of_rank() -> None:
+            scheduler.become(helper)
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    run()
+            finally:
+                scheduler.leave_helper()
 
-            self.run = run_of_rank  # type: ignore[method-assign]
-        start(self)
+        self.run = run_of_rank  # type: ignore[method-assign]
+        try:
+            start(self)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and self.ident is None:  # there can be no more threads
+                scheduler.remove_helper(helper)
+            raise
 
     replaced: list[tuple[Any, str, Any]] = [
         (threading.Thread, "start", start_of_rank),

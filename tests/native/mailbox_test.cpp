@@ -196,7 +196,7 @@ void waits_without_cpu(const Member& m) {
   m.wait(m.rank == 0 ? m.box.send(1, envelope(n), data.data())
                      : m.box.receive(0, envelope(n), data.data()));
   const double used = cpu_seconds() - before;
-  check(used < 0.05, text("waiting took ", used, " s of a core"));
+  check(used < 0.15, text("waiting took ", used, " s of a core"));
 }
 
 // First quartile of the ms until messages reach a sleeping rank 1; returns 0 on the sender, rank 0.
