@@ -21,6 +21,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import dist_ranks
 import torch
 
+from pycollect._thread_count import new_threads_restored, set_thread_count
+
 NO_GPU = "needs a CUDA GPU"
 # Maps the text of a skip (hardware or a package is missing) to the advice in the final summary.
 MISSING = {
@@ -147,10 +149,10 @@ def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_torch_state() -> Iterator[None]:
     """Run the test from seed 0, then restore the random generator state and the thread count."""
-    threads = torch.get_num_threads()
+    count = torch.get_num_threads()
     generator = torch.random.get_rng_state()
     torch.manual_seed(0)
-    yield
+    with new_threads_restored():
+        yield
     torch.random.set_rng_state(generator)
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    set_thread_count(count)

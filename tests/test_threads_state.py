@@ -77,6 +77,41 @@ def test_a_default_dtype_set_by_a_rank_is_restored():
     assert torch.get_default_dtype() == torch.float32
 
 
+def new_thread_count() -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_each_rank_has_its_own_thread_count(parallel):
+    count = torch.get_num_threads()
+
+    def program(rank: int, world: int) -> list[int]:
+        found = [torch.get_num_threads()]
+        torch.set_num_threads(count + 1 + rank)
+        dist.barrier()
+        return [*found, torch.get_num_threads(), new_thread_count()]
+
+    found = threads.launch(program, 3, parallel=parallel)
+    assert found == [[count, count + 1 + rank, count + 1 + rank] for rank in range(3)]
+    assert torch.get_num_threads() == new_thread_count() == count
+
+
+def test_a_thread_count_set_by_a_thread_of_a_rank_is_restored():
+    count = torch.get_num_threads()
+
+    def program(rank: int, world: int) -> None:
+        thread = threading.Thread(target=torch.set_num_threads, args=(count + 1,))
+        thread.start()
+        thread.join()
+
+    threads.launch(program, 2)
+    assert torch.get_num_threads() == new_thread_count() == count
+
+
 # --- the environment of ranks ---------------------------------------------------------------------
 
 

@@ -223,6 +223,10 @@ def test_every_rank_has_the_callers_torch_state() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     check()
+    other = threading.Thread(target=torch.set_num_threads, args=(threads + 2,))
+    other.start()  # sets the count of new threads, not the caller's
+    other.join()
+    check()
 
 
 def test_saved_tensors_pass_through_the_callers_hooks() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._thread_count import new_threads_restored, set_thread_count
 from ..errors import CollectiveError, Timeout
 from . import torch_internals
 from .arguments import devices_of, seconds_of
@@ -101,6 +102,7 @@ class Launch:
         self._devices = devices_of(device, world)
         self._deadline = None if timeout is None else time.monotonic() + seconds_of(timeout)
         self._parallel = bool(parallel)
+        self._thread_count = torch.get_num_threads()
         self._default_group = default_group
         if any(found is not None and found.type == "cuda" for found in self._devices):
             _cuda.init()  # so that every rank begins with random states of all GPUs
@@ -136,6 +138,7 @@ class Launch:
             self._require_alone(stack)
             stack.callback(lambda: self._random.restore(_cuda.is_initialized()))
             stack.callback(self.variables.restore)
+            stack.enter_context(new_threads_restored())
             scheduler = self._scheduler
             stack.enter_context(torch_internals.worlds_of(scheduler, self._warn_of_backend))
             stack.enter_context(environ_of_ranks(scheduler.rank_of_thread, self._world))
@@ -191,6 +194,7 @@ class Launch:
             self._fail(rank, error)
 
     def _enter_rank(self, stack: ExitStack, rank: int) -> None:
+        set_thread_count(self._thread_count)
         # Otherwise one thread of torch per device would run the backward passes of all ranks.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         device = self._devices[rank]

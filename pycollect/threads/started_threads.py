@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._thread_count import set_thread_count
 
 
 def _with_turn(scheduler: _C.RankScheduler, wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,11 +38,13 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
         rank = scheduler.rank_of_thread()
         if rank < 0 or self.ident is not None:  # a second start raises
             return start(self)
-        run, helper = self.run, scheduler.add_helper(rank)  # it counts before its thread runs
+        run, thread_count = self.run, torch.get_num_threads()
+        helper = scheduler.add_helper(rank)  # it counts before its thread runs
 
         def run_of_rank() -> None:
             scheduler.become(helper)
             try:
+                set_thread_count(thread_count)
                 with torch.autograd.set_multithreading_enabled(False):
                     run()
             finally:

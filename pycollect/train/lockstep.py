@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from .._thread_count import set_thread_count
+
 T = TypeVar("T")
 V = TypeVar("V")
 R = TypeVar("R")
@@ -217,6 +219,7 @@ class _ThreadState:
             if torch.is_autocast_enabled(kind)
         ]
         self._device = torch.get_default_device()
+        self._thread_count = torch.get_num_threads()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams: list[torch.cuda.Stream] = []
         self._gpu: int | None = None
@@ -227,6 +230,7 @@ class _ThreadState:
 
     def entered(self) -> ExitStack:
         """Apply this state to the calling thread until the returned stack is closed."""
+        set_thread_count(self._thread_count)
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
