@@ -36,6 +36,14 @@ class TwoDevices:
         self.cuda.wait(self.streams[second], event)
 
 
+def test_a_new_emulator_begins_on_device_0() -> None:
+    for _ in range(5):
+        cuda = _testing.Emulator(2)
+        assert cuda.current_device() == 0
+        cuda.set_device(1)
+        del cuda  # the next one may get its address
+
+
 def test_operations_need_their_device_to_be_current() -> None:
     pair = TwoDevices()
     cuda, stream = pair.cuda, pair.streams[1]

@@ -4,6 +4,7 @@
 // trace, which can be checked for races and run in any order.
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <set>
@@ -172,6 +173,7 @@ class Emulator final : public Api, public HostMemoryOps {
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 
+  const std::uint64_t number_;  // of the emulator: another one may get its address later
   const bool records_;
   EmulatedStreams streams_;
   std::string identity_ = "emulated GPU";

@@ -2,7 +2,9 @@
 #include <pthread.h>
 
 #include <array>
+#include <atomic>
 #include <csignal>
+#include <cstdint>
 #include <string_view>
 
 #include "emulator.h"
@@ -20,23 +22,28 @@ bool is_thread(std::string_view name) {
 constexpr std::chrono::seconds kLongestDrain(30);
 
 struct ThreadState {
-  const Emulator* emulator = nullptr;
+  std::uint64_t emulator = 0;  // its number
   Device device = 0;
   CaptureMode mode = CaptureMode::global;
 };
 
 // Returns the calling thread's state for this emulator. Only the state for the last emulator is
 // kept: a thread that switches to another one starts with a new state.
-ThreadState& thread_state(const Emulator* emulator) {
+ThreadState& thread_state(std::uint64_t emulator) {
   static thread_local ThreadState mine;
   if (mine.emulator != emulator) mine = {emulator};
   return mine;
 }
 
+std::atomic<std::uint64_t> emulators = 0;  // number of emulators made so far
+
 }  // namespace
 
 Emulator::Emulator(int devices, bool records, bool eager)
-    : records_(records), streams_(eager), peers_(devices, std::vector<bool>(devices)) {
+    : number_(++emulators),
+      records_(records),
+      streams_(eager),
+      peers_(devices, std::vector<bool>(devices)) {
   for (int d = 0; d < devices; ++d) {  // default streams
     streams_.add();
     states_.push_back({{d, nullptr}, Owner::none});
@@ -57,15 +64,15 @@ bool Emulator::is_device(Device device) const {
   return records_ ? device >= 0 && device < static_cast<int>(peers_.size()) : device >= -1;
 }
 
-Device Emulator::current_device() { return thread_state(this).device; }
+Device Emulator::current_device() { return thread_state(number_).device; }
 
 void Emulator::set_device(Device device) {
   demand(is_device(device), "no device ", device);
-  thread_state(this).device = device;
+  thread_state(number_).device = device;
 }
 
 CaptureMode Emulator::exchange_capture_mode(CaptureMode mode) {
-  return std::exchange(thread_state(this).mode, mode);
+  return std::exchange(thread_state(number_).mode, mode);
 }
 
 std::string Emulator::identity(Device) {
@@ -93,7 +100,7 @@ void Emulator::enter(const char* call) {
 }
 
 void Emulator::require_no_capture(const char* call) const {
-  demand(records_ || capture_ == 0 || thread_state(this).mode != CaptureMode::global, call,
+  demand(records_ || capture_ == 0 || thread_state(number_).mode != CaptureMode::global, call,
          " is not permitted while a stream is capturing");
 }
 
