@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ def bootstrap_with_fault(
     site = me.start(f"{call}_{turn}")
     if call == "thread":
         dist.barrier(async_op=True).wait()  # starts the work queue's thread
+        time.sleep(0.2)  # until it is idle: while it completes a future, a call needs another one
         allow_threads(me.rank != FAULTY_RANK)
     elif me.rank == FAULTY_RANK and dropped:
         site.fake.gpu.drop(call)
