@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -171,6 +172,17 @@ def test_a_group_that_not_all_ranks_create(absent, parallel):
 
 
 @PARALLEL
+def test_a_default_group_that_one_rank_makes_again(parallel):
+    def program(rank: int, world: int) -> None:
+        if rank == 1:
+            dist.init_process_group("gloo")
+
+    found = diagnose(program, parallel=parallel)
+    assert isinstance(found.error, pc.Deadlock), repr(found.error)
+    assert "the creation of group" in str(found.error)
+
+
+@PARALLEL
 def test_a_key_that_no_rank_writes(parallel):
     def program(rank: int, world: int) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -231,3 +243,23 @@ def test_a_rank_that_is_left_behind_is_no_success():
 
     with ends_within(12), pytest.raises(pc.Deadlock, match=r"rank 0 did not stop.*\n.*is blocked"):
         threads.launch(program, 2)
+
+
+def test_a_rank_that_is_left_behind_changes_no_random_state():
+    ends, entered = threading.Event(), time.monotonic()
+
+    def program(rank: int, world: int) -> None:
+        torch.manual_seed(100 + rank)
+        if rank == 0:
+            try:
+                time.sleep(4)  # no exception interrupts it
+            finally:
+                ends.set()
+
+    with ends_within(4), pytest.raises(pc.Timeout):
+        threads.launch(program, 2, timeout=0.3)
+    torch.manual_seed(7)
+    assert ends.wait(10)
+    time.sleep(0.2)  # rank 0 leaves, which lets rank 1 have its first turn
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(7)))
+    assert time.monotonic() - entered > 4

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from thread_programs import ends_within, total
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from pycollect import threads
+from pycollect import _C, threads
 
 
 def fail(rank: int, world: int) -> None:
@@ -160,6 +163,33 @@ def test_threads_of_a_rank_belong_to_it():
     with ends_within(5):
         found = threads.launch(program, 3, timeout=1.5)
     assert found == [[r, str(r), 3.0] for r in range(3)]
+
+
+def test_threads_of_a_rank_find_its_groups_by_name():
+    def program(rank: int, world: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (world,))
+        sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with ThreadPoolExecutor(1) as pool:
+            found: list[float] = pool.submit(sharded.full_tensor).result().tolist()
+        return found
+
+    assert threads.launch(program, 2, timeout=20) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def test_threads_of_a_forked_process_belong_to_no_rank():
+    """The scheduler may be locked at the time of the fork, and its ranks are not in the child."""
+
+    def program(rank: int, world: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            found: list[bool] = []
+            thread = threading.Thread(target=lambda: found.append(_C.is_rank_thread()))
+            thread.start()
+            thread.join()
+            os._exit(0 if found == [False] else 1)
+        return os.waitpid(pid, 0)[1]
+
+    assert threads.launch(program, 2, timeout=20) == [0, 0]
 
 
 # --- process groups -------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +147,116 @@ def test_a_rank_that_lost_its_turn_has_its_own_random_state_afterwards():
     found = threads.launch(program, 2, timeout=20)
     for rank, numbers in enumerate(found):
         assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
+
+
+def test_a_rank_that_waited_for_a_future_has_its_own_random_state_afterwards():
+    def program(rank: int, world: int) -> list[float]:
+        torch.manual_seed(rank)
+        token = torch.zeros(1)
+        if rank == 0:
+            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+            dist.send(token, 1)
+            future.wait()
+        else:
+            dist.recv(token, 0)
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.05)
+        return torch.rand(3).tolist()
+
+    for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
+        assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
+
+
+@pytest.mark.parametrize("wait", ["result", "join", "queue"])
+def test_a_rank_waits_with_a_limit_for_a_thread_of_its_own(wait):
+    """It loses its turn: the thread waits for the other ranks."""
+
+    def program(rank: int, world: int) -> None:
+        if wait == "result":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(dist.barrier).result(timeout=15)
+            return
+        done: queue.Queue[None] = queue.Queue()
+        thread = threading.Thread(target=lambda: done.put(dist.barrier()))
+        thread.start()
+        thread.join(15) if wait == "join" else done.get(timeout=15)
+        assert not thread.is_alive() or wait == "queue"
+
+    with ends_within(5):
+        threads.launch(program, 2, timeout=20)
+
+
+@PARALLEL
+def test_a_rank_sleeps_until_others_have_done_something(parallel):
+    done: list[int] = []
+
+    def program(rank: int, world: int) -> None:
+        while len(done) < world - 1 - rank:  # rank 0 waits for all others, rank 1 for rank 2, ...
+            time.sleep(0.001)
+        done.append(rank)
+        thread = threading.Thread(target=dist.barrier)
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+
+    with ends_within(5):
+        threads.launch(program, 3, timeout=20, parallel=parallel)
+    assert done == [2, 1, 0]
+
+
+def test_a_callback_posts_the_last_part_of_a_collective():
+    """The callback runs in a thread that runs collectives of which all ranks have posted theirs."""
+
+    def program(rank: int, world: int) -> tuple[float, float]:
+        big, y, z = torch.ones(30_000_000), torch.ones(1), torch.ones(1)
+        token = torch.zeros(1)
+        if rank == 1:
+            works = [dist.all_reduce(x, async_op=True) for x in (big, y)]
+            dist.send(token, 0)
+            dist.all_reduce(z)
+            for work in works:
+                work.wait()
+            return y.item(), z.item()
+        dist.recv(token, 1)
+        out: list[torch.futures.Future[Any]] = []
+
+        def post_second() -> None:
+            time.sleep(0.005)  # the first one runs
+            future = dist.all_reduce(y, async_op=True).get_future()
+            out.append(future.then(lambda _: dist.all_reduce(z)))
+
+        thread = threading.Thread(target=post_second)
+        thread.start()
+        dist.all_reduce(big)
+        thread.join()
+        out[0].wait()
+        return y.item(), z.item()
+
+    assert threads.launch(program, 2, timeout=20) == [(2.0, 2.0)] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_waits_for_a_program_that_an_older_thread_has_started():
+    def program(rank: int, world: int) -> None:
+        if rank == 0:
+            pool.submit(subprocess.check_output, ["sleep", "5"]).result()
+        dist.barrier()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        threads.launch(program, 2, timeout=20)
+
+
+def test_a_thread_that_was_there_before_writes_a_key():
+    def program(rank: int, world: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            pool.submit(lambda: (time.sleep(0.5), store.set("now", "")))
+        store.wait(["now"])
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        threads.launch(program, 2, timeout=20)
 
 
 def test_an_idle_pool_of_a_rank_hides_no_deadlock():

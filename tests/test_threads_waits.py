@@ -139,6 +139,25 @@ def test_a_group_object_used_without_torch_names_its_rank():
     assert owner
 
 
+@pytest.mark.parametrize("end", ["wait", "is_completed"])
+def test_a_work_of_another_rank_is_refused(end):
+    shared: list[dist.Work] = []
+
+    def program(rank: int, world: int) -> None:
+        if rank == 0:
+            shared.append(dist.all_reduce(torch.ones(2), async_op=True))
+            dist.barrier()
+        elif rank == 1:
+            while end == "is_completed" and not shared[0].is_completed():
+                pass
+            shared[0].wait()
+
+    found = diagnose(program)
+    assert isinstance(found.error, pc.CollectiveError)
+    assert found.by == 1
+    assert "rank 1 of the launch used group" in str(found.error)
+
+
 def test_monitored_barrier_with_an_absent_rank():
     def program(rank: int, world: int) -> None:
         if rank != 2:

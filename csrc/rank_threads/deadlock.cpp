@@ -1,6 +1,7 @@
 // The part of RankScheduler that finds ranks that cannot continue: blocked ranks, and deadlocks.
 #include <algorithm>
 #include <chrono>
+#include <set>
 
 #include "../plan/error.h"
 #include "member.h"
@@ -48,7 +49,7 @@ void RankScheduler::poll() {
 void RankScheduler::take_turns_of_blocked(Lock& lock) {
   const auto limit = expects_unknown_waits() ? std::chrono::nanoseconds(kBlockedShortly) : kBlocked;
   for (const auto& m : ranks_) {
-    if (m->state != MemberState::running || m->at_work || m->activity.blocked_for() < limit)
+    if (m->state != MemberState::running || m->at_work || m->activity.blocked_for(true) < limit)
       continue;
     m->state = MemberState::outside;
     if (!parallel_) unlocked(lock, [&] { hooks_.pause(m->rank); });
@@ -76,8 +77,8 @@ bool RankScheduler::is_stuck(Member& m) {
          (m.state == MemberState::outside && m.activity.blocked_for() >= kStuck);
 }
 
-// A blocked rank may wait for a thread that is no rank's. It is part of a deadlock only if all of
-// those are blocked, too.
+// A blocked rank, or one that waits for a key of a store, may wait for a thread that is no rank's.
+// It is part of a deadlock only if all of those are blocked, too.
 bool RankScheduler::all_stuck() {
   for (const auto& m : ranks_)
     if (!is_stuck(*m)) return false;
@@ -85,13 +86,29 @@ bool RankScheduler::all_stuck() {
     if (!m->waits() && m->activity.blocked_for() < kStuck) return false;
   for (Member* const m : helpers_)  // one that acts for another rank may have been granted
     if (!m->waits()) return false;
-  const bool any_blocked = std::any_of(
-      ranks_.begin(), ranks_.end(), [](const auto& m) { return m->state == MemberState::outside; });
-  if (!any_blocked) return true;
-  std::vector<pid_t> known{launcher_, ThreadActivity::this_thread()};
-  for (const auto& m : ranks_) known.push_back(m->activity.thread());
-  for (const Member* m : entered_helpers_) known.push_back(m->activity.thread());
-  return ThreadActivity::all_others_blocked(known);
+  const bool may_wait_for_others = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& m) {
+    return m->state == MemberState::outside || (m->waits() && m->condition->is_open);
+  });
+  return !may_wait_for_others || others_stuck();
+}
+
+// Returns whether all threads of no rank wait for another thread, or sleep as before the launch.
+// One that waits for the GIL wakes after 5 ms, so it does not count.
+bool RankScheduler::others_stuck() {
+  std::set<pid_t> known{launcher_, ThreadActivity::this_thread()};
+  for (const auto& m : ranks_) known.insert(m->activity.thread());
+  for (const Member* m : entered_helpers_) known.insert(m->activity.thread());
+  bool all = true;
+  for (const pid_t thread : ThreadActivity::all_threads()) {
+    if (known.contains(thread)) continue;
+    const auto before = sleeps_before_.find(thread);
+    if (before != sleeps_before_.end() && ThreadActivity::sleep_of(thread) == before->second)
+      continue;
+    ThreadActivity& other = others_[thread];
+    other.attach_to(thread);
+    all = other.blocked_for(true) >= kStuck && all;
+  }
+  return all;
 }
 
 void RankScheduler::count_unknown_waits(int more) {

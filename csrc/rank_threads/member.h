@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "scheduler.h"
-#include "thread_activity.h"
 
 namespace pycollect::rank_threads {
 

@@ -122,6 +122,8 @@ RankScheduler::RankScheduler(int world, bool parallel, RankHooks hooks)
       last_(world - 1) {
   for (Rank r = 0; r < world; ++r)
     ranks_.push_back(std::unique_ptr<Member>(new Member{.rank = r, .is_main = true}));
+  for (const pid_t thread : ThreadActivity::all_threads())
+    if (auto sleep = ThreadActivity::sleep_of(thread)) sleeps_before_[thread] = std::move(*sleep);
 }
 
 RankScheduler::~RankScheduler() = default;
@@ -134,7 +136,7 @@ Rank RankScheduler::rank_of_thread() const { return own.scheduler == this ? own.
 
 void RankScheduler::enter(Rank rank) {
   Member& me = *ranks_[rank];
-  me.activity.attach_to_this_thread();
+  me.activity.attach_to(ThreadActivity::this_thread());
   own = {this, &me};
   Lock lock(mutex_);
   ++entered_;
@@ -170,7 +172,7 @@ void RankScheduler::remove_helper(Member* helper) {
 void RankScheduler::become(Member* helper) {
   own = {this, helper};
   const Lock lock(mutex_);
-  helper->activity.attach_to_this_thread();
+  helper->activity.attach_to(ThreadActivity::this_thread());
 }
 
 void RankScheduler::leave_helper() { remove_helper(std::exchange(own, {}).member); }
@@ -205,6 +207,10 @@ bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mo
   const bool holds = park(lock, me, mode);
   if (!holds && aborted_) throw_cause(condition.describe());
   return holds;
+}
+
+void RankScheduler::let_others_run(Rank rank) {
+  give_way(rank, {[] { return false; }, [] { return "other ranks"; }});
 }
 
 void RankScheduler::align(Rank rank) {

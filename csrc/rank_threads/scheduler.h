@@ -7,6 +7,7 @@
 
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "../bootstrap/store.h"
 #include "../plan/plan.h"
+#include "thread_activity.h"
 #include "work_share.h"
 
 namespace pycollect::rank_threads {
@@ -29,6 +31,8 @@ struct ReadyCondition {
   Deadline deadline = Deadline::max();
   // The caller's own limit: if no rank can continue, it is over, and that is no deadlock.
   bool is_limited = false;
+  // A thread that no rank has started may make it hold: there is no deadlock while one works.
+  bool is_open = false;
 };
 
 struct Member;
@@ -84,6 +88,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // Lets other ranks run until the condition holds or none of them can continue. Returns whether it
   // holds.
   bool give_way(Rank rank, const ReadyCondition& condition);
+  // Ends the turn of a rank that may wait for another one in a way that the scheduler does not know.
+  void let_others_run(Rank rank);
   // Waits until every rank has called it; rank 0 is the first to continue.
   void align(Rank rank);
   // Ends the turn of a rank that could continue: the other ranks that can do so go first, from rank
@@ -164,6 +170,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   void end_in_deadlock(Lock& lock);
   bool all_stuck();
   bool is_stuck(Member& member);
+  bool others_stuck();
   void abort(EndKind kind, const std::string& cause, Lock& lock);
   std::string describe_ranks(Lock& lock);
 
@@ -171,7 +178,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   const bool parallel_;
   const int turns_;  // number of ranks that run at a time
   const RankHooks hooks_;
-  const pid_t launcher_;  // the thread that waits for the ranks
+  const pid_t launcher_;                                  // the thread that waits for the ranks
+  std::map<pid_t, ThreadActivity::Sleep> sleeps_before_;  // of threads, when the launch began
   WorkShare share_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Member>> ranks_;
@@ -182,6 +190,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   int running_ = 0;                       // ranks that have a turn
   Rank last_;                             // the rank whose turn has ended last
   int unknown_waits_ = 0;
+  std::map<pid_t, ThreadActivity> others_;  // threads of no rank
   bool deadlocked_ = false, aborted_ = false;
   EndKind kind_ = EndKind::peer_lost;
   std::string cause_;

@@ -4,10 +4,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <string>
 
 #include "../plan/error.h"
@@ -19,24 +17,19 @@ std::ifstream open_status(pid_t thread, const char* file) {
   return std::ifstream(text("/proc/self/task/", thread, "/", file));
 }
 
-// Returns the system call in which the thread is, or -1.
-long system_call(pid_t thread) {
-  auto file = open_status(thread, "syscall");
-  long number = -1;
-  return file >> number ? number : -1;
-}
+enum class FutexWait { none, limited, unlimited };
 
-// Returns whether the thread is in a futex call without a time limit, its fourth argument.
-bool is_in_futex(pid_t thread) {
+// The time limit of a futex call is its fourth argument.
+FutexWait futex_wait(pid_t thread) {
   auto file = open_status(thread, "syscall");
   std::string number, argument;
-  if (!(file >> number) || number != text(SYS_futex)) return false;
+  if (!(file >> number) || number != text(SYS_futex)) return FutexWait::none;
   for (int i = 0; i < 4; ++i) file >> argument;
-  return argument == "0x0";
+  return argument == "0x0" ? FutexWait::unlimited : FutexWait::limited;
 }
 
 // Returns the number of times that the thread has gone to sleep.
-std::optional<uint64_t> sleeps(pid_t thread) {
+std::optional<uint64_t> times_slept(pid_t thread) {
   auto file = open_status(thread, "status");
   constexpr std::string_view kName = "voluntary_ctxt_switches:";
   for (std::string line; std::getline(file, line);)
@@ -48,26 +41,31 @@ std::optional<uint64_t> sleeps(pid_t thread) {
 
 pid_t ThreadActivity::this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
-bool ThreadActivity::all_others_blocked(const std::vector<pid_t>& threads) {
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
-    const pid_t thread = std::stoi(entry.path().filename());
-    if (std::find(threads.begin(), threads.end(), thread) != threads.end()) continue;
-    const long call = system_call(thread);
-    if (call != SYS_futex && call != SYS_read) return false;
-  }
-  return true;
+std::vector<pid_t> ThreadActivity::all_threads() {
+  std::vector<pid_t> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
+    found.push_back(std::stoi(entry.path().filename()));
+  return found;
 }
 
-std::chrono::nanoseconds ThreadActivity::blocked_for() {
+std::optional<ThreadActivity::Sleep> ThreadActivity::sleep_of(pid_t thread) {
+  auto file = open_status(thread, "syscall");
+  Sleep found;
+  if (file >> found.first >> found.second) return found;
+  return {};
+}
+
+std::chrono::nanoseconds ThreadActivity::blocked_for(bool limited) {
   const auto now = std::chrono::steady_clock::now();
-  const auto switches = sleeps(thread_);
-  if (!switches || !is_in_futex(thread_)) {
+  const auto switches = times_slept(thread_);
+  const FutexWait wait = futex_wait(thread_);
+  if (!switches || wait == FutexWait::none) {
     switches_ = 0;
     return {};
   }
   if (*switches != switches_) since_ = now;
   switches_ = *switches;
-  return now - since_;
+  return wait == FutexWait::unlimited || limited ? now - since_ : std::chrono::nanoseconds();
 }
 
 }  // namespace pycollect::rank_threads

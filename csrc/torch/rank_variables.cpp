@@ -46,7 +46,18 @@ void RankVariables::set(Rank rank, const std::string& module, const std::string&
   of_ranks_[rank][found - variables_.begin()] = std::move(value);
 }
 
-void RankVariables::save(Rank rank) { of_ranks_[rank] = current(); }
+void RankVariables::save(Rank rank) {
+  if (!restored_) of_ranks_[rank] = current();
+}
+
+void RankVariables::load(Rank rank) {
+  if (!restored_) assign(of_ranks_[rank]);
+}
+
+void RankVariables::restore() {
+  restored_ = true;
+  assign(before_);
+}
 
 RankVariables::Values RankVariables::current() const {
   Values values;

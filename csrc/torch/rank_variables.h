@@ -21,8 +21,10 @@ class RankVariables {
 
   void set(Rank rank, const std::string& module, const std::string& name, py::object value);
   void save(Rank rank);
-  void load(Rank rank) { assign(of_ranks_[rank]); }
-  void restore() { assign(before_); }  // the values that the variables had before the ranks
+  void load(Rank rank);
+  // Assigns the values before the ranks, for good: a rank that the launch left behind loads no
+  // more.
+  void restore();
 
  private:
   using Values = std::vector<py::object>;  // null: the module has not been imported
@@ -39,6 +41,7 @@ class RankVariables {
   const std::vector<Place> places_;
   Values before_;
   std::vector<Values> of_ranks_;
+  bool restored_ = false;
 };
 
 }  // namespace pycollect

@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from .. import _C
 from .._thread_count import set_thread_count
+from ..errors import CollectiveError
+from . import torch_internals
 
 
-def _with_turn(scheduler: _C.RankScheduler, wait: Callable[..., Any]) -> Callable[..., Any]:
+def _rank_finder(scheduler: _C.RankScheduler) -> Callable[[], int]:
+    """Return a function that returns the calling thread's rank; -1: none, or a forked process.
+
+    A forked process has no ranks, and its scheduler may be locked for ever.
+    """
+    process = os.getpid()
+    return lambda: scheduler.rank_of_thread() if os.getpid() == process else -1
+
+
+def _with_turn(
+    scheduler: _C.RankScheduler, find_rank: Callable[[], int], wait: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return `wait`, after which a rank that has lost its turn in it waits for the next one."""
 
     def wait_of_rank(*args: Any, **options: Any) -> Any:
         try:
             return wait(*args, **options)
         finally:
-            scheduler.regain_turn()
+            if find_rank() >= 0:
+                scheduler.regain_turn()
 
     return wait_of_rank
 
 
-@contextmanager
-def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
-    """Hand the rank on to every `threading.Thread` that it starts.
+def _sleep_of_rank(
+    scheduler: _C.RankScheduler, find_rank: Callable[[], int]
+) -> Callable[[float], None]:
+    sleep = time.sleep
 
-    A rank that waits for a thread, or in Python's conditions, events and queues, continues when it
-    has a turn.
-    """
+    def sleep_of_rank(seconds: float, /) -> None:
+        sleep(seconds)
+        if (rank := find_rank()) >= 0:
+            with suppress(CollectiveError):  # the launch has ended, but a sleep is no collective
+                scheduler.let_others_run(rank)
+
+    return sleep_of_rank
+
+
+def _start_of_rank(
+    scheduler: _C.RankScheduler, find_rank: Callable[[], int]
+) -> Callable[[threading.Thread], None]:
+    """Return a `Thread.start` that hands the rank on to the thread."""
     start = threading.Thread.start
 
     def start_of_rank(self: threading.Thread) -> None:
-        rank = scheduler.rank_of_thread()
+        rank = find_rank()
         if rank < 0 or self.ident is not None:  # a second start raises
             return start(self)
         run, thread_count = self.run, torch.get_num_threads()
@@ -45,7 +72,10 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
             scheduler.become(helper)
             try:
                 set_thread_count(thread_count)
-                with torch.autograd.set_multithreading_enabled(False):
+                with (
+                    torch.autograd.set_multithreading_enabled(False),
+                    torch_internals.named_groups(),
+                ):
                     run()
             finally:
                 scheduler.leave_helper()
@@ -58,11 +88,28 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
                 scheduler.remove_helper(helper)
             raise
 
+    return start_of_rank
+
+
+@contextmanager
+def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
+    """Hand the rank on to every `threading.Thread` that it starts.
+
+    A rank that waits for a thread or a future of torch, or in Python's conditions, events and
+    queues, continues when it has a turn. One that sleeps, perhaps in a loop until another rank or
+    thread has done something, lets the other ranks run.
+    """
+    find_rank = _rank_finder(scheduler)
     replaced: list[tuple[Any, str, Any]] = [
-        (threading.Thread, "start", start_of_rank),
-        (threading.Thread, "join", _with_turn(scheduler, threading.Thread.join)),
-        (threading.Condition, "wait", _with_turn(scheduler, threading.Condition.wait)),
+        (time, "sleep", _sleep_of_rank(scheduler, find_rank)),
+        (threading.Thread, "start", _start_of_rank(scheduler, find_rank)),
     ]
+    for owner, name in (
+        (threading.Thread, "join"),
+        (threading.Condition, "wait"),
+        (torch._C.Future, "wait"),
+    ):
+        replaced.append((owner, name, _with_turn(scheduler, find_rank, getattr(owner, name))))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)

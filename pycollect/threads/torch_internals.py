@@ -12,7 +12,8 @@ it. Each part has one use here:
   pycollect's.
 * `TCPStore.__init__`: a server waits for its clients, unless told otherwise.
 * `_set_thread_isolation_mode`: gives each thread a registry of groups by name, for functional
-  collectives and compiled code.
+  collectives and compiled code. `_register_process_group` and `_unregister_process_group` hand the
+  names on to threads that a rank starts.
 * `tensor._random._rng_tracker`: DTensor's random state, a module variable.
 * `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
   says whether it is; the extension reads it between two turns, when it must not run Python code.
@@ -38,7 +39,12 @@ from .. import _C, _coalescing_patch
 c10d: Any = torch.distributed.distributed_c10d
 _PARTS = {
     "torch.distributed.distributed_c10d": ("_world", "rendezvous", "_new_process_group_helper"),
-    "torch._C._distributed_c10d": ("_set_thread_isolation_mode", "TCPStore"),
+    "torch._C._distributed_c10d": (
+        "_set_thread_isolation_mode",
+        "_register_process_group",
+        "_unregister_process_group",
+        "TCPStore",
+    ),
     "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
@@ -260,6 +266,21 @@ def make_default_group(timeout: Any = None) -> None:
     c10d.init_process_group("pycollect", timeout=timeout)
     world = c10d._world
     world.made_by_launch = world.default_pg
+
+
+@contextmanager
+def named_groups() -> Iterator[None]:
+    """Let a thread that a rank has started find the rank's groups by name."""
+    registry = sys.modules["torch._C._distributed_c10d"]
+    names = []
+    for group, name in list(c10d._world.pg_names.items()):
+        registry._register_process_group(name, group)
+        names.append(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            registry._unregister_process_group(name)
 
 
 def leave_groups() -> None:

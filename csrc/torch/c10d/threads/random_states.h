@@ -16,9 +16,17 @@ class RandomStates {
  public:
   // Every rank begins with the states of this time, as processes forked now would.
   RandomStates(int world, bool cuda);
-  void save(Rank rank, bool cuda) { states_[rank] = current(cuda); }
-  void load(Rank rank, bool cuda) { set(states_[rank], cuda); }
-  void restore(bool cuda) { set(before_, cuda); }  // the states before the ranks
+  void save(Rank rank, bool cuda) {
+    if (!restored_) states_[rank] = current(cuda);
+  }
+  void load(Rank rank, bool cuda) {
+    if (!restored_) set(states_[rank], cuda);
+  }
+  // Sets the states before the ranks, for good: a rank that the launch left behind loads no more.
+  void restore(bool cuda) {
+    restored_ = true;
+    set(before_, cuda);
+  }
 
  private:
   struct CudaState {
@@ -35,6 +43,7 @@ class RandomStates {
 
   const RandomState before_;
   std::vector<RandomState> states_;
+  bool restored_ = false;
 };
 
 }  // namespace pycollect::dist

@@ -50,8 +50,8 @@ std::shared_ptr<ThreadGroup> find_group(const std::shared_ptr<RankScheduler>& sc
                                         const Options& options) {
   constexpr char kKey[] = "group of threads";
   const std::string name = options.group_name.empty() ? "default" : options.group_name;
-  const ThreadStore::Purpose purpose(text("the creation of group '", name, "'"));
   const ipc::Deadline deadline = ipc::deadline_after(options.timeout);
+  const ThreadStore::Purpose purpose(text("the creation of group '", name, "'"), deadline);
   TorchStore bootstrap(store, me.rank, deadline);
   std::shared_ptr<ThreadGroup> group;
   if (me.rank == 0) {

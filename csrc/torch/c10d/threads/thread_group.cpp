@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "../../../group/format_ranks.h"
 #include "../../../plan/error.h"
@@ -61,7 +62,7 @@ bool ThreadGroup::post(Rank rank, RankCalls calls) {
     lock.unlock();
     GroupRound refused{std::vector<std::optional<RankCalls>>(world_)};
     refused.by_rank[rank] = std::move(calls);
-    finish(refused, cause());
+    complete_all(finish(refused, cause()));
     return false;
   }
   const uint64_t place = next_[rank]++ - first_;
@@ -72,10 +73,12 @@ bool ThreadGroup::post(Rank rank, RankCalls calls) {
   return !running_ && run_rounds(lock);
 }
 
-// Runs the rounds for which all ranks have arrived.
+// Runs the rounds for which all ranks have arrived. Then runs the callbacks of their futures, which
+// may post the next ones.
 bool ThreadGroup::run_rounds(Lock& lock) {
   running_ = true;
   const uint64_t first = first_;
+  Completions completions;
   while (!rounds_.empty() && rounds_.front().arrived == world_ && !aborted_) {
     {
       const GroupRound round = std::move(rounds_.front());
@@ -84,12 +87,15 @@ bool ThreadGroup::run_rounds(Lock& lock) {
         for (const CollectiveWorkPtr& work : calls->works) work->start();
       const uint64_t number = first_++;
       lock.unlock();
-      finish(round, run(round, number));
+      std::ranges::move(finish(round, run(round, number)), std::back_inserter(completions));
     }
     lock.lock();
   }
   running_ = false;
-  return first_ != first;
+  const bool has_run = first_ != first;
+  lock.unlock();
+  complete_all(completions);
+  return has_run;
 }
 
 // Returns the error of all ranks' calls, or null.
@@ -114,9 +120,11 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
   }
 }
 
-// Tensors are released without the mutex, because that may take the GIL.
-void ThreadGroup::finish(const GroupRound& round, const std::exception_ptr& error) {
-  std::vector<std::function<void()>> completions;
+// Returns what completes the futures. Tensors are released without the mutex, because that may take
+// the GIL.
+ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round,
+                                             const std::exception_ptr& error) {
+  Completions completions;
   std::vector<Call> used;
   {
     const Lock lock(mutex());
@@ -132,6 +140,10 @@ void ThreadGroup::finish(const GroupRound& round, const std::exception_ptr& erro
     }
     notify();
   }
+  return completions;
+}
+
+void ThreadGroup::complete_all(const Completions& completions) {
   for (const auto& complete : completions) complete();
 }
 
@@ -184,6 +196,7 @@ void ThreadGroup::await_end(Lock& lock, const PostedWork& work) {
 
 bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
+  require_own(rank, wait);
   const PostedWork& work = wait.work;
   const auto over = [&] {
     return work.is_done() || (!work.runs() && (aborted_ || !lost(wait).empty()));
@@ -211,8 +224,9 @@ void ThreadGroup::wait(Rank rank, const GroupWait& wait) {
   const std::chrono::duration<double> waited = ipc::Clock::now() - begin;
   const std::string report = scheduler_->describe_ranks();
   Lock lock(mutex());
-  if (!wait.work.is_done() && !wait.work.runs())
-    time_out(lock, {wait.describe(), wait.needed(), waited}, report);
+  await_end(lock, wait.work);  // it may have begun since
+  if (wait.work.is_done()) return;
+  time_out(lock, {wait.describe(), wait.needed(), waited}, report);
   await_end(lock, wait.work);
   if (!wait.work.is_done()) std::rethrow_exception(cause(wait.describe()));
 }
@@ -257,6 +271,7 @@ std::string ThreadGroup::describe(CollectiveWork& work) const {
 
 void ThreadGroup::give_way(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
+  require_own(rank, wait);
   const auto done = [&] { return wait.work.is_done(); };
   try {
     if (scheduler_->give_way(launch_ranks_[rank], {done, wait.describe})) return;
@@ -289,16 +304,28 @@ void ThreadGroup::abort_if_lost(Lock& lock, const GroupWait& wait) {
              " left the group", report));
 }
 
+void ThreadGroup::require_own(Rank rank, const GroupWait& wait) const {
+  require_own(rank, [&] {
+    const Lock lock(mutex());
+    return wait.describe();
+  });
+}
+
+// A thread of another rank must not use the rank's group or works.
+void ThreadGroup::require_own(Rank rank, const std::function<std::string()>& describe) const {
+  const Rank mine = launch_ranks_[rank], caller = scheduler_->rank_of_thread();
+  if (caller < 0 || caller == mine) return;
+  throw CollectiveError(text(
+      describe(), ": rank ", caller, " of the launch used group '", name_, "' as rank ", mine,
+      " has it; each rank has process groups of its own, so an object that holds one must not be "
+      "shared between ranks (a global variable, or a module's default argument, that one rank "
+      "has set)"));
+}
+
 void ThreadGroup::require_healthy(Rank rank, const std::string& operation) const {
   const GilRelease gil_release;
-  const Rank mine = launch_ranks_[rank], caller = scheduler_->rank_of_thread();
-  if (caller >= 0 && caller != mine)
-    throw CollectiveError(text(
-        operation, ": rank ", caller, " of the launch used group '", name_, "' as rank ", mine,
-        " has it; each rank has process groups of its own, so an object that holds one must not be "
-        "shared between ranks (a global variable, or a module's default argument, that one rank "
-        "has set)"));
-  scheduler_->require_turn(mine, operation);
+  require_own(rank, [&] { return operation; });
+  scheduler_->require_turn(launch_ranks_[rank], operation);
   const Lock lock(mutex());
   if (aborted_) std::rethrow_exception(cause(operation));
 }
@@ -323,7 +350,7 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   auto messages = mailbox.lock();
   lock.unlock();
   if (messages) messages->fail_all(cause());
-  for (const GroupRound& round : rounds) finish(round, cause());
+  for (const GroupRound& round : rounds) complete_all(finish(round, cause()));
   rounds.clear();  // releases tensors, without the mutex
   messages.reset();
   lock.lock();

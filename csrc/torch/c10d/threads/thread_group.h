@@ -112,7 +112,11 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   void await_end(Lock& lock, const PostedWork& work);
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
   void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
-  void finish(const GroupRound& round, const std::exception_ptr& error);
+  using Completions = std::vector<std::function<void()>>;  // each completes a future
+  Completions finish(const GroupRound& round, const std::exception_ptr& error);
+  static void complete_all(const Completions& completions);
+  void require_own(Rank rank, const std::function<std::string()>& describe) const;
+  void require_own(Rank rank, const GroupWait& wait) const;
   void abort(Lock& lock, EndKind kind, const std::string& cause);
   std::exception_ptr cause(const std::string& operation = {}) const;
 

@@ -15,10 +15,13 @@ void ThreadStore::notify() {
 }
 
 namespace {
-thread_local const std::string* purpose = nullptr;  // of the calling thread's waits
+thread_local ThreadStore::Purpose* purpose = nullptr;  // of the calling thread's waits
 }
 
-ThreadStore::Purpose::Purpose(std::string what) : what_(std::move(what)) { purpose = &what_; }
+ThreadStore::Purpose::Purpose(std::string what, ipc::Deadline deadline)
+    : what(std::move(what)), deadline(deadline) {
+  purpose = this;
+}
 ThreadStore::Purpose::~Purpose() { purpose = nullptr; }
 
 // A user's store may fail. The error is thrown to the caller that waits, not to the thread that
@@ -31,9 +34,12 @@ ReadyCondition ThreadStore::written(const Keys& keys) const {
       return true;  // the caller's next use of the store throws it
     }
   };
-  if (purpose != nullptr) return {is_written, [what = *purpose] { return what; }};
-  return {is_written,
-          [keys] { return text("the store's key '", keys.empty() ? "" : keys.front(), "'"); }};
+  if (purpose != nullptr) return {is_written, [what = purpose->what] { return what; }};
+  ReadyCondition condition{
+      is_written,
+      [keys] { return text("the store's key '", keys.empty() ? "" : keys.front(), "'"); }};
+  condition.is_open = true;
+  return condition;
 }
 
 void ThreadStore::set(const std::string& key, const Value& value) {
@@ -51,14 +57,27 @@ ThreadStore::Value ThreadStore::compareSet(const std::string& key, const Value& 
 // A caller that reads a key again and again waits for another value, so other ranks run first.
 ThreadStore::Value ThreadStore::get(const std::string& key) {
   wait({key});
-  let_others_run();
-  return keys_->get(key);
+  if (purpose == nullptr) {
+    const GilRelease gil_release;
+    scheduler_->let_others_run(scheduler_->rank_of_thread());
+    return keys_->get(key);
+  }
+  const auto before = purpose->read.find(key);
+  if (before != purpose->read.end()) await_change(key, before->second);
+  return purpose->read[key] = keys_->get(key);
 }
 
-void ThreadStore::let_others_run() {
+void ThreadStore::await_change(const std::string& key, const Value& value) {
   const GilRelease gil_release;
-  scheduler_->give_way(scheduler_->rank_of_thread(),
-                       {[] { return false; }, [] { return "other ranks"; }});
+  const auto changed = [&] {
+    try {
+      return keys_->get(key) != value;
+    } catch (const std::exception&) {
+      return true;  // the caller's next use of the store throws it
+    }
+  };
+  scheduler_->wait(scheduler_->rank_of_thread(),
+                   {changed, [what = purpose->what] { return what; }, purpose->deadline});
 }
 
 int64_t ThreadStore::add(const std::string& key, int64_t value) {

@@ -1,5 +1,6 @@
 // A store for ranks that are threads: waiting for a key lets other ranks run.
 #pragma once
+#include <map>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../../rank_threads/scheduler.h"
@@ -15,16 +16,17 @@ class ThreadStore final : public c10d::Store {
               c10::intrusive_ptr<c10d::Store> keys)
       : scheduler_(std::move(scheduler)), keys_(std::move(keys)) {}
 
-  // Names what the calling thread waits for in stores, as long as the object exists.
-  class Purpose {
-   public:
-    explicit Purpose(std::string what);
+  // Names what the calling thread waits for in stores, as long as the object exists. The thread
+  // waits until the deadline for another value, if it reads a key again.
+  struct Purpose {
+    Purpose(std::string what, ipc::Deadline deadline);
     ~Purpose();
     Purpose(const Purpose&) = delete;
     Purpose& operator=(const Purpose&) = delete;
 
-   private:
-    const std::string what_;
+    const std::string what;
+    const ipc::Deadline deadline;
+    std::map<std::string, Value> read = {};
   };
 
   // Virtual in newer versions of torch.
@@ -47,7 +49,7 @@ class ThreadStore final : public c10d::Store {
 
  private:
   void notify();
-  void let_others_run();
+  void await_change(const std::string& key, const Value& value);
   rank_threads::ReadyCondition written(const Keys& keys) const;
 
   const std::shared_ptr<rank_threads::RankScheduler> scheduler_;
