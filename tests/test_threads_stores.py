@@ -72,3 +72,19 @@ def test_a_users_store_may_be_broken(checks, parallel):
         return
     with pytest.raises(RuntimeError, match="the store is broken"), ends_within(5):
         threads.launch(program, 3, parallel=parallel, timeout=20)
+
+
+def test_a_key_may_be_deleted_while_another_rank_reads_it():
+    def program(rank: int, world: int) -> bytes | None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.set("key", "first")
+            found: bytes = store.get("key")  # lets rank 1 run
+            return found
+        store.delete_key("key")
+        store.check(["another"])  # lets rank 0 run
+        store.set("key", "second")
+        return None
+
+    with ends_within(5):
+        assert threads.launch(program, 2, timeout=10) == [b"second", None]

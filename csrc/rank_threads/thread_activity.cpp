@@ -1,6 +1,7 @@
 // See thread_activity.h. Reads /proc, which takes about 20 us.
 #include "thread_activity.h"
 
+#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -19,13 +20,15 @@ std::ifstream open_status(pid_t thread, const char* file) {
 
 enum class FutexWait { none, limited, unlimited };
 
-// The time limit of a futex call is its fourth argument.
+// The second argument of a futex call says whether its word is private to the process; otherwise
+// another process may end the wait. The fourth is the time limit.
 FutexWait futex_wait(pid_t thread) {
   auto file = open_status(thread, "syscall");
-  std::string number, argument;
-  if (!(file >> number) || number != text(SYS_futex)) return FutexWait::none;
-  for (int i = 0; i < 4; ++i) file >> argument;
-  return argument == "0x0" ? FutexWait::unlimited : FutexWait::limited;
+  std::string number, address, operation, value, limit;
+  if (!(file >> number >> address >> operation >> value >> limit)) return FutexWait::none;
+  if (number != text(SYS_futex)) return FutexWait::none;
+  if ((std::stoul(operation, nullptr, 16) & FUTEX_PRIVATE_FLAG) == 0) return FutexWait::none;
+  return limit == "0x0" ? FutexWait::unlimited : FutexWait::limited;
 }
 
 // Returns the number of times that the thread has gone to sleep.

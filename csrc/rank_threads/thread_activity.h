@@ -1,4 +1,4 @@
-// Tells from outside for how long a thread has been in a wait for another thread: a futex. That is
+// Tells from outside for how long a thread has been in a wait for another thread: a private futex. That is
 // how locks, condition variables and joins wait.
 #pragma once
 #include <sys/types.h>

@@ -18,6 +18,7 @@ from .._thread_count import new_threads_restored, set_thread_count
 from ..errors import CollectiveError, Timeout
 from . import torch_internals
 from .arguments import devices_of, seconds_of
+from .process_wide import second_uses_refused
 from .rank_environ import environ_of_ranks
 from .started_threads import threads_of_ranks
 from .user_line import user_line
@@ -143,6 +144,7 @@ class Launch:
             stack.enter_context(torch_internals.worlds_of(scheduler, self._warn_of_backend))
             stack.enter_context(environ_of_ranks(scheduler.rank_of_thread, self._world))
             stack.enter_context(threads_of_ranks(scheduler))
+            stack.enter_context(second_uses_refused(scheduler.rank_of_thread))
             self._threads += [
                 threading.Thread(
                     target=self._run_rank, args=(rank, fn, args), name=f"rank {rank}", daemon=True

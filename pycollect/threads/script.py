@@ -1,7 +1,7 @@
 """Runs a script or module as `__main__` in every rank of a launch, each in a module of its own.
 
-While ranks take turns, each also has its own `sys.argv`, `sys.path`, `sys.stdout`, `sys.stderr` and
-`print`, which scripts replace, for example to silence all ranks but one, and its own generators
+While ranks take turns, each also has its own `sys.argv`, `sys.path` and `print`, which scripts
+replace, for example to silence all ranks but one, and its own generators
 behind the functions of the modules `random` and `numpy.random`.
 """
 
@@ -32,8 +32,6 @@ from .launcher import Launch
 _VARIABLES = (
     ("sys", "argv"),
     ("sys", "path"),
-    ("sys", "stdout"),
-    ("sys", "stderr"),
     ("builtins", "print"),
 )
 FAILED = 1

@@ -16,6 +16,10 @@ from .._thread_count import set_thread_count
 from ..errors import CollectiveError
 from . import torch_internals
 
+# Modules whose threads do nothing for the rank that happens to start them: as threads of the rank,
+# they would hide deadlocks, because they do not wait for other threads.
+_OF_THE_PROCESS = ("tqdm._monitor",)
+
 
 def _rank_finder(scheduler: _C.RankScheduler) -> Callable[[], int]:
     """Return a function that returns the calling thread's rank; -1: none, or a forked process.
@@ -63,7 +67,8 @@ def _start_of_rank(
 
     def start_of_rank(self: threading.Thread) -> None:
         rank = find_rank()
-        if rank < 0 or self.ident is not None:  # a second start raises
+        # A second start raises.
+        if rank < 0 or self.ident is not None or type(self).__module__ in _OF_THE_PROCESS:
             return start(self)
         run, thread_count = self.run, torch.get_num_threads()
         helper = scheduler.add_helper(rank)  # it counts before its thread runs

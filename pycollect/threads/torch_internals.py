@@ -10,11 +10,14 @@ it. Each part has one use here:
 * `distributed_c10d.rendezvous`: finds the store of `init_process_group`. Ranks use their launch's.
 * `distributed_c10d._new_process_group_helper`: creates every group. In a rank, every backend is
   pycollect's.
+* `distributed_c10d.get_debug_level`: with DETAIL, torch adds a group of gloo to every group.
 * `TCPStore.__init__`: a server waits for its clients, unless told otherwise.
 * `_set_thread_isolation_mode`: gives each thread a registry of groups by name, for functional
   collectives and compiled code. `_register_process_group` and `_unregister_process_group` hand the
   names on to threads that a rank starts.
 * `tensor._random._rng_tracker`: DTensor's random state, a module variable.
+* `autograd.profiler._prepare_profiler`, `_enable_profiler` and `_disable_profiler`, and
+  `custom_ops.get_library_allowing_overwrite`: see process_wide.py.
 * `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
   says whether it is; the extension reads it between two turns, when it must not run Python code.
 """
@@ -26,10 +29,11 @@ import dataclasses
 import importlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.distributed_c10d
@@ -38,7 +42,12 @@ from .. import _C, _coalescing_patch
 
 c10d: Any = torch.distributed.distributed_c10d
 _PARTS = {
-    "torch.distributed.distributed_c10d": ("_world", "rendezvous", "_new_process_group_helper"),
+    "torch.distributed.distributed_c10d": (
+        "_world",
+        "rendezvous",
+        "_new_process_group_helper",
+        "get_debug_level",
+    ),
     "torch._C._distributed_c10d": (
         "_set_thread_isolation_mode",
         "_register_process_group",
@@ -46,11 +55,20 @@ _PARTS = {
         "TCPStore",
     ),
     "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
+    "torch.autograd.profiler": ("_prepare_profiler", "_enable_profiler", "_disable_profiler"),
+    "torch._library.custom_ops": ("get_library_allowing_overwrite",),
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
 # Module variables of which every rank has its own value, while ranks run one at a time.
 _SEEDS = ("torch.cuda", "_lazy_seed_tracker")
-RANK_VARIABLES = (("torch.distributed.tensor._random", "_rng_tracker"), _SEEDS)
+_WARNINGS = ("warnings", "filters")
+RANK_VARIABLES = (
+    ("torch.distributed.tensor._random", "_rng_tracker"),
+    _SEEDS,
+    _WARNINGS,
+    ("sys", "stdout"),
+    ("sys", "stderr"),
+)
 _SERVED = ("pycollect", "fake")
 _C10D = vars(c10d)
 
@@ -69,10 +87,10 @@ def require_parts() -> None:
 
 def set_variables(variables: _C.RankVariables, world: int) -> None:
     """Give every rank an object of its own for a variable of `RANK_VARIABLES` that it changes."""
-    module, name = _SEEDS
-    for rank in range(world):
+    for module, name in (_SEEDS, _WARNINGS):
         found = getattr(sys.modules[module], name, None)
-        variables.set(rank, module, name, copy.deepcopy(found))
+        for rank in range(world):
+            variables.set(rank, module, name, copy.deepcopy(found))
 
 
 def _lacks(what: str) -> str:
@@ -206,6 +224,22 @@ def _new_group_helper(
     return new_group_helper
 
 
+def _debug_level(scheduler: _C.RankScheduler, original: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a `get_debug_level` that is never DETAIL in a rank.
+
+    torch would compare calls by a group of gloo, whose waits keep the turn; pycollect compares them
+    itself.
+    """
+
+    def get_debug_level() -> Any:
+        level = original()
+        if level == c10d.DebugLevel.DETAIL and scheduler.rank_of_thread() >= 0:
+            return c10d.DebugLevel.INFO
+        return level
+
+    return get_debug_level
+
+
 def _store_without_wait(
     scheduler: _C.RankScheduler, original: Callable[..., None]
 ) -> Callable[..., None]:
@@ -234,11 +268,13 @@ def worlds_of(scheduler: _C.RankScheduler, replaced: Callable[[str], None]) -> I
     isolate = sys.modules["torch._C._distributed_c10d"]._set_thread_isolation_mode
     before: dict[str, Any] = {
         name: getattr(c10d, name)
-        for name in ("_world", "rendezvous", "_new_process_group_helper", "_backend",
-                     "_default_pg_init_method", "default_pg_nccl_timeout")
+        for name in ("_world", "rendezvous", "_new_process_group_helper", "get_debug_level",
+                     "_backend", "_default_pg_init_method", "default_pg_nccl_timeout")
         if hasattr(c10d, name)
     }  # fmt: skip
-    hook, dtype = sys.excepthook, torch.get_default_dtype()
+    hook, dtype, filters = sys.excepthook, torch.get_default_dtype(), list(warnings.filters)
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    c10d.get_debug_level = _debug_level(scheduler, c10d.get_debug_level)
     c10d._world = _WorldOfThread(scheduler, worlds, c10d._world)
     c10d.rendezvous = _rendezvous(scheduler, c10d.rendezvous)
     c10d._new_process_group_helper = _new_group_helper(
@@ -259,6 +295,8 @@ def worlds_of(scheduler: _C.RankScheduler, replaced: Callable[[str], None]) -> I
             setattr(c10d, name, value)
         sys.excepthook = hook
         torch.set_default_dtype(dtype)
+        torch.set_anomaly_enabled(*anomaly)
+        cast(Any, warnings.filters)[:] = filters  # of ranks in parallel, which share them
 
 
 def make_default_group(timeout: Any = None) -> None:

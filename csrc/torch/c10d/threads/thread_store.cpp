@@ -59,7 +59,10 @@ ThreadStore::Value ThreadStore::get(const std::string& key) {
   wait({key});
   if (purpose == nullptr) {
     const GilRelease gil_release;
-    scheduler_->let_others_run(scheduler_->rank_of_thread());
+    do {
+      scheduler_->let_others_run(scheduler_->rank_of_thread());
+      wait({key});  // another rank may have deleted it
+    } while (!keys_->check({key}));
     return keys_->get(key);
   }
   const auto before = purpose->read.find(key);
