@@ -72,7 +72,6 @@ class DelayedAbort:
         self.posted, self.sent, self.raised = (threading.Event() for _ in range(3))
 
     def run(self, rank: int, world: int) -> float | None:
-        self.fake.use_own_stream()
         dist.init_process_group("pycollect", pg_options=self.options)
         group = dist.new_group(pg_options=self.options)
         return (self.receive, self.send, self.fail)[rank](group)
@@ -92,11 +91,13 @@ class DelayedAbort:
     def send(self, group: Any) -> None:
         self.posted.wait(10)
         x = self.fake.empty(10)
+        self.fake.stall(True)  # otherwise each look at the arrival runs some of the stream's work
         self.fake.fill_later(x, 5.0)
         dist.isend(x, 0, group=group)
         self.sent.set()
         self.raised.wait(10)
-        self.fake.finish_own_stream()  # the data arrives
+        self.fake.stall(False)
+        self.fake.finish_caller()  # the data arrives
 
     def fail(self, group: Any) -> None:
         def slow(future: Any) -> None:
