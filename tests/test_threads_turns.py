@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import hashlib
 import queue
 import subprocess
 import threading
@@ -162,6 +164,37 @@ def test_a_rank_that_waited_for_a_future_has_its_own_random_state_afterwards():
             dist.all_reduce(torch.ones(1))
             time.sleep(0.05)
         return torch.rand(3).tolist()
+
+    for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
+        assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
+
+
+def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
+    """It waits so for the threads of a parallel loop of torch; an open future is no reason."""
+    data, lock = bytes(16 << 20), threading.Lock()
+
+    def compute() -> None:
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            hashlib.sha256(data)  # without the GIL
+        lock.release()
+
+    def program(rank: int, world: int) -> list[float]:
+        torch.manual_seed(rank)
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            work.get_future()
+            dist.send(torch.zeros(1), 1)
+            lock.acquire()
+            _thread.start_new_thread(compute, ())
+            lock.acquire()
+            numbers = torch.rand(3).tolist()
+            work.wait()
+        else:
+            dist.recv(torch.zeros(1), 0)
+            numbers = torch.rand(3).tolist()
+            dist.all_reduce(torch.ones(1))
+        return numbers
 
     for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
         assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers

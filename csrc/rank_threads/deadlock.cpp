@@ -9,8 +9,8 @@
 namespace pycollect::rank_threads {
 namespace {
 
-// A rank that is blocked for so long loses its turn: with such objects, and without them. torch's
-// own threads may make a rank wait, too, but not so long.
+// A rank that is blocked for so long loses its turn: with such objects, unless it may wait for
+// other threads that compute, as those of torch's parallel loops, and in any case.
 constexpr std::chrono::milliseconds kBlockedShortly{15};
 constexpr std::chrono::seconds kBlocked{3};
 // A rank that is blocked for so long is part of a deadlock if all other ranks wait, too.
@@ -47,10 +47,11 @@ void RankScheduler::poll() {
 
 // A rank that is blocked may wait for another rank. In parallel, it may be part of a deadlock.
 void RankScheduler::take_turns_of_blocked(Lock& lock) {
-  const auto limit = expects_unknown_waits() ? std::chrono::nanoseconds(kBlockedShortly) : kBlocked;
   for (const auto& m : ranks_) {
-    if (m->state != MemberState::running || m->at_work || m->activity.blocked_for(true) < limit)
-      continue;
+    if (m->state != MemberState::running || m->at_work) continue;
+    const auto blocked = m->activity.blocked_for(true);
+    if (blocked < kBlockedShortly) continue;
+    if (blocked < kBlocked && (!expects_unknown_waits() || others_run())) continue;
     m->state = MemberState::outside;
     if (!parallel_) unlocked(lock, [&] { hooks_.pause(m->rank); });
     --running_;
@@ -92,15 +93,27 @@ bool RankScheduler::all_stuck() {
   return !may_wait_for_others || others_stuck();
 }
 
-// Returns whether all threads of no rank wait for another thread, or sleep as before the launch.
-// One that waits for the GIL wakes after 5 ms, so it does not count.
-bool RankScheduler::others_stuck() {
+// Returns the threads of no rank.
+std::vector<pid_t> RankScheduler::others() const {
   std::set<pid_t> known{launcher_, ThreadActivity::this_thread()};
   for (const auto& m : ranks_) known.insert(m->activity.thread());
   for (const Member* m : entered_helpers_) known.insert(m->activity.thread());
+  std::vector<pid_t> threads = ThreadActivity::all_threads();
+  std::erase_if(threads, [&](pid_t thread) { return known.contains(thread); });
+  return threads;
+}
+
+bool RankScheduler::others_run() const {
+  const std::vector<pid_t> threads = others();
+  return std::any_of(threads.begin(), threads.end(),
+                     [](pid_t thread) { return !ThreadActivity::sleep_of(thread); });
+}
+
+// Returns whether all threads of no rank wait for another thread, or sleep as before the launch.
+// One that waits for the GIL wakes after 5 ms, so it does not count.
+bool RankScheduler::others_stuck() {
   bool all = true;
-  for (const pid_t thread : ThreadActivity::all_threads()) {
-    if (known.contains(thread)) continue;
+  for (const pid_t thread : others()) {
     const auto before = sleeps_before_.find(thread);
     if (before != sleeps_before_.end() && ThreadActivity::sleep_of(thread) == before->second)
       continue;

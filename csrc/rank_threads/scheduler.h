@@ -88,7 +88,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // Lets other ranks run until the condition holds or none of them can continue. Returns whether it
   // holds.
   bool give_way(Rank rank, const ReadyCondition& condition);
-  // Ends the turn of a rank that may wait for another one in a way that the scheduler does not know.
+  // Ends the turn of a rank that may wait for another one in a way that the scheduler does not
+  // know.
   void let_others_run(Rank rank);
   // Waits until every rank has called it; rank 0 is the first to continue.
   void align(Rank rank);
@@ -170,6 +171,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   void end_in_deadlock(Lock& lock);
   bool all_stuck();
   bool is_stuck(Member& member);
+  std::vector<pid_t> others() const;
+  bool others_run() const;
   bool others_stuck();
   void abort(EndKind kind, const std::string& cause, Lock& lock);
   std::string describe_ranks(Lock& lock);

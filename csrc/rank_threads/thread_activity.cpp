@@ -20,14 +20,20 @@ std::ifstream open_status(pid_t thread, const char* file) {
 
 enum class FutexWait { none, limited, unlimited };
 
-// The second argument of a futex call says whether its word is private to the process; otherwise
-// another process may end the wait. The fourth is the time limit.
+// Returns whether only threads of this process can end a futex call with these arguments: its word
+// is private to the process, or it holds the number of a thread that is joined.
+bool is_for_thread(const std::string& operation, const std::string& value) {
+  if ((std::stoul(operation, nullptr, 16) & FUTEX_PRIVATE_FLAG) != 0) return true;
+  return std::filesystem::exists(text("/proc/self/task/", std::stoul(value, nullptr, 16)));
+}
+
+// The time limit of a futex call is its fourth argument.
 FutexWait futex_wait(pid_t thread) {
   auto file = open_status(thread, "syscall");
   std::string number, address, operation, value, limit;
   if (!(file >> number >> address >> operation >> value >> limit)) return FutexWait::none;
   if (number != text(SYS_futex)) return FutexWait::none;
-  if ((std::stoul(operation, nullptr, 16) & FUTEX_PRIVATE_FLAG) == 0) return FutexWait::none;
+  if (!is_for_thread(operation, value)) return FutexWait::none;
   return limit == "0x0" ? FutexWait::unlimited : FutexWait::limited;
 }
 

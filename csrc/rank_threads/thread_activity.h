@@ -1,5 +1,5 @@
-// Tells from outside for how long a thread has been in a wait for another thread: a private futex. That is
-// how locks, condition variables and joins wait.
+// Tells from outside for how long a thread has been in a wait for another thread: a futex.
+// That is how locks, condition variables and joins wait.
 #pragma once
 #include <sys/types.h>
 
