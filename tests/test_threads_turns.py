@@ -219,24 +219,6 @@ def test_a_rank_waits_with_a_limit_for_a_thread_of_its_own(wait):
         threads.launch(program, 2, timeout=20)
 
 
-@PARALLEL
-def test_a_rank_sleeps_until_others_have_done_something(parallel):
-    done: list[int] = []
-
-    def program(rank: int, world: int) -> None:
-        while len(done) < world - 1 - rank:  # rank 0 waits for all others, rank 1 for rank 2, ...
-            time.sleep(0.001)
-        done.append(rank)
-        thread = threading.Thread(target=dist.barrier)
-        thread.start()
-        while thread.is_alive():
-            time.sleep(0.001)
-
-    with ends_within(5):
-        threads.launch(program, 3, timeout=20, parallel=parallel)
-    assert done == [2, 1, 0]
-
-
 def test_a_callback_posts_the_last_part_of_a_collective():
     """The callback runs in a thread that runs collectives of which all ranks have posted theirs."""
 

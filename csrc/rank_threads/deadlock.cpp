@@ -114,8 +114,8 @@ bool RankScheduler::others_run() const {
 bool RankScheduler::others_stuck() {
   bool all = true;
   for (const pid_t thread : others()) {
-    const auto before = sleeps_before_.find(thread);
-    if (before != sleeps_before_.end() && ThreadActivity::sleep_of(thread) == before->second)
+    const auto before = usual_sleeps_.find(thread);
+    if (before != usual_sleeps_.end() && ThreadActivity::sleep_of(thread) == before->second)
       continue;
     ThreadActivity& other = others_[thread];
     other.attach_to(thread);

@@ -104,6 +104,18 @@ class OuterWait {
   const bool gives_way_, expired_, released_;
 };
 
+// Returns the calls, but for those of locks, in which threads of the process sleep now, or slept
+// when an earlier launch began: one may be awake for a moment.
+std::map<pid_t, ThreadActivity::Sleep> usual_sleeps() {
+  static std::mutex mutex;
+  static std::map<pid_t, ThreadActivity::Sleep> usual;
+  const std::lock_guard lock(mutex);
+  for (const pid_t thread : ThreadActivity::all_threads())
+    if (auto sleep = ThreadActivity::sleep_of(thread); sleep && !ThreadActivity::is_lock(*sleep))
+      usual[thread] = std::move(*sleep);
+  return usual;
+}
+
 }  // namespace
 
 void run_task(const std::function<void()>& task) {
@@ -119,11 +131,10 @@ RankScheduler::RankScheduler(int world, bool parallel, RankHooks hooks)
       turns_(parallel ? world : 1),
       hooks_(std::move(hooks)),
       launcher_(ThreadActivity::this_thread()),
+      usual_sleeps_(usual_sleeps()),
       last_(world - 1) {
   for (Rank r = 0; r < world; ++r)
     ranks_.push_back(std::unique_ptr<Member>(new Member{.rank = r, .is_main = true}));
-  for (const pid_t thread : ThreadActivity::all_threads())
-    if (auto sleep = ThreadActivity::sleep_of(thread)) sleeps_before_[thread] = std::move(*sleep);
 }
 
 RankScheduler::~RankScheduler() = default;

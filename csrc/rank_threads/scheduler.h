@@ -181,8 +181,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   const bool parallel_;
   const int turns_;  // number of ranks that run at a time
   const RankHooks hooks_;
-  const pid_t launcher_;                                  // the thread that waits for the ranks
-  std::map<pid_t, ThreadActivity::Sleep> sleeps_before_;  // of threads, when the launch began
+  const pid_t launcher_;  // the thread that waits for the ranks
+  const std::map<pid_t, ThreadActivity::Sleep> usual_sleeps_;  // of threads, before the launch
   WorkShare share_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Member>> ranks_;

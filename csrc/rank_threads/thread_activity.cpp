@@ -64,6 +64,8 @@ std::optional<ThreadActivity::Sleep> ThreadActivity::sleep_of(pid_t thread) {
   return {};
 }
 
+bool ThreadActivity::is_lock(const Sleep& sleep) { return sleep.first == SYS_futex; }
+
 std::chrono::nanoseconds ThreadActivity::blocked_for(bool limited) {
   const auto now = std::chrono::steady_clock::now();
   const auto switches = times_slept(thread_);

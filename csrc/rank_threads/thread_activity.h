@@ -20,6 +20,7 @@ class ThreadActivity {
   // reads.
   using Sleep = std::pair<long, std::string>;
   static std::optional<Sleep> sleep_of(pid_t thread);  // nothing: it runs
+  static bool is_lock(const Sleep& sleep);
 
   void attach_to(pid_t thread) { thread_ = thread; }
   pid_t thread() const { return thread_; }

@@ -105,7 +105,6 @@ void bind_threads(py::module_& m) {
       .def_property_readonly("world", &RankScheduler::world)
       .def("enter", &RankScheduler::enter, py::arg("rank"), no_gil)
       .def("regain_turn", py::overload_cast<>(&RankScheduler::regain_turn), no_gil)
-      .def("let_others_run", &RankScheduler::let_others_run, py::arg("rank"), no_gil)
       .def("poll", &RankScheduler::poll, no_gil)
       .def("align", &RankScheduler::align, py::arg("rank"), no_gil)
       .def("leave", &RankScheduler::leave, no_gil)

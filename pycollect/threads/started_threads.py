@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .. import _C
 from .._thread_count import set_thread_count
-from ..errors import CollectiveError
 from . import torch_internals
 
 # Modules whose threads do nothing for the rank that happens to start them: as threads of the rank,
@@ -43,20 +41,6 @@ def _with_turn(
                 scheduler.regain_turn()
 
     return wait_of_rank
-
-
-def _sleep_of_rank(
-    scheduler: _C.RankScheduler, find_rank: Callable[[], int]
-) -> Callable[[float], None]:
-    sleep = time.sleep
-
-    def sleep_of_rank(seconds: float, /) -> None:
-        sleep(seconds)
-        if (rank := find_rank()) >= 0:
-            with suppress(CollectiveError):  # the launch has ended, but a sleep is no collective
-                scheduler.let_others_run(rank)
-
-    return sleep_of_rank
 
 
 def _start_of_rank(
@@ -101,12 +85,10 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
     """Hand the rank on to every `threading.Thread` that it starts.
 
     A rank that waits for a thread or a future of torch, or in Python's conditions, events and
-    queues, continues when it has a turn. One that sleeps, perhaps in a loop until another rank or
-    thread has done something, lets the other ranks run.
+    queues, continues when it has a turn.
     """
     find_rank = _rank_finder(scheduler)
     replaced: list[tuple[Any, str, Any]] = [
-        (time, "sleep", _sleep_of_rank(scheduler, find_rank)),
         (threading.Thread, "start", _start_of_rank(scheduler, find_rank)),
     ]
     for owner, name in (
