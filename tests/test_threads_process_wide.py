@@ -31,6 +31,19 @@ def test_a_second_profiler_is_refused(parallel):
         threads.launch(program, 2, timeout=20, parallel=parallel)
 
 
+def test_the_caller_may_profile_instead_of_the_ranks():
+    def program(rank: int, world: int) -> None:
+        with torch.profiler.profile():
+            dist.barrier()
+
+    with torch.profiler.profile() as found:
+        with pytest.raises(RuntimeError, match=r"the profiler, which another thread has"):
+            threads.launch(program, 1, timeout=20)
+        torch.ones(1) + 1
+    assert found.events()
+    threads.launch(program, 1, timeout=20)
+
+
 def test_one_rank_may_profile():
     def program(rank: int, world: int) -> int:
         count = 0

@@ -9,9 +9,10 @@
 namespace pycollect::rank_threads {
 namespace {
 
-// A rank that is blocked for so long loses its turn: with such objects, unless it may wait for
-// other threads that compute, as those of torch's parallel loops, and in any case.
+// A rank that is blocked for so long loses its turn if there are objects with waits that the
+// scheduler does not know, and if no other thread computes, such as one of torch's parallel loops.
 constexpr std::chrono::milliseconds kBlockedShortly{15};
+// A rank that is blocked for so long loses its turn in any case.
 constexpr std::chrono::seconds kBlocked{3};
 // A rank that is blocked for so long is part of a deadlock if all other ranks wait, too.
 constexpr std::chrono::milliseconds kStuck{300};

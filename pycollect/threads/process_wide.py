@@ -6,14 +6,17 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch._library.custom_ops
 import torch.autograd.profiler
 
+from .replaced_attributes import attributes_replaced
+
 
 class _Owners:
-    """The ranks that use or define something."""
+    """The ranks that use or define something; -1 stands for a thread of no rank."""
 
     def __init__(self, find_rank: Callable[[], int]) -> None:
         self._find_rank = find_rank
@@ -22,14 +25,12 @@ class _Owners:
 
     def add(self, what: str, advice: str) -> None:
         rank = self._find_rank()
-        if rank < 0:
-            return
         with self._lock:
             owner = self._ranks.setdefault(what, rank)
         if owner != rank:
             raise RuntimeError(
-                f"rank {rank} cannot have {what}, which rank {owner} has: torch has one for all "
-                f"threads; {advice}"
+                f"{_name(rank)} cannot have {what}, which {_name(owner)} has: torch has one for "
+                f"all threads; {advice}"
             )
 
     def remove(self, what: str) -> None:
@@ -37,13 +38,18 @@ class _Owners:
             self._ranks.pop(what, None)
 
 
+def _name(rank: int) -> str:
+    return f"rank {rank}" if rank >= 0 else "another thread"
+
+
 _PROFILER = "the profiler"
+_IN_ONE = "profile in one rank, or around the launch"
 
 
 def _beginning(owners: _Owners, begin: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(begin)
     def begin_of_rank(*args: Any, **options: Any) -> Any:
-        owners.add(_PROFILER, "profile in one rank")
+        owners.add(_PROFILER, _IN_ONE)
         return begin(*args, **options)
 
     return begin_of_rank
@@ -74,24 +80,21 @@ def _defining(owners: _Owners, define: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def second_uses_refused(find_rank: Callable[[], int]) -> Iterator[None]:
-    """Raise RuntimeError where a rank uses the profiler, or defines an operator, as another does.
+    """Raise RuntimeError where a rank uses the profiler, or defines an operator, as others do.
 
     Otherwise the process would crash. `find_rank()` returns the calling thread's rank or -1.
     """
     owners = _Owners(find_rank)
     profiler: Any = torch.autograd.profiler
-    operators: Any = torch._library.custom_ops
-    replaced: list[tuple[Any, str, Callable[[_Owners, Callable[..., Any]], Callable[..., Any]]]] = [
-        (profiler, "_prepare_profiler", _beginning),
-        (profiler, "_enable_profiler", _beginning),
-        (profiler, "_disable_profiler", _ending),
-        (operators, "get_library_allowing_overwrite", _defining),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, replace in replaced:
-        setattr(owner, name, replace(owners, getattr(owner, name)))
-    try:
+    if profiler._is_profiler_enabled:
+        owners.add(_PROFILER, _IN_ONE)  # the caller's
+    begin, end, define = (partial(f, owners) for f in (_beginning, _ending, _defining))
+    with attributes_replaced(
+        [
+            (profiler, "_prepare_profiler", begin),
+            (profiler, "_enable_profiler", begin),
+            (profiler, "_disable_profiler", end),
+            (torch._library.custom_ops, "get_library_allowing_overwrite", define),
+        ]
+    ):
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)

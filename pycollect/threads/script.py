@@ -1,8 +1,8 @@
 """Runs a script or module as `__main__` in every rank of a launch, each in a module of its own.
 
 While ranks take turns, each also has its own `sys.argv`, `sys.path` and `print`, which scripts
-replace, for example to silence all ranks but one, and its own generators
-behind the functions of the modules `random` and `numpy.random`.
+replace, for example to silence all ranks but one, and its own generators behind the functions of
+the modules `random` and `numpy.random`.
 """
 
 from __future__ import annotations

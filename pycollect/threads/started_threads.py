@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from .. import _C
 from .._thread_count import set_thread_count
 from . import torch_internals
+from .replaced_attributes import attributes_replaced
 
 # Modules whose threads do nothing for the rank that happens to start them: as threads of the rank,
 # they would hide deadlocks, because they do not wait for other threads.
@@ -43,11 +45,12 @@ def _with_turn(
     return wait_of_rank
 
 
-def _start_of_rank(
-    scheduler: _C.RankScheduler, find_rank: Callable[[], int]
+def _handing_on(
+    scheduler: _C.RankScheduler,
+    find_rank: Callable[[], int],
+    start: Callable[[threading.Thread], None],
 ) -> Callable[[threading.Thread], None]:
-    """Return a `Thread.start` that hands the rank on to the thread."""
-    start = threading.Thread.start
+    """Return `start`, a `Thread.start`, that hands the rank on to the thread."""
 
     def start_of_rank(self: threading.Thread) -> None:
         rank = find_rank()
@@ -88,20 +91,14 @@ def threads_of_ranks(scheduler: _C.RankScheduler) -> Iterator[None]:
     queues, continues when it has a turn.
     """
     find_rank = _rank_finder(scheduler)
-    replaced: list[tuple[Any, str, Any]] = [
-        (threading.Thread, "start", _start_of_rank(scheduler, find_rank)),
-    ]
-    for owner, name in (
-        (threading.Thread, "join"),
-        (threading.Condition, "wait"),
-        (torch._C.Future, "wait"),
+    hand_on = partial(_handing_on, scheduler, find_rank)
+    with_turn = partial(_with_turn, scheduler, find_rank)
+    with attributes_replaced(
+        [
+            (threading.Thread, "start", hand_on),
+            (threading.Thread, "join", with_turn),
+            (threading.Condition, "wait", with_turn),
+            (torch._C.Future, "wait", with_turn),
+        ]
     ):
-        replaced.append((owner, name, _with_turn(scheduler, find_rank, getattr(owner, name))))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
-    try:
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)

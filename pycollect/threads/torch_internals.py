@@ -16,8 +16,8 @@ it. Each part has one use here:
   collectives and compiled code. `_register_process_group` and `_unregister_process_group` hand the
   names on to threads that a rank starts.
 * `tensor._random._rng_tracker`: DTensor's random state, a module variable.
-* `autograd.profiler._prepare_profiler`, `_enable_profiler` and `_disable_profiler`, and
-  `custom_ops.get_library_allowing_overwrite`: see process_wide.py.
+* `autograd.profiler._prepare_profiler`, `_enable_profiler`, `_disable_profiler` and
+  `_is_profiler_enabled`, and `custom_ops.get_library_allowing_overwrite`: see process_wide.py.
 * `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
   says whether it is; the extension reads it between two turns, when it must not run Python code.
 """
@@ -55,7 +55,12 @@ _PARTS = {
         "TCPStore",
     ),
     "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
-    "torch.autograd.profiler": ("_prepare_profiler", "_enable_profiler", "_disable_profiler"),
+    "torch.autograd.profiler": (
+        "_prepare_profiler",
+        "_enable_profiler",
+        "_disable_profiler",
+        "_is_profiler_enabled",
+    ),
     "torch._library.custom_ops": ("get_library_allowing_overwrite",),
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
