@@ -183,6 +183,10 @@ def predict_streams(
 class Stream:
     @property
     def device(self) -> int: ...
+    @property
+    def device_index(self) -> int: ...
+    @property
+    def stream_id(self) -> int: ...
 
 class Event:
     @property
@@ -215,12 +219,22 @@ class Emulator:
     def copy(self, stream: Stream, dst: tuple[int, int], src: tuple[int, int], bytes: int) -> None:
         """Enqueue a copy; dst, src: address and device."""
 
-    def is_capturing(self, stream: Stream, /) -> bool: ...
+    def capture_id(self, stream: Stream, /) -> int:
+        """Return the number of the capture that the stream is in, or 0."""
+
     def synchronize(self, stream: Stream, /) -> None: ...
     def begin_capture(self, stream: Stream, /) -> None: ...
-    def end_capture(self, stream: Stream, /) -> None: ...
-    def begin_call(self) -> None:
-        """Begin a call, in which every event may be recorded once."""
+    def end_capture(self, stream: Stream, /) -> int:
+        """Return the capture's number."""
+
+    def at_graph_end(self, stream: Stream, destroyed: Callable[[], None], /) -> None:
+        """Call a function when the graph that captures the stream is destroyed."""
+
+    def destroy_graph(self, capture: int) -> None:
+        """End the graph of a capture, given its number."""
+
+    def allow_eager_work(self, on: bool) -> None:
+        """Allow work that is not captured during a capture, as that of another thread."""
 
     @property
     def race(self) -> str | None:
@@ -330,3 +344,52 @@ def emulate_launch(
     float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
     guard: address of a word; if the word is not zero, nothing is written.
     """
+
+# Emulated GPUs for list calls (bind_gpus.cpp).
+
+collectives: Any  # the functions of pycollect._C, for tensors of emulated GPUs, too
+
+class EmulatedGpus:
+    """GPUs on a recording emulator; their tensors have torch's device type "privateuseone".
+
+    Torch's allocators are emulated, too: freed memory is reused at once by the stream for which it
+    was allocated, and never if it was recorded on another stream.
+    """
+
+    def __init__(self, devices: int) -> None: ...
+    def close(self) -> None:
+        """Stop accepting these GPUs in collectives."""
+
+    @property
+    def cuda(self) -> Emulator: ...
+    def empty(self, sizes: Sequence[int], device: int) -> torch.Tensor:
+        """Return an uninitialized float32 tensor, allocated for the device's current stream."""
+
+    def current(self, device: int, /) -> Stream: ...
+    def use(self, stream: Stream) -> None:
+        """Make the stream the current one of its device."""
+
+    def connect(self, on: bool) -> None:
+        """Set whether the devices reach each other's memory."""
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Enqueue a write of these values on the current stream of the tensor's device."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Enqueue a read, and return a CPU tensor that has the values after `run`."""
+
+    def adopt(self, tensor: torch.Tensor, pinned: bool) -> None:
+        """Treat a CPU tensor's memory as pinned or pageable memory."""
+
+    def begin_capture(self, stream: Stream) -> None: ...
+    def end_capture(self, stream: Stream) -> int:
+        """Return the capture's number."""
+
+    def run(self, seed: int) -> None:
+        """Run the trace in a random order (as issued if the seed is negative), and clear it."""
+
+    def recorded(self) -> int:
+        """Return the number of calls of record_stream."""
+
+    def blocks_in_use(self) -> int:
+        """Return the number of blocks of memory that tensors have, pinned ones included."""

@@ -8,6 +8,7 @@ on negative strides, so the capsule is inspected here first.
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +43,34 @@ class _Versioned(ctypes.Structure):
     )
 
 
-def _capsule(array: Any) -> object:
+_ON_GPUS = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
+_UNORDERED = -1  # DLPack's stream argument: the exporter orders nothing
+_LEGACY_STREAM = 1  # the handle of CUDA's default stream in both protocols
+
+
+def producer_stream(array: Any) -> int | None:
+    """Return CUDA's handle of the stream on which the array's library now uses it.
+
+    None: the array is not on a GPU, or its library does not tell (`__cuda_array_interface__`).
+    """
+    device = getattr(array, "device", None)
+    current: Any = device if hasattr(device, "__enter__") else nullcontext()  # CuPy's is a context
+    with current:
+        interface = getattr(array, "__cuda_array_interface__", None)
+    return interface.get("stream") if isinstance(interface, dict) else None
+
+
+def _capsule(array: Any, producer: int | None) -> object:
+    kind, index = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
+    stream: dict[str, int] = {}
+    if kind in _ON_GPUS:
+        # The call itself orders a stream that is known, and before that, nothing uses the memory.
+        ours = torch.cuda.current_stream(index).cuda_stream if producer is None else _UNORDERED
+        stream = {"stream": ours or _LEGACY_STREAM}
     try:
-        return array.__dlpack__(max_version=(1, 0))
+        return array.__dlpack__(max_version=(1, 0), **stream)
     except TypeError:  # an exporter older than DLPack 1.0, without versions and flags
-        return array.__dlpack__()
+        return array.__dlpack__(**stream)
 
 
 def _inspect(capsule: object) -> tuple[bool, list[int]]:
@@ -65,12 +89,14 @@ def _inspect(capsule: object) -> tuple[bool, list[int]]:
     return bool(flags & _READ_ONLY), list(strides)
 
 
-def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
+def as_tensor(array: Any, written: bool, where: str, producer: int | None = None) -> torch.Tensor:
     """Return a tensor that shares the array's memory, or a copy of a read-only input.
 
-    ``written``: the collective writes to it. ``where``: its name in messages. Raises TypeError for
-    an object that is neither a tensor nor exports DLPack, and ValueError for a read-only array if
-    ``written`` and for an array that cannot be shared.
+    ``written``: the collective writes to it. ``where``: its name in messages. ``producer``: the
+    result of `producer_stream`; the collective is ordered with that stream. Without it, the array's
+    library orders its work before torch's current stream. Raises TypeError for an object that is
+    neither a tensor nor exports DLPack, and ValueError for a read-only array if ``written`` and for
+    an array that cannot be shared.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -84,7 +110,7 @@ def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
     try:
         if read_only and not written:
             array = array.copy()  # torch rejects its capsule; an input may be a copy
-        capsule = None if read_only and written else _capsule(array)
+        capsule = None if read_only and written else _capsule(array, producer)
         marked, strides = _inspect(capsule) if capsule is not None else (True, [])
         if written and (read_only or marked):
             raise ValueError(f"{where} is a read-only array and would be written; pass .copy()")

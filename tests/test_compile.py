@@ -16,6 +16,12 @@ import pycollect as pc
 ops = torch.ops.pycollect
 
 
+@pytest.mark.parametrize("name", ["all_reduce_", "reduce_", "broadcast_", "all_gather"])
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_the_operators_have_kernels(name, key):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pycollect::{name}", key)
+
+
 def computed(a, b):
     return [a * 2, b + 1]
 

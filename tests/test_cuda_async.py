@@ -150,6 +150,7 @@ def test_wait_orders_the_current_stream_behind_the_work():
 
 def test_a_barrier_waits_for_the_gpu():
     tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
+    pc.all_reduce(tensors)  # loads the kernel, which may wait for the GPU
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # at least 0.1 s
     done = torch.cuda.Event()

@@ -1,7 +1,7 @@
 """CuPy arrays on CuPy's own stream: calls are ordered with it on entry and on exit.
 
-On entry DLPack passes the consumer's stream to the producer, which orders the two; on exit the
-library orders CuPy's stream behind the call.
+The library orders the call behind CuPy's stream, which `__cuda_array_interface__` names, and that
+stream behind the call.
 """
 
 from __future__ import annotations

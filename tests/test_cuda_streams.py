@@ -180,13 +180,12 @@ def test_inputs_copied_to_another_layout_are_read_on_their_streams(collective):
     sides = [torch.cuda.Stream() for _ in values]
     tensors = [torch.zeros(60, 60, dtype=torch.int32, device=GPU) for _ in values]
     tensors[1] = tensors[1].t()  # the tensors have no common order of dimensions
+    sources = [v.to(GPU) for v in values]  # kept: freed, their memory would be overwritten at once
     torch.cuda.synchronize()
-    for side, t, v in zip(sides, tensors, values, strict=True):
-        there = v.to(GPU)
-        side.wait_stream(torch.cuda.current_stream())
+    for side, t, source in zip(sides, tensors, sources, strict=True):
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)
-            t.copy_(there)
+            t.copy_(source)
     got = getattr(pc, collective)(tensors, streams=sides)
     for side in sides:
         side.synchronize()

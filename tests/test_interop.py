@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from reference import assert_same, expected, left_fold
 
 import pycollect as pc
+from pycollect import interop
 
 NUMPY = (
     np.float64,
@@ -222,3 +224,60 @@ def test_an_array_may_be_dropped_while_the_result_lives():
     got = pc.gather([np.ones(3, np.float32), np.ones(3, np.float32)], out=out)
     del out
     assert got.sum() == 6
+
+
+class OnGpu:
+    """An array on a GPU that notes which stream `__dlpack__` gets, and shares CPU memory."""
+
+    def __init__(self, **interface):
+        self.tensor, self.streams = torch.ones(4), []
+        if interface:
+            self.__cuda_array_interface__ = {"version": 3, **interface}
+
+    def __dlpack_device__(self):
+        return (2, 0)  # DLPack's kDLCUDA
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.streams.append(stream)
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+
+@pytest.mark.parametrize(("handle", "wanted"), [(0, 1), (77, 77)])
+def test_an_unknown_stream_is_ordered_by_dlpack_before_torchs(monkeypatch, handle, wanted):
+    """DLPack's name of the default stream is 1."""
+    current = SimpleNamespace(cuda_stream=handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
+    array = OnGpu()
+    pc.all_reduce([array, torch.ones(4)])
+    assert array.streams == [wanted]
+
+
+def test_a_known_stream_is_ordered_by_the_call():
+    array = OnGpu(stream=5)
+    assert interop.producer_stream(array) == 5
+    pc.all_reduce([array, torch.ones(4)])
+    assert array.streams == [-1]
+
+
+def test_the_stream_of_an_array_is_that_of_its_device():
+    """CuPy names the current stream of the current device."""
+
+    class Device:
+        current = 0
+
+        def __enter__(self):
+            Device.current = 3
+
+        def __exit__(self, *_):
+            Device.current = 0
+
+    class Array:
+        device = Device()
+
+        @property
+        def __cuda_array_interface__(self):
+            return {"stream": 100 + Device.current}
+
+    assert interop.producer_stream(Array()) == 103
+    assert interop.producer_stream(np.ones(3)) is None
+    assert Device.current == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -101,6 +103,22 @@ def test_options_that_synchronise_with_the_host_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"{what}.* cannot be captured"):
         GraphedStep.of(*batch(0, "cpu"), replicas_of(LeNet(), 2, **options), capturing=as_graph)
+
+
+def test_other_threads_may_use_the_gpu_during_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load batches: `pin_memory` is forbidden to all threads in a capture of mode "global"."""
+    modes = []
+
+    def graph(_: object, *, capture_error_mode: str = "global") -> AbstractContextManager[None]:
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    fakes = {"is_available": lambda: True, "Stream": MagicMock, "current_stream": MagicMock}
+    fakes |= {"stream": lambda _: nullcontext(), "CUDAGraph": MagicMock, "graph": graph}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture(lambda: None)
+    assert modes == ["thread_local"]
 
 
 def test_ranks_on_the_cpu_are_refused() -> None:

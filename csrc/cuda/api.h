@@ -1,9 +1,10 @@
-// The interface to CUDA: 26 functions, each as low-level as a call of CUDA. It is implemented with
+// The interface to CUDA: 27 functions, each as low-level as a call of CUDA. It is implemented with
 // CUDA in torch/cuda/api.cpp, and without a GPU by the emulator in csrc/testing; all code above the
 // interface runs unchanged on either. Includes no CUDA headers: handles are opaque.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -85,9 +86,13 @@ class Api {
   // Sets the thread's capture mode, and returns the former one.
   virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;
 
-  virtual Stream create_stream(Device device) = 0;
+  virtual Stream create_stream(Device device) = 0;  // of the highest priority
   virtual void destroy(Stream stream) = 0;
-  virtual bool is_capturing(Stream stream) = 0;
+  // Returns the number of the capture that the stream is in; 0: none.
+  virtual uint64_t capture_id(Stream stream) = 0;
+  // Calls `destroyed` once, on any thread, when the graph that captures this stream and all its
+  // executable graphs are destroyed. `destroyed` must not call CUDA.
+  virtual void at_graph_end(Stream stream, std::function<void()> destroyed) = 0;
   // Blocks the host until all work on the stream is done. Forbidden during a capture.
   virtual void synchronize(Stream stream) = 0;
 

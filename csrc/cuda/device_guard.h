@@ -15,6 +15,7 @@ class DeviceGuard {
     } catch (...) {  // the device is broken, and the caller's next call reports it
     }
   }
+  Device former() const { return former_; }  // the device that was current before
   void use(Device device) {
     if (device == current_) return;
     api_.set_device(device);
@@ -27,28 +28,35 @@ class DeviceGuard {
   Device current_;
 };
 
-// Allows a thread to use a device while others capture graphs. During a capture in global mode,
-// only threads in thread-local mode, which this sets, may make calls that may synchronize. The
-// device is made current because a new thread starts on device 0, which this process may not use.
-class CaptureModeGuard {
+// Allows a thread to make calls that may synchronize while other threads capture graphs. During a
+// capture in global mode, only threads in thread-local mode, which this sets, may do so.
+class ThreadCaptureMode {
  public:
-  CaptureModeGuard(Api& api, Device device)
-      : api_(api), device_(api), mode_(api.exchange_capture_mode(CaptureMode::thread_local_only)) {
-    device_.use(device);
-  }
-  ~CaptureModeGuard() {
+  explicit ThreadCaptureMode(Api& api)
+      : api_(api), mode_(api.exchange_capture_mode(CaptureMode::thread_local_only)) {}
+  ~ThreadCaptureMode() {
     try {
       api_.exchange_capture_mode(mode_);
     } catch (...) {  // the device is broken
     }
   }
-  CaptureModeGuard(const CaptureModeGuard&) = delete;
-  CaptureModeGuard& operator=(const CaptureModeGuard&) = delete;
+  ThreadCaptureMode(const ThreadCaptureMode&) = delete;
+  ThreadCaptureMode& operator=(const ThreadCaptureMode&) = delete;
 
  private:
   Api& api_;
-  DeviceGuard device_;
   const CaptureMode mode_;
+};
+
+// Allows a thread to use a device while other threads capture graphs. The device is made current
+// because a new thread starts on device 0, which this process may not use.
+class CaptureModeGuard {
+ public:
+  CaptureModeGuard(Api& api, Device device) : device_(api), mode_(api) { device_.use(device); }
+
+ private:
+  DeviceGuard device_;
+  ThreadCaptureMode mode_;
 };
 
 }  // namespace pycollect::cuda

@@ -48,4 +48,19 @@ class RunEvents {
   std::vector<Event> taken_;
 };
 
+// An event with several users, recorded once. It is given back with its last user.
+class SharedEvent {
+ public:
+  // Records the event on the stream, whose device must be current.
+  SharedEvent(EventPool& pool, Stream stream, bool for_capture)
+      : owner_(pool, for_capture), event_(owner_.take(stream.device)) {
+    pool.api().record(event_, stream);
+  }
+  Event event() const { return event_; }
+
+ private:
+  RunEvents owner_;
+  const Event event_;
+};
+
 }  // namespace pycollect::cuda

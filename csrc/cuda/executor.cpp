@@ -4,6 +4,7 @@
 #include "executor.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "../plan/error.h"
@@ -60,7 +61,20 @@ NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams
   return result;
 }
 
-void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
+void check_capture(const BoundPlan& call, const CallStreams& streams_of_ranks) {
+  if (streams_of_ranks.capture == 0) return;
+  require(!streams_of_ranks.host_waits,
+          "the host cannot wait for results in host memory while a CUDA graph is captured; wait "
+          "after its replay");
+  for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r)
+    require(
+        streams_of_ranks.ranks[r].device != kHost || !has_memory(call, static_cast<Rank>(r), true),
+        kPageableInCapture);
+}
+
+}  // namespace
+
+void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   require_type(reduces(call.dtype, call.op), name(call.op), " is not defined for ",
                name(call.dtype));
   require(static_cast<int>(streams_of_ranks.ranks.size()) == call.compiled.plan.world, "a plan of ",
@@ -74,21 +88,26 @@ void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
               ", but one of its streams belongs to device ", s.device);
     }
   }
+  check_capture(call, streams_of_ranks);
 }
+
+namespace {
 
 class ExecutorRun {
  public:
   ExecutorRun(EventPool& events, PinnedRingPool& rings, const BoundPlan& call,
-              const CallStreams& streams_of_ranks)
+              const CallStreams& streams_of_ranks, DeviceGuard& device)
       : api_(events.api()),
         call_(call),
         streams_of_ranks_(streams_of_ranks),
         item_(item_bytes(call.dtype)),
         numbered_(number_streams(call, streams_of_ranks)),
         touched_(numbered_.streams.size()),
-        device_(api_),
+        device_(device),
         ring_lease_(rings, device_),
-        events_of_run_(events, is_captured()) {}
+        events_of_run_(events, streams_of_ranks.capture != 0) {
+    if (streams_of_ranks.capture == 0 && has_host_rank()) capture_mode_.emplace(api_);
+  }
 
   const StreamMap& stream_map() const { return numbered_.at; }
 
@@ -105,25 +124,9 @@ class ExecutorRun {
   }
 
  private:
-  bool is_captured() {
-    std::size_t capturing = 0;
-    for (const CallerStream& c : numbered_.callers) {
-      device_.use(c.stream.device);
-      capturing += api_.is_capturing(c.stream) ? 1 : 0;
-    }
-    require(capturing == 0 || capturing == numbered_.callers.size(),
-            "a CUDA graph is being captured on ", capturing, " of the ", numbered_.callers.size(),
-            " current streams of this call; capture on all of them, or on none");
-    require(capturing == 0 || !streams_of_ranks_.host_waits,
-            "the host cannot wait for results in host memory while a CUDA graph is captured; wait "
-            "after "
-            "its replay");
-    bool pageable = false;
-    for (std::size_t r = 0; r < streams_of_ranks_.ranks.size(); ++r)
-      pageable |= streams_of_ranks_.ranks[r].device == kHost &&
-                  has_memory(call_, static_cast<Rank>(r), true);
-    require(capturing == 0 || !pageable, kPageableInCapture);
-    return capturing > 0;
+  bool has_host_rank() const {
+    return std::any_of(streams_of_ranks_.ranks.begin(), streams_of_ranks_.ranks.end(),
+                       [](const RankStreams& r) { return r.device == kHost; });
   }
 
   void issue(const ScheduledLaunch& scheduled, Event& event) {
@@ -239,8 +242,9 @@ class ExecutorRun {
   const CallStreams& streams_of_ranks_;
   const std::size_t item_;
   const NumberedStreams numbered_;
-  std::vector<bool> touched_;  // [stream]: work was issued on it
-  DeviceGuard device_;
+  std::vector<bool> touched_;                      // [stream]: work was issued on it
+  std::optional<ThreadCaptureMode> capture_mode_;  // if the host may wait for a stream
+  DeviceGuard& device_;
   PinnedRingLease ring_lease_;
   RunEvents events_of_run_;
   std::vector<Event> events_;  // [scheduled launch]
@@ -248,9 +252,28 @@ class ExecutorRun {
 
 }  // namespace
 
-void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks) {
-  check(call, streams_of_ranks);
-  ExecutorRun executor_run(events_, rings_, call, streams_of_ranks);
+uint64_t capture_of(Api& api, DeviceGuard& device, std::span<const Stream> callers) {
+  std::size_t capturing = 0;
+  uint64_t first = 0;
+  for (const Stream& s : callers) {
+    device.use(s.device);
+    const uint64_t id = api.capture_id(s);
+    if (id == 0) continue;
+    ++capturing;
+    if (first == 0) first = id;
+    require(id == first,
+            "the current streams of this call are in different captures of CUDA graphs");
+  }
+  require(capturing == 0 || capturing == callers.size(), "a CUDA graph is being captured on ",
+          capturing, " of the ", callers.size(),
+          " current streams of this call; capture on all of them, or on none");
+  return first;
+}
+
+void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks,
+                   DeviceGuard& device) {
+  check_call(call, streams_of_ranks);
+  ExecutorRun executor_run(events_, rings_, call, streams_of_ranks, device);
   executor_run.run(*scheduled(call.compiled, executor_run.stream_map()));
 }
 

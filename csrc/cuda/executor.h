@@ -4,6 +4,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -39,7 +40,15 @@ struct CallStreams {
   // If true, pinned host memory has been read and contains the results when `run` returns. This is
   // always so for pageable memory.
   bool host_waits = false;
+  uint64_t capture = 0;  // number of the capture of all caller streams (see capture_of); 0: none
 };
+
+// Returns the number of the capture that all these streams are in; 0: none is in a capture. Throws
+// ValueError if only some of them are, or if they are in different captures.
+uint64_t capture_of(Api& api, DeviceGuard& device, std::span<const Stream> callers);
+
+// Throws as Executor::run does before it enqueues anything.
+void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks);
 
 // Owns the events and pinned rings, and caches schedules. Thread-safe.
 class Executor {
@@ -48,11 +57,12 @@ class Executor {
       : events_(api), rings_(api, host, size) {}
 
   // Enqueues the run and returns. On each rank's caller stream, earlier work comes before the run,
-  // and later work finds its results. During a capture all caller streams must be capturing, and no
-  // memory may be pageable. Throws ValueError and TypeError before anything is enqueued. Passes
-  // errors of the Api through, after it has ordered the caller streams behind all enqueued work and
-  // restored the current device.
-  void run(const BoundPlan& call, const CallStreams& streams_of_ranks);
+  // and later work finds its results. During a capture no memory may be pageable. Throws ValueError
+  // and TypeError before anything is enqueued. Passes errors of the Api through, after it has
+  // ordered the caller streams behind all enqueued work. Changes the current device.
+  void run(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device);
+
+  EventPool& events() { return events_; }
 
  private:
   struct ScheduleKey {

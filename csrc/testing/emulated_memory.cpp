@@ -108,7 +108,6 @@ bool Emulator::is_registered(const std::byte* word) const {
 }
 
 std::byte* Emulator::allocate(MemoryKind kind, Device device, std::size_t bytes) {
-  demand(capture_ == 0, "allocation during a capture");
   auto storage = std::make_unique<std::byte[]>(bytes + 1);  // regions are never adjacent
   std::byte* const base = storage.get();
   const Device at = kind == MemoryKind::device ? device : kHost;
@@ -116,14 +115,19 @@ std::byte* Emulator::allocate(MemoryKind kind, Device device, std::size_t bytes)
   return base;
 }
 
+void Emulator::adopt(MemoryKind kind, std::byte* memory, std::size_t bytes) {
+  regions_[memory] = {bytes, kind, kHost, nullptr};
+}
+
 std::byte* Emulator::new_pinned(std::size_t bytes) {
+  demand(may_synchronize(), "allocation during a capture");
   enter("new_pinned");
   return allocate(MemoryKind::pinned, kHost, bytes);
 }
 
 void Emulator::copy(const CopyRect& it) {
   demand(it.bytes > 0 && it.rows > 0, "a host copy of zero bytes");
-  demand(capture_ == 0, "a host copy during a capture");
+  demand(capture_ == 0 || allows_eager_work_, "a host copy during a capture");
   host_work("a copy by the host", accesses(it), [it] { move(it); });
   ++counters_["host_copy"];
 }

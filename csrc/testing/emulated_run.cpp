@@ -159,9 +159,15 @@ void EmulatedRun::callers_access(const char* what, void (*act)(TestBlock&)) {
 }
 
 void EmulatedRun::execute() {
+  std::vector<Stream> callers;
+  for (const RankStreams& r : streams_.ranks)
+    if (std::find(callers.begin(), callers.end(), r.caller) == callers.end())
+      callers.push_back(r.caller);
+  DeviceGuard device(cuda_);
+  streams_.capture = capture_of(cuda_, device, callers);
   machine_->executor.run(
       {compiled_, bound_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}},
-      streams_);
+      streams_, device);
 }
 
 void EmulatedRun::run_half_captured() {
@@ -211,7 +217,6 @@ std::exception_ptr EmulatedRun::call() {
   const Device before = cuda_.current_device();
   callers_access("'s caller before the call",
                  [](TestBlock& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
-  cuda_.begin_call();
   cuda_.fail_call(std::exchange(fail_after_, -1));
   try {
     execute();

@@ -25,7 +25,7 @@ bool is_aborted(const Launch& launch) {
 void Emulator::enqueue(Stream stream, Operation operation) {
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
-  demand(capture_ == 0 || !records_ || s.capture != 0, operation.what,
+  demand(capture_ == 0 || !records_ || s.capture != 0 || allows_eager_work_, operation.what,
          " on a stream that has not joined the capture");
   if (s.clock.size() <= n) s.clock.resize(n + 1);
   ++s.clock[n];

@@ -51,8 +51,8 @@ std::size_t Emulator::number(Stream stream) const {
 }
 
 Emulator::StreamState& Emulator::state(Stream stream, const char* call) {
-  demand(stream.device == current_device(), call, " on a stream of device ", stream.device,
-         " while device ", current_device(), " is current");
+  demand(stream.device == thread_device(), call, " on a stream of device ", stream.device,
+         " while device ", thread_device(), " is current");
   StreamState& found = states_[number(stream)];
   demand(records_ || found.capture == 0, call, " while the stream is capturing");
   return found;
@@ -72,8 +72,8 @@ void Emulator::log(const char* call, const StreamState& stream) {
 Event Emulator::create_event(Device device) {
   const Lock lock = locked();
   enter("create_event");
-  demand(device == current_device(), "an event for device ", device, " while device ",
-         current_device(), " is current");
+  demand(device == thread_device(), "an event for device ", device, " while device ",
+         thread_device(), " is current");
   events_.push_back({device});
   ++counters_["events"];
   return {device, reinterpret_cast<void*>(events_.size())};
@@ -92,14 +92,11 @@ void Emulator::record(Event event, Stream stream) {
   EventState& e = state(event, "record");
   demand(e.device == stream.device, "an event of device ", e.device,
          " recorded on a stream of device ", stream.device);
-  demand(!records_ || e.call != call_,
-         "an event recorded again while streams may still have to wait for it");
   const std::size_t at = number(stream);
   e.recorded = static_cast<int>(trace_.operations.size());
   e.is_recorded = true;
   e.point = streams_.end(at);
   e.capture = s.capture;
-  e.call = call_;
   e.clock = s.clock;
   e.queried = e.logged = false;
   log("record", s);
@@ -149,6 +146,8 @@ bool Emulator::query(Event event) {
     for (std::size_t s = 0; s < states_.size(); ++s)
       if (states_[s].owner == Owner::caller) streams_.step(s);
   const bool done = streams_.passed(e.point);
+  if (done && records_)
+    trace_.operations.push_back({.kind = Operation::Kind::host_wait, .of = e.recorded});
   if (done && !std::exchange(e.logged, true)) log("done", states_[e.point.stream]);
   return done;
 }
@@ -157,8 +156,7 @@ void Emulator::synchronize(Event event) {
   const Lock lock = locked();
   enter("synchronize");
   EventState& e = state(event, "synchronize");
-  demand(capture_ == 0, "the host waits during a capture");
-  e.call = -1;  // no stream can still wait for the event: it may be recorded again
+  demand(may_synchronize(), "the host waits during a capture");
   if (e.is_recorded)
     trace_.operations.push_back({.kind = Operation::Kind::host_wait, .of = e.recorded});
 }
@@ -167,16 +165,34 @@ void Emulator::synchronize(Stream stream) {
   const Lock lock = locked();
   enter("synchronize");
   state(stream, "synchronize");
-  demand(capture_ == 0, "the host waits during a capture");
+  demand(may_synchronize(), "the host waits during a capture");
   trace_.operations.push_back(
       {.kind = Operation::Kind::host_wait, .stream = static_cast<int>(number(stream))});
 }
 
-bool Emulator::is_capturing(Stream stream) {
+uint64_t Emulator::capture_id(Stream stream) {
   const Lock lock = locked();
-  demand(stream.device == current_device(), "query of a stream of device ", stream.device,
-         " while device ", current_device(), " is current");
-  return states_[number(stream)].capture != 0;
+  ++counters_["capture_id"];
+  demand(stream.device == thread_device(), "query of a stream of device ", stream.device,
+         " while device ", thread_device(), " is current");
+  return static_cast<uint64_t>(states_[number(stream)].capture);
+}
+
+void Emulator::at_graph_end(Stream stream, std::function<void()> destroyed) {
+  const Lock lock = locked();
+  enter("at_graph_end");
+  const int capture = states_[number(stream)].capture;
+  demand(capture != 0, "at_graph_end of a stream that is not capturing");
+  at_graph_end_[capture].push_back(std::move(destroyed));
+}
+
+void Emulator::destroy_graph(int capture) {
+  std::vector<std::function<void()>> destroyed;
+  {
+    const Lock lock = locked();
+    destroyed.swap(at_graph_end_[capture]);
+  }
+  for (const auto& act : destroyed) act();
 }
 
 void Emulator::begin_capture(Stream stream) {
@@ -186,15 +202,16 @@ void Emulator::begin_capture(Stream stream) {
   states_[number(stream)].capture = capture_ = ++captures_;
 }
 
-void Emulator::end_capture(Stream stream) {
+int Emulator::end_capture(Stream stream) {
   const Lock lock = locked();
   const StreamState& origin = states_[number(stream)];
   demand(capture_ != 0 && origin.capture == capture_, "this stream began no capture");
   for (const StreamState& s : states_)
     demand(s.capture != capture_ || covers(origin.clock, s.clock), "a stream of device ",
            s.stream.device, " has work in the capture that was not joined");
-  for (StreamState& s : states_) s.capture = 0;
-  capture_ = 0;
+  for (StreamState& s : states_)
+    if (s.capture == capture_) s.capture = 0;
+  return std::exchange(capture_, 0);
 }
 
 }  // namespace pycollect::cuda

@@ -49,7 +49,8 @@ class Emulator final : public Api, public HostMemoryOps {
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Stream create_stream(Device device) override;
   void destroy(Stream stream) override;
-  bool is_capturing(Stream stream) override;
+  uint64_t capture_id(Stream stream) override;
+  void at_graph_end(Stream stream, std::function<void()> destroyed) override;
   void synchronize(Stream stream) override;
   Event create_event(Device device) override;
   void destroy(Event event) noexcept override;
@@ -90,7 +91,10 @@ class Emulator final : public Api, public HostMemoryOps {
   std::vector<std::string> violations() const;  // descriptions of all violations of the rules
   std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
   void begin_capture(Stream stream);
-  void end_capture(Stream stream);
+  int end_capture(Stream stream);  // returns the capture's number
+  void destroy_graph(int capture);
+  // Allows work outside of an active capture, as that of other threads.
+  void allow_eager_work(bool on) { allows_eager_work_ = on; }
   // For calls outside of `Api`: `enter` counts the call and injects its faults; `synchronize_all`
   // also waits for all streams.
   void enter(const char* call);
@@ -115,7 +119,8 @@ class Emulator final : public Api, public HostMemoryOps {
   // Recording emulator: after `connect`, device `from` can access the memory of device `to`.
   void connect(Device from, Device to) { peers_[from][to] = true; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
-  void begin_call() { ++call_; }  // within a call, an event must be recorded at most once
+  void adopt(MemoryKind kind, std::byte* memory, std::size_t bytes);  // host memory of others
+  MemoryKind kind_of(const std::byte* address) const { return region(address, 1).kind; }
   // Records work outside of the executor: on a stream, or of the host.
   void stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
                    std::function<void()> act);
@@ -140,7 +145,7 @@ class Emulator final : public Api, public HostMemoryOps {
     int recorded = Operation::kNone;  // index of the record operation in the trace
     Point point = {};
     bool is_recorded = false;
-    int capture = 0, call = -1;
+    int capture = 0;
     std::vector<int> clock = {};
   };
   struct EmulatedAllocation {
@@ -162,6 +167,8 @@ class Emulator final : public Api, public HostMemoryOps {
   void load(const Launch& launch);
   [[noreturn]] void violation(const std::string& what);
   void require_no_capture(const char* call) const;
+  bool may_synchronize() const;  // whether no capture forbids it to the calling thread
+  Device thread_device() const;  // current_device(), not counted
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);
   void log(const char* call, const StreamState& stream);
@@ -191,7 +198,9 @@ class Emulator final : public Api, public HostMemoryOps {
   std::vector<std::string> violations_, calls_;
   bool drains_waits_ = true;
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far
-  int call_ = 0, fail_after_ = -1;
+  bool allows_eager_work_ = false;
+  std::map<int, std::vector<std::function<void()>>> at_graph_end_;  // [capture]
+  int fail_after_ = -1;
 };
 
 }  // namespace pycollect::cuda

@@ -64,7 +64,13 @@ bool Emulator::is_device(Device device) const {
   return records_ ? device >= 0 && device < static_cast<int>(peers_.size()) : device >= -1;
 }
 
-Device Emulator::current_device() { return thread_state(number_).device; }
+Device Emulator::thread_device() const { return thread_state(number_).device; }
+
+Device Emulator::current_device() {
+  const Lock lock = locked();
+  ++counters_["current_device"];
+  return thread_state(number_).device;
+}
 
 void Emulator::set_device(Device device) {
   demand(is_device(device), "no device ", device);
@@ -102,6 +108,11 @@ void Emulator::enter(const char* call) {
 void Emulator::require_no_capture(const char* call) const {
   demand(records_ || capture_ == 0 || thread_state(number_).mode != CaptureMode::global, call,
          " is not permitted while a stream is capturing");
+}
+
+bool Emulator::may_synchronize() const {
+  const bool is_local = thread_state(number_).mode == CaptureMode::thread_local_only;
+  return capture_ == 0 || (allows_eager_work_ && is_local);
 }
 
 void Emulator::begin_free() {

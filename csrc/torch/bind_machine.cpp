@@ -34,7 +34,8 @@ py::tuple peer_access(int from, int to) {
 std::vector<double> time_all_reduce(const py::object& tensors, const py::object& op,
                                     const py::object& algorithm, int iterations) {
   constexpr const char* kCall = "time_all_reduce";
-  Tensors list = tensors_from(tensors, write_access, kCall);
+  Producers producers;  // none: the tensors are torch's
+  Tensors list = tensors_from(tensors, write_access, kCall, producers);
   const int world = static_cast<int>(list.size());
   const PreparedCall prepared = in_place({.collective = Collective::all_reduce,
                                           .call = kCall,

@@ -1,7 +1,5 @@
 // Collectives that split and concatenate tensors along a dimension. blocks.h computes which rank
 // sends which block to which rank.
-#include <c10/core/StreamGuard.h>
-
 #include <algorithm>
 #include <numeric>
 
@@ -9,6 +7,7 @@
 #include "../plan/stage.h"
 #include "blocks.h"
 #include "collectives.h"
+#include "gpus.h"
 #include "tensor_layout.h"
 #include "threads.h"
 
@@ -64,10 +63,11 @@ DType check_inputs(const BlockArgs& args, const Tensors& inputs, int64_t dim) {
   return dtype;
 }
 
-// Shape and device of a result. Its dtype is that of the inputs.
+// Shape, device and rank of a result. Its dtype is that of the inputs.
 struct ResultSpec {
   std::vector<int64_t> sizes;
   at::Device device;
+  Rank rank;
 };
 
 // Checks number, shape, dtype and device of the caller's outputs, and that they overlap neither
@@ -115,14 +115,13 @@ std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Ran
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     at::Tensor& t = inputs[i];
-    const std::size_t rank = first + i;
-    c10::OptionalStreamGuard stream_guard;  // the copy runs on the stream that produced the input
-    if (rank < args.streams.size() && args.streams[rank])
-      stream_guard.reset_stream(*args.streams[rank]);
-    at::Tensor ordered = empty_in_order(t.sizes(), order, t.options());
-    check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
-    copy_strided(ordered, t);
-    t = std::move(ordered);
+    // The copy runs on the stream that produced the input.
+    on_stream_of(args.streams, first + static_cast<Rank>(i), [&] {
+      at::Tensor ordered = empty_in_order(t.sizes(), order, t.options());
+      check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
+      copy_strided(ordered, t);
+      t = std::move(ordered);
+    });
   }
   return order;
 }
@@ -173,7 +172,7 @@ std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& input
   std::vector<ResultSpec> specs;
   for (int i = 0; i < ranks.outputs; ++i) {
     const Rank r = args.collective == Collective::gather ? ranks.root : i;
-    specs.push_back({inputs[0].sizes().vec(), ranks.devices[r]});
+    specs.push_back({inputs[0].sizes().vec(), ranks.devices[r], r});
     specs.back().sizes[dim] = sum(b.out[r], name(args.collective));
   }
   return specs;
@@ -209,8 +208,10 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
   if (args.out) prepared.results = *args.out;
   for (const ResultSpec& w : specs) {
     if (args.out) break;
-    prepared.results.push_back(
-        empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
+    on_stream_of(prepared.streams, w.rank, [&] {
+      prepared.results.push_back(
+          empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
+    });
     check_tensor(prepared.results.back(), AccessMode::write, {call, "a result"});
   }
   const OuterInner split(inputs[0], order, dim);

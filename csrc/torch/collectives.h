@@ -18,6 +18,7 @@ struct InPlaceArgs {
   const char* root_name = "dst";  // the argument's name, for error messages
   std::string_view algorithm = {};
   bool peer_access = true;  // whether GPUs may access each other's memory
+  Streams streams = {};     // [rank]; none: the device's current stream
 };
 // How the call accesses a rank's tensors: broadcast only reads those of the root, and reduce writes
 // only those of the root.

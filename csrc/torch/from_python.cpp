@@ -39,27 +39,43 @@ py::object index_of(py::handle number) {
   return whole;
 }
 
-}  // namespace
-
-at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label) {
-  if (THPVariable_Check(item.ptr())) [[likely]]
-    return THPVariable_Unpack(item.ptr());
-  const py::object as_tensor = py::module_::import("pycollect.interop").attr("as_tensor");
-  const std::string where = text(label.call, ": ", label);
-  return as_tensor(item, access == AccessMode::write, where).cast<at::Tensor>();
+// Adds the stream on which the array's owner uses it, if there is one. CUDA's handle of the legacy
+// default stream is 1; torch's is null.
+void add_producer(py::handle stream, at::Device device, Producers& producers) {
+  if (stream.is_none() || device.is_cpu()) return;
+  const auto handle = stream.cast<uintptr_t>();
+  const cuda::Stream found{device.index(), reinterpret_cast<void*>(handle == 1 ? 0 : handle)};
+  if (std::find(producers.begin(), producers.end(), found) == producers.end())
+    producers.push_back(found);
 }
 
-Tensors tensors_from(py::handle list, AccessOf access, const char* call, const char* name) {
+}  // namespace
+
+at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label,
+                       Producers& producers) {
+  if (THPVariable_Check(item.ptr())) [[likely]]
+    return THPVariable_Unpack(item.ptr());
+  const py::module_ interop = py::module_::import("pycollect.interop");
+  const py::object stream = interop.attr("producer_stream")(item);
+  const std::string where = text(label.call, ": ", label);
+  auto tensor = interop.attr("as_tensor")(item, access == AccessMode::write, where, stream)
+                    .cast<at::Tensor>();
+  add_producer(stream, tensor.device(), producers);
+  return tensor;
+}
+
+Tensors tensors_from(py::handle list, AccessOf access, const char* call, Producers& producers,
+                     const char* name) {
   const py::object items = items_of(list, {call, name});
   Tensors tensors;
   tensors.reserve(size_of(items));
   for (std::size_t i = 0; i < size_of(items); ++i)
     tensors.push_back(tensor_from(item_of(items, i), access(static_cast<int>(i)),
-                                  {call, name, static_cast<int>(i)}));
+                                  {call, name, static_cast<int>(i)}, producers));
   return tensors;
 }
 
-TensorGrid grid_from(py::handle lists, AccessOf access, const char* call) {
+TensorGrid grid_from(py::handle lists, AccessOf access, const char* call, Producers& producers) {
   constexpr const char* kName = "tensor_lists";
   const py::object ranks = items_of(lists, {call, kName});
   TensorGrid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
@@ -71,7 +87,7 @@ TensorGrid grid_from(py::handle lists, AccessOf access, const char* call) {
             " tensors and ", kName, "[0] has ", width, "; all ranks must have the same number");
     for (std::size_t i = 0; i < width; ++i)
       grid.flat[i * grid.world + r] =
-          tensor_from(item_of(items, i), access(r), grid.label(call, i, r));
+          tensor_from(item_of(items, i), access(r), grid.label(call, i, r), producers);
   }
   return grid;
 }

@@ -10,10 +10,13 @@
 namespace pycollect {
 
 using AccessOf = c10::function_ref<AccessMode(int rank)>;
-Tensors tensors_from(py::handle list, AccessOf access, const char* call,
+// The streams on which the owners of arrays on a GPU use them; each is added once.
+using Producers = std::vector<cuda::Stream>;
+Tensors tensors_from(py::handle list, AccessOf access, const char* call, Producers& producers,
                      const char* name = "tensors");
-at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label);
-TensorGrid grid_from(py::handle lists, AccessOf access, const char* call);
+at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label,
+                       Producers& producers);
+TensorGrid grid_from(py::handle lists, AccessOf access, const char* call, Producers& producers);
 
 // Numbers, flags and names are passed as handles and checked here, so that the TypeError for a
 // wrong type names the argument, instead of listing pybind11's signatures.

@@ -1,11 +1,12 @@
-// Functions that need GPUs. cuda/gpus.cpp and cuda/memory_reach.cpp implement them in builds with
-// CUDA, and no_cuda.cpp in all others, so that callers do not depend on the kind of build.
+// The kinds of GPUs that list calls support, their memory, and the plans for them. A build with
+// CUDA supports torch's CUDA devices; tests add an emulated kind.
 #pragma once
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <string>
 
-#include "prepared_call.h"
-#include "work.h"
+#include "gpu_calls.h"
 
 namespace pycollect {
 
@@ -13,6 +14,11 @@ using DeviceList = std::vector<at::Device>;
 
 bool has_cuda();
 bool supports(const at::Device& device);
+
+// Returns the calls on a kind of device, which must be supported.
+GpuCalls& gpu_calls(c10::DeviceType kind);
+// Adds a kind of device, or removes it if `runtime` is null. For tests, before the first call.
+void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime);
 
 // Returns how ranks on these devices reach each other's memory. Without `peer_access` no GPU
 // reaches another GPU's memory.
@@ -24,13 +30,15 @@ std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const Sel
                                                  Rank root, const DeviceList& devices,
                                                  bool peer_access);
 
-// Allocate bytes on a GPU, or in pinned host memory for copies from and to a GPU. Memory that is
-// allocated while the device's current stream is being captured belongs to the graph.
+// Calls `act` with the stream that the caller named for the rank as the current one; with the
+// current streams as they are if there is none. Memory that `act` allocates is then ordered with
+// the rank's stream.
+void on_stream_of(const Streams& streams, Rank rank, c10::function_ref<void()> act);
+
+// Allocate bytes on a GPU, for its current stream, or in pinned host memory for copies from and to
+// a GPU.
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
 at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
-
-// Returns true if the address is in pageable host memory. Not defined for memory of zero bytes.
-bool is_pageable(const void* address);
 
 // Peer access of a pair of GPUs, as the driver reports it and as the test found it.
 struct PeerReport {
@@ -40,13 +48,5 @@ struct PeerReport {
   int performance_rank = kUnknownRank;  // CUDA's rank of the link's speed; 0 is the fastest
 };
 PeerReport report_peer_access(int from, int to);
-
-// Enqueues a call with at least one rank on a GPU on the ranks' streams, after earlier work on them
-// and before later work.
-void run_on_gpus(const PreparedCall& prepared);
-
-// Like run_on_gpus(), but on side streams: the callers' streams wait for the call only in wait() of
-// the returned work.
-std::shared_ptr<Work> enqueue_on_gpus(PreparedCall prepared);
 
 }  // namespace pycollect

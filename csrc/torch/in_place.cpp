@@ -64,7 +64,8 @@ PreparedCall in_place(const InPlaceArgs& args, TensorGrid grid) {
   require(grid.world > 0, args.call, ": ", grid.list, " is empty; pass one tensor per rank");
   check_rank(args.root, grid.world, args.call, args.root_name);
   check(args, grid);
-  PreparedCall prepared{.call = args.call, .peer_access = args.peer_access};
+  PreparedCall prepared{
+      .call = args.call, .streams = args.streams, .peer_access = args.peer_access};
   for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
     prepared.devices.push_back(grid.flat[r].device());
   for (const DtypeGroup& group : dtype_groups(args.call, grid)) {

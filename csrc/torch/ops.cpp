@@ -75,7 +75,9 @@ TORCH_LIBRARY(pycollect, m) {
   m.def("all_to_all(Tensor[] tensors, int dim=0) -> Tensor[]");
 }
 
-TORCH_LIBRARY_IMPL(pycollect, CPU, m) {
+namespace {
+
+void register_kernels(torch::Library& m) {
   m.impl("all_reduce_", &all_reduce_);
   m.impl("reduce_", &reduce_);
   m.impl("broadcast_", &broadcast_);
@@ -83,5 +85,11 @@ TORCH_LIBRARY_IMPL(pycollect, CPU, m) {
   m.impl("reduce_scatter", &reduce_scatter);
   m.impl("all_to_all", &all_to_all);
 }
+
+}  // namespace
+
+// The same functions serve every device. A build without CUDA refuses CUDA tensors in them.
+TORCH_LIBRARY_IMPL(pycollect, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(pycollect, CUDA, m) { register_kernels(m); }
 
 }  // namespace pycollect::ops

@@ -54,15 +54,16 @@ void DtypePlan::bind(const PlanOffsets* at, std::vector<BufferMemory> memory, st
   auto add = [&](Rank r, Buffer buffer, auto&& make) {
     const auto bytes = static_cast<int64_t>(at->total(r, buffer) * item_bytes(dtype));
     const int64_t pitch = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
-    prepared.held.push_back(make(pitch * static_cast<int64_t>(rows)));
+    on_stream_of(prepared.streams, r,
+                 [&] { prepared.scratch.push_back(make(pitch * static_cast<int64_t>(rows))); });
     memory[r * kBuffers + static_cast<int>(buffer)] = {
-        static_cast<std::byte*>(prepared.held.back().mutable_data_ptr()), pitch};
+        static_cast<std::byte*>(prepared.scratch.back().mutable_data_ptr()), pitch};
   };
   const bool on_gpus = prepared.on_gpus();
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     for (int b = 0; on_gpus && prepared.devices[r].is_cpu() && b <= 1; ++b)  // input and output
       if (BufferMemory& m = memory[r * kBuffers + b]; m.base != nullptr)
-        m.pageable = is_pageable(m.base);
+        m.pageable = gpu_calls(prepared.kind()).runtime().is_pageable(m.base);
     const at::Device gpu =
         prepared.devices[r].is_cpu() && on_gpus ? first_gpu(prepared.devices) : prepared.devices[r];
     if (compiled->scratched[r])
@@ -83,10 +84,11 @@ void PreparedCall::commit() {
 }
 
 bool PreparedCall::on_gpus() const { return any_gpu(devices); }
+c10::DeviceType PreparedCall::kind() const { return first_gpu(devices).type(); }
 
 void PreparedCall::run() const {
   const ProfilerRange range(call);
-  if (on_gpus()) return run_on_gpus(*this);
+  if (on_gpus()) return gpu_calls(kind()).run(*this);
   run(threads());
 }
 

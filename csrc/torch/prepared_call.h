@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../cpu/executor.h"
+#include "../cuda/api.h"
 #include "../plan/select.h"
 #include "arguments.h"
 
@@ -32,7 +33,7 @@ struct DtypePlan {
   std::vector<Binding> bindings = {};
 
   // Adds a binding. `memory` is [rank][buffer]. Scratch and host memory is allocated here for the
-  // ranks where the plan uses it, and added to the call's `held` tensors.
+  // ranks where the plan uses it, and added to the call's `scratch`.
   void bind(const PlanOffsets* at, std::vector<BufferMemory> memory, std::size_t rows,
             PreparedCall& prepared);
 };
@@ -41,15 +42,18 @@ struct PreparedCall {
   const char* call;  // the call's name, for errors and profiles
   std::vector<DtypePlan> parts = {};
   std::vector<at::Device> devices = {};  // [rank]
-  Tensors held = {};                     // tensors that must outlive the run
+  Tensors held = {};                     // the caller's tensors, which must outlive the run
+  Tensors scratch = {};                  // memory of the call itself
   Tensors results = {};                  // returned tensors; empty for calls in place
   // Copies (dst, src) between tensors with different layouts.
   std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};
-  std::size_t bytes = 0;    // approximate bytes of one rank
-  Streams streams = {};     // [rank]; none: the device's current stream
-  bool peer_access = true;  // whether GPUs may access each other's memory
-  Tensors written = {};     // tensors that the call overwrites; commit() bumps their version
+  std::size_t bytes = 0;                     // approximate bytes of one rank
+  Streams streams = {};                      // [rank]; none: the device's current stream
+  std::vector<cuda::Stream> producers = {};  // of memory that is not torch's: its owners' streams
+  bool peer_access = true;                   // whether GPUs may access each other's memory
+  Tensors written = {};  // tensors that the call overwrites; commit() bumps their version
   bool on_gpus() const;
+  c10::DeviceType kind() const;  // of the GPUs; the call must be on at least one
   // Bumps the versions of the tensors in `written`, so that autograd detects the change. Called
   // once, after all checks and before the run.
   void commit();

@@ -142,7 +142,10 @@ WorkQueue& queue() {
 }  // namespace
 
 std::shared_ptr<Work> enqueue(PreparedCall prepared) {
-  if (prepared.on_gpus()) return enqueue_on_gpus(std::move(prepared));
+  if (prepared.on_gpus()) {
+    GpuCalls& calls = gpu_calls(prepared.kind());
+    return calls.enqueue(std::move(prepared));
+  }
   auto work = std::make_shared<QueuedWork>(std::move(prepared));
   queue().push(work);
   return work;

@@ -37,7 +37,8 @@ def capture(run: Run) -> Run:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads, which load the next batches, may allocate pinned memory meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 

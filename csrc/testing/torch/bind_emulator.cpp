@@ -1,5 +1,7 @@
 // Binds the CUDA emulator with its single calls, and the emulated torch runtime, which `emulate`
 // sets in a group's options. Streams and events are opaque; addresses are integers.
+#include <pybind11/functional.h>
+#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include <array>
@@ -43,7 +45,12 @@ void copy_bytes(Emulator& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
 }
 
 void bind_api(py::module_& m) {
-  py::class_<Stream>(m, "Stream").def_readonly("device", &Stream::device);
+  py::class_<Stream>(m, "Stream")
+      .def_readonly("device", &Stream::device)
+      .def(py::self == py::self)
+      .def_property_readonly("device_index", [](const Stream& s) { return s.device; })
+      .def_property_readonly("stream_id",
+                             [](const Stream& s) { return reinterpret_cast<uintptr_t>(s.handle); });
   py::class_<Event>(m, "Event").def_readonly("device", &Event::device);
   py::class_<Emulator, std::shared_ptr<Emulator>>(m, "Emulator")
       .def(py::init(&Emulator::recording), py::arg("devices"))
@@ -68,11 +75,13 @@ void bind_api(py::module_& m) {
       .def("launch", [](Emulator& c, Stream s,
                         const std::vector<WorkTuple>& works) { c.launch(s, launch_of(works)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
-      .def("is_capturing", &Emulator::is_capturing)
+      .def("capture_id", &Emulator::capture_id)
       .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize))
       .def("begin_capture", &Emulator::begin_capture)
       .def("end_capture", &Emulator::end_capture)
-      .def("begin_call", &Emulator::begin_call)
+      .def("at_graph_end", &Emulator::at_graph_end)
+      .def("destroy_graph", &Emulator::destroy_graph, py::arg("capture"))
+      .def("allow_eager_work", &Emulator::allow_eager_work, py::arg("on"))
       .def_property_readonly(
           "race", [](const Emulator& c) { return words(TraceRaceDetector(c.trace()).race()); })
       .def("fail", &Emulator::fail, py::arg("call"), py::arg("after") = 0, kFree)

@@ -2,7 +2,7 @@
 // with streams of callers and of groups. A read that comes too early finds poison or data of
 // another tensor, and a call that CUDA would reject fails.
 #pragma once
-#include "../../torch/c10d/staging/torch_runtime.h"
+#include "../../torch/torch_runtime.h"
 #include "emulated_cache.h"
 
 namespace pycollect::dist {
@@ -19,7 +19,9 @@ class EmulatedTorch final : public TorchRuntime {
   bool has(at::Device device) const override { return device.is_cpu(); }
   at::Device with_index(at::Device) const override { return at::kCPU; }  // there is one device
   cuda::Stream current_stream(at::Device device) override;
+  cuda::Stream stream_of(c10::Stream) override { return current_stream(at::kCPU); }
   cuda::Stream new_stream(at::Device device) override;
+  void give_back(cuda::Stream) override {}
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
@@ -28,6 +30,9 @@ class EmulatedTorch final : public TorchRuntime {
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override;
   void empty_cache() override;
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
+  cuda::HostMemoryOps& host_memory() override { return *emulator_; }
+  bool is_pageable(const void*) override { return false; }
+  bool reaches(at::Device, at::Device) override { return true; }
   void run_list_call(const PreparedCall& call) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;

@@ -6,8 +6,10 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "../../cuda/check.h"
 #include "../../cuda/launch_level.h"
@@ -61,6 +63,25 @@ void copy_rows(cudaStream_t stream, const CopyRect& r) {
   parameters.srcPtr = {const_cast<std::byte*>(r.src), src_pitch, r.bytes, r.rows};
   parameters.extent = {r.bytes, r.rows, 1};
   check(cudaMemcpy3DPeerAsync(&parameters, stream));
+}
+
+struct CaptureInfo {
+  uint64_t id = 0;  // 0: the stream is not in a capture
+  cudaGraph_t graph = nullptr;
+};
+
+// A capture that has been invalidated counts as one: work on the stream fails then.
+CaptureInfo capture_info(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  check(cudaStreamGetCaptureInfo(handle(stream), &status, &id, &graph, nullptr, nullptr, nullptr));
+#else
+  check(cudaStreamGetCaptureInfo_v2(handle(stream), &status, &id, &graph, nullptr, nullptr));
+#endif
+  if (status == cudaStreamCaptureStatusNone) return {};
+  return {std::max<uint64_t>(id, 1), graph};
 }
 
 using StreamValue = CUresult(CUDAAPI*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
@@ -136,15 +157,27 @@ class CudaApi final : public cuda::Api {
   }
 
   Stream create_stream(Device device) override {
+    int lowest = 0, highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
     return {device, stream};
   }
   void destroy(Stream stream) override { check(cudaStreamDestroy(handle(stream))); }
-  bool is_capturing(Stream stream) override {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(handle(stream), &status));
-    return status != cudaStreamCaptureStatusNone;
+  uint64_t capture_id(Stream stream) override { return capture_info(stream).id; }
+  void at_graph_end(Stream stream, std::function<void()> destroyed) override {
+    auto owned = std::make_unique<std::function<void()>>(std::move(destroyed));
+    const auto act = [](void* data) {
+      const std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(data));
+      (*owned)();
+    };
+    cudaUserObject_t object = nullptr;
+    check(cudaUserObjectCreate(&object, owned.get(), act, 1, cudaUserObjectNoDestructorSync));
+    static_cast<void>(owned.release());  // `object` owns it now
+    const cudaError_t moved =
+        cudaGraphRetainUserObject(capture_info(stream).graph, object, 1, cudaGraphUserObjectMove);
+    if (moved != cudaSuccess) static_cast<void>(cudaUserObjectRelease(object, 1));
+    check(moved);
   }
   void synchronize(Stream stream) override { check(cudaStreamSynchronize(handle(stream))); }
 

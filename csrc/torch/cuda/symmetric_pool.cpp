@@ -10,7 +10,7 @@
 
 #include <thread>
 
-namespace pycollect::dist {
+namespace pycollect {
 namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
@@ -83,4 +83,4 @@ at::Tensor SymmetricPool::empty(int64_t count, at::ScalarType type) {
   }
 }
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

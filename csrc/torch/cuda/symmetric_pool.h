@@ -9,9 +9,9 @@
 #include <mutex>
 #include <optional>
 
-#include "../c10d/staging/torch_runtime.h"
+#include "../torch_runtime.h"
 
-namespace pycollect::dist {
+namespace pycollect {
 
 class SymmetricPool final : public SharedTensorPool {
  public:
@@ -28,4 +28,4 @@ class SymmetricPool final : public SharedTensorPool {
   std::optional<at::cuda::MemPool> pool_;
 };
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

@@ -1,19 +1,26 @@
 // Implements TorchRuntime with torch's CUDA: its streams, its copies, and its pinned memory, whose
 // blocks it does not reuse before the copies that access them have ended.
-#include "../c10d/staging/torch_runtime.h"
+#include "../torch_runtime.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+#include <vector>
 
 #include "../gpus.h"
 #include "api.h"
 #include "host_memory_ops.h"
+#include "peer_access.h"
 #include "symmetric_pool.h"
 
-namespace pycollect::dist {
+namespace pycollect {
 namespace {
 
 using c10::cuda::CUDAGuard;
@@ -32,8 +39,26 @@ class CudaRuntime final : public TorchRuntime {
   cuda::Stream current_stream(at::Device device) override {
     return api_stream(c10::cuda::getCurrentCUDAStream(device.index()));
   }
+  cuda::Stream stream_of(c10::Stream stream) override { return api_stream(CUDAStream(stream)); }
+  // Not one of torch's pooled streams, which other libraries and users have, too.
   cuda::Stream new_stream(at::Device device) override {
-    return api_stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()));
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto& s : idle_) {
+        if (s.device != device.index() || !is_idle(s)) continue;
+        const cuda::Stream found = s;
+        s = idle_.back();
+        idle_.pop_back();
+        return found;
+      }
+    }
+    cuda::DeviceGuard guard(cuda_api());
+    guard.use(device.index());
+    return cuda_api().create_stream(device.index());
+  }
+  void give_back(cuda::Stream stream) override {
+    const std::lock_guard lock(mutex_);
+    idle_.push_back(stream);
   }
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override {
     std::vector<CUDAStream> all;
@@ -58,9 +83,20 @@ class CudaRuntime final : public TorchRuntime {
     if (tensor.is_cuda())
       c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(),
                                                     torch_stream(stream));
+    else if (tensor.is_pinned())
+      at::getHostAllocator(at::kCUDA)->record_event(tensor.data_ptr(),
+                                                    tensor.storage().data_ptr().get_context(),
+                                                    torch_stream(stream).unwrap());
   }
 
-  void run_list_call(const PreparedCall& call) override { run_on_gpus(call); }
+  cuda::HostMemoryOps& host_memory() override { return torch_host_memory_ops(); }
+  bool is_pageable(const void* address) override {
+    return !at::detail::getCUDAHooks().isPinnedPtr(address);
+  }
+  bool reaches(at::Device from, at::Device to) override {
+    return peers().access(from.index(), to.index()).works();
+  }
+  void run_list_call(const PreparedCall& call) override { gpu_calls(at::kCUDA).run(call); }
 
   // Bypasses autograd and version counters, so that inference tensors can be copied, too.
   void copy(const at::Tensor& to, const at::Tensor& from) override {
@@ -71,10 +107,21 @@ class CudaRuntime final : public TorchRuntime {
   void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {
     how(into);
   }
+
+ private:
+  static bool is_idle(cuda::Stream stream) {
+    const cuda::CaptureModeGuard guard(cuda_api(), stream.device);
+    const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(stream.handle));
+    if (state != cudaSuccess) static_cast<void>(cudaGetLastError());
+    return state == cudaSuccess;
+  }
+
+  std::mutex mutex_;
+  std::vector<cuda::Stream> idle_;  // streams that were given back; their work may be pending
 };
 
 }  // namespace
 
 std::shared_ptr<TorchRuntime> torch_runtime() { return std::make_shared<CudaRuntime>(); }
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

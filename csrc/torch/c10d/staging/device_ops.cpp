@@ -47,11 +47,15 @@ std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_of(const std::shared_ptr<TorchRunti
 DeviceOps::DeviceOps(std::shared_ptr<TorchRuntime> torch)
     : torch_(std::move(torch)), gpu_(gpu_of(torch_)) {}
 
+DeviceOps::~DeviceOps() {
+  for (const auto& [device, stream] : streams_) torch_->give_back(stream);
+}
+
 bool DeviceOps::is_capturing(at::Device device) {
   const Stream stream = torch_->current_stream(torch_->with_index(device));
   cuda::DeviceGuard current(torch_->cuda());
   current.use(stream.device);
-  return torch_->cuda().is_capturing(stream);
+  return torch_->cuda().capture_id(stream) != 0;
 }
 
 at::Tensor DeviceOps::new_pinned(const at::Tensor& like) {

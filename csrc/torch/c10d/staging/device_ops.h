@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "torch_runtime.h"
+#include "../../torch_runtime.h"
 
 namespace pycollect::dist {
 
@@ -41,6 +41,9 @@ class DeviceOps {
  public:
   // If `torch` is null (a build without CUDA), there are no devices, and serves() is always false.
   explicit DeviceOps(std::shared_ptr<TorchRuntime> torch);
+  ~DeviceOps();
+  DeviceOps(const DeviceOps&) = delete;
+  DeviceOps& operator=(const DeviceOps&) = delete;
   // Returns operations on the same devices, with other streams as the group's streams.
   std::shared_ptr<DeviceOps> with_own_streams() const {
     return std::make_shared<DeviceOps>(torch_);

@@ -1,39 +1,17 @@
 // Finds which ranks reach each other's memory, and returns plans with copies through the host for
-// ranks that do not. Peer access is enabled through torch, because torch's allocator may map its
-// memory (expandable segments) on one device only, and tested in memory of that allocator.
-#include <ATen/cuda/PeerToPeerAccess.h>
-#include <cuda_runtime_api.h>
-
+// ranks that do not.
 #include <algorithm>
 #include <map>
 #include <mutex>
 
-#include "../../cuda/check.h"
-#include "../../cuda/peer_access.h"
-#include "../../plan/stage.h"
-#include "../gpus.h"
-#include "../log.h"
-#include "peer_access_test.h"
+#include "../plan/stage.h"
+#include "gpus.h"
 
 namespace pycollect {
 namespace {
 
-cuda::PeerAccessCache& peers() {
-  // Never destroyed, because CUDA is used after main.
-  static cuda::PeerAccessCache& peers = *new cuda::PeerAccessCache({
-      .query =
-          [](cuda::Device from, cuda::Device to) {
-            return at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(from),
-                                            static_cast<c10::DeviceIndex>(to));
-          },
-      .test = &test_peer_access,
-      .warn = &warn,
-  });
-  return peers;
-}
-
 bool reaches(at::Device from, at::Device to) {
-  return peers().access(from.index(), to.index()).works();
+  return gpu_calls(from.type()).runtime().reaches(from, to);
 }
 
 // Ranks on the host reach nothing directly, because they execute nothing; copies access their
@@ -99,14 +77,6 @@ std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const Sel
                                                  bool peer_access) {
   if (s.topology == Topology::staged) return staged(choice, s, root, devices, peer_access);
   return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
-}
-
-PeerReport report_peer_access(int from, int to) {
-  const cuda::PeerAccess access = peers().access(from, to);
-  int rank = PeerReport::kUnknownRank;
-  if (access.reported && from != to)
-    cuda::check(cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrPerformanceRank, from, to));
-  return {access.reported, access.defect, rank};
 }
 
 }  // namespace pycollect

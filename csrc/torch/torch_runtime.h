@@ -1,21 +1,21 @@
 // Device operations that only torch provides: current streams, memory ownership and tensor copies.
-// torch/cuda/torch_runtime.cpp implements it for CUDA; the tests have an implementation whose
-// device tensors are CPU tensors.
+// torch/cuda/torch_runtime.cpp implements it for CUDA; the tests have implementations without a
+// device.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
 
 #include <functional>
 #include <memory>
 
-#include "../../../cuda_ipc/symmetric_memory.h"
+#include "../cuda/pinned_ring.h"
+#include "../cuda_ipc/symmetric_memory.h"
 
 namespace pycollect {
-struct PreparedCall;
-}
 
-namespace pycollect::dist {
+struct PreparedCall;
 
 // Allocates tensors of one device in memory that other processes can access.
 class SharedTensorPool {
@@ -35,7 +35,11 @@ class TorchRuntime {
   // Returns the device with the current index if it has none.
   virtual at::Device with_index(at::Device device) const = 0;
   virtual cuda::Stream current_stream(at::Device device) = 0;
-  virtual cuda::Stream new_stream(at::Device device) = 0;  // a stream that no caller uses
+  virtual cuda::Stream stream_of(c10::Stream stream) = 0;  // the same stream
+  // Returns a stream that nobody else uses, until it is given back. It is never destroyed, because
+  // torch's allocators may have recorded it.
+  virtual cuda::Stream new_stream(at::Device device) = 0;
+  virtual void give_back(cuda::Stream stream) = 0;
   // Calls `act` with `streams` as the calling thread's current streams.
   virtual void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) = 0;
   // Like with_streams(), for an `act` that completes a future.
@@ -51,9 +55,16 @@ class TorchRuntime {
   virtual std::unique_ptr<SharedTensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
   virtual void empty_cache() = 0;
-  // Prevents reuse of the tensor's memory, after the tensor is freed, before the stream's work at
-  // that time is done. Copies of pinned memory do the same by themselves.
+  // Prevents reuse of the tensor's memory, on a device or pinned, after the tensor is freed and
+  // before the stream's work at that time is done. copy() does the same with pinned memory.
   virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
+
+  // The host's part of copies of pageable memory, and whether an address is in such memory. Not
+  // defined for memory of zero bytes.
+  virtual cuda::HostMemoryOps& host_memory() = 0;
+  virtual bool is_pageable(const void* address) = 0;
+  // Returns whether work on `from` can access the memory of `to`.
+  virtual bool reaches(at::Device from, at::Device to) = 0;
 
   // Enqueues a collective on the tensors of all ranks of a list, on the current streams of their
   // devices.
@@ -69,4 +80,4 @@ class TorchRuntime {
 // Returns torch's own CUDA runtime; null in a build without CUDA.
 std::shared_ptr<TorchRuntime> torch_runtime();
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

@@ -1,0 +1,32 @@
+// The Work of an asynchronous call on GPUs.
+#pragma once
+#include <mutex>
+
+#include "gpu_calls.h"
+
+namespace pycollect {
+
+class GpuWork final : public Work {
+ public:
+  // `ends`: an event after the call on each of its devices.
+  GpuWork(std::shared_ptr<GpuCalls> calls, PreparedCall prepared,
+          std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured);
+  ~GpuWork() override;
+
+  bool wait(std::optional<double> seconds) override;
+  bool is_completed() override;
+  // Always null: errors are thrown when the call is enqueued.
+  std::exception_ptr exception() override { return nullptr; }
+
+ private:
+  bool finished_within(double seconds);
+  void order_producers();
+
+  const std::shared_ptr<GpuCalls> calls_;
+  const std::vector<std::shared_ptr<cuda::SharedEvent>> ends_;
+  const bool captured_;
+  std::mutex mutex_;
+  PreparedCall prepared_;  // until the first wait()
+};
+
+}  // namespace pycollect

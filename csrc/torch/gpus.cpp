@@ -1,0 +1,76 @@
+#include "gpus.h"
+
+#include <map>
+#include <mutex>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+// Never destroyed, because a device is used after main.
+struct Kinds {
+  std::mutex mutex;
+  std::map<c10::DeviceType, std::shared_ptr<GpuCalls>> calls;
+
+  Kinds() {
+    if (auto cuda = torch_runtime())
+      calls.emplace(at::kCUDA, std::make_shared<GpuCalls>(std::move(cuda), at::kCUDA));
+  }
+};
+
+Kinds& kinds() {
+  static Kinds& kinds = *new Kinds;
+  return kinds;
+}
+
+GpuCalls* find(c10::DeviceType kind) {
+  Kinds& all = kinds();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.calls.find(kind);
+  return found == all.calls.end() ? nullptr : found->second.get();
+}
+
+}  // namespace
+
+bool has_cuda() { return find(at::kCUDA) != nullptr; }
+bool supports(const at::Device& device) {
+  return device.is_cpu() || find(device.type()) != nullptr;
+}
+
+GpuCalls& gpu_calls(c10::DeviceType kind) {
+  GpuCalls* const found = find(kind);
+  if (found == nullptr)
+    throw std::logic_error(text("this build has no calls on ", c10::DeviceTypeName(kind, true)));
+  return *found;
+}
+
+void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime) {
+  std::shared_ptr<GpuCalls> calls;
+  if (runtime != nullptr) calls = std::make_shared<GpuCalls>(std::move(runtime), kind);
+  const std::lock_guard lock(kinds().mutex);
+  auto& known = kinds().calls[kind];
+  known.swap(calls);
+  if (known == nullptr) kinds().calls.erase(kind);
+}
+
+void on_stream_of(const Streams& streams, Rank rank, c10::function_ref<void()> act) {
+  const auto r = static_cast<std::size_t>(rank);
+  if (r >= streams.size() || !streams[r]) return act();
+  TorchRuntime& runtime = gpu_calls(streams[r]->device_type()).runtime();
+  runtime.with_streams(runtime.stream_of(*streams[r]), act);
+}
+
+at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
+  return gpu_calls(device.type()).runtime().empty({bytes}, at::kByte, device);
+}
+
+// The device is current because torch checks its current stream for a capture.
+at::Tensor new_pinned_bytes(int64_t bytes, at::Device device) {
+  TorchRuntime& runtime = gpu_calls(device.type()).runtime();
+  cuda::DeviceGuard guard(runtime.cuda());
+  guard.use(device.index());
+  return runtime.empty_pinned({bytes}, at::kByte);
+}
+
+}  // namespace pycollect
