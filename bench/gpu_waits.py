@@ -1,4 +1,4 @@
-"""Measure five ways in which processes on one GPU can wait for each other.
+"""Measure the ways in which processes on one GPU can wait for each other.
 
 An exchange is the synchronisation of an all-reduce on one rank: all ranks signal rank 0, which sums
 and signals back. Try `python bench/gpu_waits.py --world 2,4`. The script builds native/gpu_waits
@@ -27,6 +27,8 @@ SOURCES = [ROOT / "bench" / "native" / "gpu_waits" / name for name in ("main.cpp
 WAYS = {
     "device": "stream memory operations on the GPU's memory",
     "pinned": "stream memory operations on shared pinned memory",
+    "slots-pinned": "the same, and kernels that copy to and from memory that all ranks reach",
+    "engine-pinned": "the same, and these copies by a copy engine, which needs no context switch",
     "events": "interprocess events, with a handshake of the hosts",
     "host": "host waits: each host waits for its stream, then for the other hosts",
     "staged": "host staging: copies to pinned memory, and a sum by the host of rank 0",
@@ -66,7 +68,7 @@ def experiment(
 
 
 def exchange_line(found: Finding) -> str:
-    head = f"{found['world']:6} {binary_size(found['bytes']):>8} {found['way']:<8}"
+    head = f"{found['world']:6} {binary_size(found['bytes']):>8} {found['way']:<13}"
     if "round_us" not in found:
         return f"{head} {found['status']}: {found.get('failure', 'a stream or a host hung')}"
     times = "".join(f"{found[key]:>11.2f}" for key in ("round_us", "round_p99_us", "batch_us"))
@@ -120,7 +122,7 @@ def run(program: Path, args: argparse.Namespace, keep: Callable[[Finding, str], 
             found = experiment(program, way, world, args.bytes[0], args)
             print(*blocked_sentences(found), sep="\n", flush=True)
             keep(found, "blocked")
-    print(f"#world {'size':>8} {'way':<8} {'round us':>11}{'p99 us':>11}{'batch us':>11}  #wrong")
+    print(f"#world {'size':>8} {'way':<13} {'round us':>11}{'p99 us':>11}{'batch us':>11}  #wrong")
     for world in args.world:
         for nbytes in args.bytes:
             for way in WAYS:

@@ -204,6 +204,19 @@ def test_a_call_that_returns_its_memory_records_no_stream(gpus: Gpus, algorithm:
     assert gpus.torch.recorded() == 0
 
 
+def test_pinned_memory_of_the_call_is_not_reused_while_a_device_uses_it(gpus: Gpus) -> None:
+    """The host may write pinned memory that is handed out again at once."""
+    gpus.torch.connect(False)
+    tensors = on_ranks(gpus, values(2), 2)
+    gpus.all_reduce(tensors)
+    pinned = gpus.torch.recorded()
+    assert pinned > 0
+    before = gpus.cuda.counters()
+    gpus.all_reduce(tensors)
+    assert gpus.torch.recorded() == 2 * pinned
+    assert gpus.cuda.counters()["streams"] == before["streams"]
+
+
 # --- captures -------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,9 @@ class Fake final : public Device {
       std::fill(words, words + count, value);
     });
   }
+  void copy_by_kernel(Stream stream, Word* to, const Word* from, std::size_t count) override {
+    copy(stream, to, from, count * sizeof(Word));
+  }
   void sum(Stream stream, const std::vector<Word*>& of, std::size_t count) override {
     work(stream, [=] {
       for (std::size_t i = 0; i < count; ++i) {

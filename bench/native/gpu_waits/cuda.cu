@@ -37,6 +37,12 @@ __global__ void fill_words(Word* words, std::size_t count, Word value) {
     words[i] = value;
 }
 
+__global__ void copy_words(Word* to, const Word* from, std::size_t count) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * blockDim.x)
+    to[i] = from[i];
+}
+
 __global__ void sum_words(const __grid_constant__ Sources from, std::size_t count) {
   for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
        i += std::size_t{gridDim.x} * blockDim.x) {
@@ -157,6 +163,10 @@ class Cuda final : public Device {
   void fill(Stream stream, Word* words, std::size_t count, Word value) override {
     fill_words<<<blocks(count), kThreads, 0, of(stream)>>>(words, count, value);
     check(cudaGetLastError(), "fill");
+  }
+  void copy_by_kernel(Stream stream, Word* to, const Word* from, std::size_t count) override {
+    copy_words<<<blocks(count), kThreads, 0, of(stream)>>>(to, from, count);
+    check(cudaGetLastError(), "copy");
   }
   void sum(Stream stream, const std::vector<Word*>& words, std::size_t count) override {
     Sources from = {};

@@ -47,6 +47,7 @@ class Device {
 
   // Kernels over `count` words: `fill` sets all to a value, `sum` sets each of several arrays to
   // their sum, and `compare` adds the number of words other than `wanted` to `*wrong`.
+  virtual void copy_by_kernel(Stream stream, Word* to, const Word* from, std::size_t count) = 0;
   virtual void fill(Stream stream, Word* words, std::size_t count, Word value) = 0;
   virtual void sum(Stream stream, const std::vector<Word*>& of, std::size_t count) = 0;
   virtual void compare(Stream stream, const Word* words, std::size_t count, Word wanted,

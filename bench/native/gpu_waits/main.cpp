@@ -1,10 +1,10 @@
 // Measures the synchronisation of processes on one GPU by one way of waiting, or whether a blocked
 // stream keeps other streams from running. Prints one line of JSON.
 //   waits WAY WORLD [bytes per rank] [rounds] [seconds]
-// WAY: device pinned events host staged, or blocked-device blocked-pinned. The exit status without
-// a GPU is 77. At the time limit a watchdog releases the streams that wait on pinned memory by a
-// plain store, and kills the remaining processes two seconds later. CUDA is not used before the
-// fork.
+// WAY: device pinned slots-pinned engine-pinned events host staged, or blocked-device
+// blocked-pinned. The exit status without a GPU is 77. At the time limit a watchdog releases the
+// streams that wait on pinned memory by a plain store, and kills the remaining processes two
+// seconds later. CUDA is not used before the fork.
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -32,7 +32,7 @@ struct Options {
 
 // Memory and events of all ranks, opened in this process.
 struct SharedResources {
-  std::vector<Word*> words, counters;
+  std::vector<Word*> words, slots, counters;
   std::vector<Event> events;
   Word* wrong;
 };
@@ -45,13 +45,13 @@ SharedResources open_all(Device& device, ProcessGroup& group, const Options& opt
   Page& page = group.page();
   RankState& mine = group.mine();
   const std::size_t words = (options.words + kLineWords - 1) / kLineWords * kLineWords;
-  Word* const own = device.allocate(words + 2 * kLineWords, mine.memory);
+  Word* const own = device.allocate(2 * words + 2 * kLineWords, mine.memory);
   const Event event = device.new_event(mine.event);
   auto* const pinned =
       reinterpret_cast<std::byte*>(device.pin(&page, page_bytes(page.buffer_words)));
   group.barrier(true);
   SharedResources result{
-      .words = {}, .counters = {}, .events = {}, .wrong = own + words + kLineWords};
+      .words = {}, .slots = {}, .counters = {}, .events = {}, .wrong = own + words + kLineWords};
   for (int r = 0; r < group.world(); ++r) {
     const bool is_mine = r == group.rank();
     RankState& peer = group.rank_state(r);
@@ -59,6 +59,7 @@ SharedResources open_all(Device& device, ProcessGroup& group, const Options& opt
     const auto at =
         reinterpret_cast<std::byte*>(&peer.counter) - reinterpret_cast<std::byte*>(&page);
     result.words.push_back(base);
+    result.slots.push_back(base + words + 2 * kLineWords);
     result.counters.push_back(options.pinned() ? reinterpret_cast<Word*>(pinned + at)
                                                : base + words);
     result.events.push_back(is_mine ? event : device.open_event(peer.event));
@@ -71,6 +72,8 @@ std::unique_ptr<Way> make_way(const std::string& name, const RankContext& contex
                               const SharedResources& shared) {
   if (name == "device" || name == "pinned")
     return std::make_unique<Counters>(context, shared.counters);
+  if (name.ends_with("-pinned"))
+    return std::make_unique<Slots>(context, shared.counters, name == "engine-pinned");
   if (name == "events") return std::make_unique<Events>(context, shared.events);
   if (name == "host") return std::make_unique<Hosts>(context);
   return std::make_unique<Staged>(context);
@@ -118,8 +121,8 @@ void run_rank(ProcessGroup& group, const Options& options) {
   if (options.blocked()) {
     Blocked(*device, group, shared.words[group.rank()], shared.counters, options.pinned()).run();
   } else {
-    const RankContext context{*device,      group,         device->new_stream(),
-                              shared.words, options.words, shared.wrong};
+    const RankContext context{*device,      group,         device->new_stream(), shared.words,
+                              shared.slots, options.words, shared.wrong};
     time_rounds(*make_way(options.way, context, shared), context, options);
   }
   group.barrier(true);  // no rank frees its memory while a peer may use it
@@ -241,8 +244,8 @@ int run(const Options& options) {
 
 Options parse(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
-  const auto known = {"device", "pinned",         "events",        "host",
-                      "staged", "blocked-device", "blocked-pinned"};
+  const auto known = {"device", "pinned", "slots-pinned",   "engine-pinned", "events",
+                      "host",   "staged", "blocked-device", "blocked-pinned"};
   Options options;
   if (words.size() < 2 || std::find(known.begin(), known.end(), words[0]) == known.end())
     throw std::runtime_error("usage: gpu_waits WAY WORLD [bytes per rank] [rounds] [seconds]");

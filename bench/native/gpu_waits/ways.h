@@ -1,4 +1,4 @@
-// The five ways of waiting, each as the exchange of an all-reduce on rank 0: the other ranks signal
+// The ways of waiting, each as the exchange of an all-reduce on rank 0: the other ranks signal
 // rank 0 that their words are ready, it writes the sum to all ranks, and signals back.
 #pragma once
 #include "page.h"
@@ -11,6 +11,7 @@ struct RankContext {
   ProcessGroup& group;
   Stream stream;
   std::vector<Word*> words;  // every rank's words, mapped in this process
+  std::vector<Word*> slots;  // every rank's slot, as large
   std::size_t count;
   Word* wrong;  // number of wrong words, in device memory
 };
@@ -59,12 +60,12 @@ class Way {
 
 // Signals and waits are stream memory operations on counters in device memory, or in shared pinned
 // memory. A wait is enqueued only after its signal has been enqueued, so it always ends.
-class Counters final : public Way {
+class Counters : public Way {
  public:
   Counters(const RankContext& context, std::vector<Word*> counters)
       : Way(context), counters_(std::move(counters)) {}
 
- private:
+ protected:
   void signal(Word round) override {
     context_.device.write(context_.stream, counters_[context_.group.rank()], round);
     publish(round);
@@ -73,7 +74,42 @@ class Counters final : public Way {
     wait_on_host(peer, round);
     context_.device.wait(context_.stream, counters_[peer], round);
   }
+
+ private:
   const std::vector<Word*> counters_;
+};
+
+// Like Counters, for words that no other process has mapped: all ranks but rank 0 copy them to a
+// slot and the sum back, by a kernel or by a copy engine. A kernel needs its process's context, and
+// the GPU runs one context at a time.
+class Slots final : public Counters {
+ public:
+  Slots(const RankContext& context, std::vector<Word*> counters, bool by_engine)
+      : Counters(context, std::move(counters)), by_engine_(by_engine) {}
+
+ private:
+  void reduce(Word round) override {
+    const int rank = context_.group.rank();
+    Word *const mine = context_.words[rank], *const slot = context_.slots[rank];
+    if (rank != 0) {
+      copy(slot, mine);
+      signal(round);
+      wait(0, round);
+      return copy(mine, slot);
+    }
+    std::vector<Word*> of = context_.slots;
+    of[0] = mine;
+    for (int peer = 1; peer < context_.group.world(); ++peer) wait(peer, round);
+    context_.device.sum(context_.stream, of, context_.count);
+    signal(round);
+  }
+  void copy(Word* to, const Word* from) {
+    if (by_engine_)
+      context_.device.copy(context_.stream, to, from, context_.count * sizeof(Word));
+    else
+      context_.device.copy_by_kernel(context_.stream, to, from, context_.count);
+  }
+  const bool by_engine_;
 };
 
 // Signals and waits are interprocess events. An event is recorded again only after all peers have
