@@ -220,6 +220,12 @@ class Emulated(Site):
         """Number of kernels that this rank has launched."""
         return self.fake.gpu.counters().get("launch", 0)
 
+    def launches_and_copies(self, call: Callable[[], Any]) -> tuple[int, int]:
+        """Numbers of kernels, and of copies by a copy engine, that this rank enqueues in a call."""
+        before = self.fake.gpu.counters().get("copy", 0)
+        launches = self.launches(call)
+        return launches, self.fake.gpu.counters().get("copy", 0) - before
+
     def launches(self, call: Callable[[], Any]) -> int:
         before = self.launched()
         call()

@@ -45,6 +45,7 @@ class CudaIpcTransport final : public ipc::Transport {
     return 2 * static_cast<std::size_t>(r) + (where == ipc::OperandBuffer::output);
   }
   std::byte* find(Rank r, ipc::OperandBuffer where) const;
+  bool copies_by_engine(const ipc::Rows& rows) const;
 
   const std::shared_ptr<CudaIpcCommunicator> communicator_;
   // The next four members belong to the call that runs.

@@ -101,6 +101,12 @@ void Emulator::unregister_host(std::byte* memory) {
   --counters_["registered"];
 }
 
+bool Emulator::is_shared(const std::byte* address) const {
+  for (const auto& [base, memory] : shared_)
+    if (address >= base && address < base + memory.bytes) return true;
+  return false;
+}
+
 bool Emulator::is_registered(const std::byte* word) const {
   for (const auto& [base, bytes] : registered_)
     if (word >= base && word < base + bytes) return true;

@@ -176,6 +176,7 @@ class Emulator final : public Api, public HostMemoryOps {
   const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
   bool is_registered(const std::byte* word) const;
+  bool is_shared(const std::byte* address) const;  // whether it is in memory that processes share
   std::vector<MemoryAccess> accesses(Device device, const LaunchWork& work, std::size_t item,
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
