@@ -33,9 +33,10 @@ WAYS = {
     "host": "host waits: each host waits for its stream, then for the other hosts",
     "staged": "host staging: copies to pinned memory, and a sum by the host of rank 0",
 }
+# The pinned counter is first: pycollect's streams wait for such counters.
 BLOCKED = {
-    "blocked-device": "a counter in the GPU's memory",
     "blocked-pinned": "a counter in pinned memory",
+    "blocked-device": "a counter in the GPU's memory",
 }
 # Seconds in addition to the program's own time limit, to start and to end its processes.
 MARGIN = 75

@@ -91,6 +91,15 @@ def test_a_stream_that_blocks_others_is_detected(program):
 
 
 @pytest.mark.slow  # compiles the program
+def test_ways_that_share_no_memory_run_where_sharing_is_refused(program):
+    for way in ("blocked-pinned", "staged"):
+        status, out, _ = probe(program, "private", way, 3, 4096, 5, 10)
+        assert (status, json.loads(out)["status"]) == (0, "ok"), way
+    status, out, _ = probe(program, "private", "host", 3, 4096, 5, 10)
+    assert (status, json.loads(out)["failure"]) == (1, "nothing is shared: WAITS_FAKE is private")
+
+
+@pytest.mark.slow  # compiles the program
 def test_without_a_gpu_the_reason_is_printed(program, capsys, monkeypatch):
     assert probe(program, "none", "host", 2)[:2] == (77, "no GPU here: WAITS_FAKE is none\n")
     monkeypatch.setenv("WAITS_FAKE", "none")

@@ -1,7 +1,7 @@
 // A fake device for the probe of waits (bench/native/gpu_waits), without a GPU: a stream is a
 // thread, and device memory is a mapping that all processes share. WAITS_FAKE=none: no device;
 // =deaf: writes of streams are lost; =hasty: waits do not wait; =exclusive: no other stream runs
-// while one waits.
+// while one waits; =private: processes share neither device memory nor events.
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -74,11 +74,18 @@ class Thread {
 
 class Fake final : public Device {
  public:
-  Word* allocate(std::size_t words, Handle& handle) override {
+  Word* allocate(std::size_t words) override {
     const std::size_t at = arena->used.fetch_add(words * sizeof(Word));
     if (at + words * sizeof(Word) > kArenaBytes) throw std::runtime_error("the arena is full");
-    std::memcpy(handle.data(), &at, sizeof at);
     return at_offset(at);
+  }
+  Handle share(Word* at) override {
+    if (fake_is("private")) throw std::runtime_error("nothing is shared: WAITS_FAKE is private");
+    const std::size_t offset =
+        reinterpret_cast<std::byte*>(at) - reinterpret_cast<std::byte*>(arena);
+    Handle handle;
+    std::memcpy(handle.data(), &offset, sizeof offset);
+    return handle;
   }
   Word* open(const Handle& handle) override {
     std::size_t at = 0;
@@ -92,7 +99,11 @@ class Fake final : public Device {
   bool is_done(Stream stream) override { return of(stream).is_done(); }
 
   // An event is two counters: how often it was recorded, and how many of these streams have passed.
-  Event new_event(Handle& handle) override { return allocate(2, handle); }
+  Event new_event(Handle& handle) override {
+    Word* const counters = allocate(2);
+    handle = share(counters);
+    return counters;
+  }
   Event open_event(const Handle& handle) override { return open(handle); }
   void record(Event event, Stream stream) override {
     auto* const counters = static_cast<Word*>(event);

@@ -81,17 +81,21 @@ class Cuda final : public Device {
       : write_(driver_function<decltype(write_)>("cuStreamWriteValue64")),
         wait_(driver_function<decltype(wait_)>("cuStreamWaitValue64")) {}
 
-  Word* allocate(std::size_t words, Handle& handle) override {
+  Word* allocate(std::size_t words) override {
     void* at = nullptr;
     const std::size_t bytes = (words * sizeof(Word) + kPage - 1) / kPage * kPage;
     check(cudaMalloc(&at, bytes), "cudaMalloc");
     check(cudaMemset(at, 0, bytes), "cudaMemset");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    return static_cast<Word*>(at);
+  }
+  Handle share(Word* at) override {
     cudaIpcMemHandle_t exported;
     check(cudaIpcGetMemHandle(&exported, at), "cudaIpcGetMemHandle");
+    Handle handle;
     static_assert(sizeof exported == sizeof handle);
     std::memcpy(handle.data(), &exported, sizeof exported);
-    return static_cast<Word*>(at);
+    return handle;
   }
   Word* open(const Handle& handle) override {
     cudaIpcMemHandle_t ipc_handle;

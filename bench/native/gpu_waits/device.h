@@ -23,8 +23,10 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Returns zeroed device memory, and sets `handle`, with which another process opens it.
-  virtual Word* allocate(std::size_t words, Handle& handle) = 0;
+  // Returns zeroed device memory.
+  virtual Word* allocate(std::size_t words) = 0;
+  // Returns the handle with which another process opens allocated memory.
+  virtual Handle share(Word* at) = 0;
   virtual Word* open(const Handle& handle) = 0;
   // Pins host memory, and returns its device address.
   virtual Word* pin(void* host, std::size_t bytes) = 0;

@@ -28,9 +28,13 @@ struct Options {
   double seconds = 20;
   bool blocked() const { return way.starts_with("blocked-"); }
   bool pinned() const { return way.ends_with("pinned"); }
+  // Whether ranks access the device memory of others.
+  bool memory() const { return way != "staged" && way != "blocked-pinned"; }
+  bool events() const { return way == "events"; }
 };
 
-// Memory and events of all ranks, opened in this process.
+// Memory and events of all ranks, opened in this process if the way uses them: where a machine
+// refuses to share memory or events, the other ways still have results.
 struct SharedResources {
   std::vector<Word*> words, slots, counters;
   std::vector<Event> events;
@@ -45,8 +49,9 @@ SharedResources open_all(Device& device, ProcessGroup& group, const Options& opt
   Page& page = group.page();
   RankState& mine = group.mine();
   const std::size_t words = (options.words + kLineWords - 1) / kLineWords * kLineWords;
-  Word* const own = device.allocate(2 * words + 2 * kLineWords, mine.memory);
-  const Event event = device.new_event(mine.event);
+  Word* const own = device.allocate(2 * words + 2 * kLineWords);
+  if (options.memory()) mine.memory = device.share(own);
+  const Event event = options.events() ? device.new_event(mine.event) : nullptr;
   auto* const pinned =
       reinterpret_cast<std::byte*>(device.pin(&page, page_bytes(page.buffer_words)));
   group.barrier(true);
@@ -55,14 +60,14 @@ SharedResources open_all(Device& device, ProcessGroup& group, const Options& opt
   for (int r = 0; r < group.world(); ++r) {
     const bool is_mine = r == group.rank();
     RankState& peer = group.rank_state(r);
-    Word* const base = is_mine ? own : device.open(peer.memory);
+    Word* const base = is_mine ? own : options.memory() ? device.open(peer.memory) : nullptr;
     const auto at =
         reinterpret_cast<std::byte*>(&peer.counter) - reinterpret_cast<std::byte*>(&page);
     result.words.push_back(base);
     result.slots.push_back(base + words + 2 * kLineWords);
     result.counters.push_back(options.pinned() ? reinterpret_cast<Word*>(pinned + at)
                                                : base + words);
-    result.events.push_back(is_mine ? event : device.open_event(peer.event));
+    if (options.events()) result.events.push_back(is_mine ? event : device.open_event(peer.event));
   }
   group.barrier(true);
   return result;
