@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import pycollect
 from pycollect._command import Interruption
@@ -28,9 +29,9 @@ from pycollect_bench.copies import (
     outcomes,
     scatter_copies,
 )
-from pycollect_bench.output import write_json
+from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import target_record
-from pycollect_bench.targets import status
+from pycollect_bench.targets import Outcome, status
 
 HEAD = (
     f"#{'what':<42} {'size':>8} {'way':<12} {'time (us)':>10} {'GB/s':>8} {'x to':>6} {'%bare':>6}"
@@ -95,18 +96,24 @@ def measure(argv: Sequence[str] | None) -> int:
     print(*environment.header(about), HEAD, sep="\n", flush=True)
     effort = Effort(args.seconds, args.iterations, args.warmup)
     before, results = environment.Load.now(), []
+
+    def content(outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+        record = {"environment": about}
+        record["noise"] = environment.noise(before, environment.Load.now(), [])
+        record["copies"] = [copy_record(result) for result in results]
+        record["targets"] = [target_record(outcome) for outcome in outcomes]
+        return record
+
     with Interruption() as interruption:
         for copy in copies(args):
             results.append(measure_copy(copy, effort))
             print(*lines(results[-1]), sep="\n", flush=True)
+            keep_json(args.json, content)
     checked = outcomes(results) if args.targets else []
     if checked:
         print(*table.target_lines(checked), sep="\n")
-    noise = environment.noise(before, environment.Load.now(), [])
-    print(*environment.footer(noise), sep="\n")
-    record = {"environment": about, "noise": noise}
-    record["copies"] = [copy_record(result) for result in results]
-    record["targets"] = [target_record(outcome) for outcome in checked]
+    record = content(checked)
+    print(*environment.footer(record["noise"]), sep="\n")
     write_json(args.json, record, interruption)
     interruption.reraise(args.json)
     return status(checked, any(result.wrong for result in results))

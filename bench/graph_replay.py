@@ -24,7 +24,7 @@ from pycollect_bench import environment, gpu, scripts
 from pycollect_bench.cases import COLLECTIVES, Workspace, sized_case
 from pycollect_bench.nvcc import NO_GPU
 from pycollect_bench.options import list_of
-from pycollect_bench.output import write_json
+from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import rounds_record, timing_record
 
 # Number of calls in a row, about that of a training step.
@@ -128,15 +128,18 @@ def compare(argv: Sequence[str] | None) -> int:
     heads = "".join(f"{name:>15}" for way in PAIRS.items() for name in way)
     print(f"#world {'size':>8}{heads}{'x replay':>10}{'x graph':>10}", flush=True)
     effort, found = Effort(args.seconds, args.iterations, args.warmup), []
+
+    def content() -> dict[str, Any]:
+        return {"environment": about, "row": ROW, "replays": [record(one) for one in found]}
+
     with Interruption() as interruption:
         for world in args.world:
             for nbytes in size_range(args.minbytes, args.maxbytes, args.stepfactor):
                 found.append(measure(world, nbytes, device, effort))
                 print(line(found[-1]), flush=True)
+                keep_json(args.json, content)
     print(*answers(found), sep="\n")
-    content = {"environment": about, "row": ROW}
-    content["replays"] = [record(one) for one in found]
-    write_json(args.json, content, interruption)
+    write_json(args.json, content(), interruption)
     interruption.reraise(args.json)
     return 0
 

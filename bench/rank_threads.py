@@ -11,6 +11,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from pycollect._command import Interruption
 from pycollect._sizes import parse_size
 from pycollect_bench import environment, rank_threads, scripts, table
 from pycollect_bench.options import list_of
-from pycollect_bench.output import write_json
+from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import target_record
-from pycollect_bench.targets import status
+from pycollect_bench.targets import Outcome, status
 
 PEERS = ("gloo", "pycollect")
 # Values of the options that are not given, without and with --quick. A world of processes takes
@@ -106,16 +107,22 @@ def compare(argv: Sequence[str] | None) -> int:
     print(*environment.header(about), sep="\n")
     print(f"# {args.world} ranks on {device}", flush=True)
     results = rank_threads.Results(args.peers)
+
+    def content(outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+        found = {"world": args.world, "device": str(device), **results.record()}
+        noise = environment.noise(before, environment.Load.now(), [])
+        targets = [target_record(outcome) for outcome in outcomes]
+        return {"environment": about, "noise": noise, "rank_threads": found, "targets": targets}
+
     with Interruption() as interruption:
-        rank_threads.measure(args, device, results)
+        rank_threads.measure(args, device, results, partial(keep_json, args.json, content))
+    if results.failure:
+        print(f"# FAILED: {results.failure}")
     outcomes = results.judge(device.type == "cuda") if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
-    disturbed = environment.noise(before, environment.Load.now(), [])
-    print(*environment.footer(disturbed), sep="\n")
-    record = {"environment": about, "noise": disturbed}
-    record["rank_threads"] = {"world": args.world, "device": str(device), **results.record()}
-    record["targets"] = [target_record(outcome) for outcome in outcomes]
+    record = content(outcomes)
+    print(*environment.footer(record["noise"]), sep="\n")
     write_json(args.json, record, interruption)
     interruption.reraise(args.json)
     return status(outcomes, results.failed)

@@ -18,12 +18,18 @@ from pycollect._command import Interruption
 from pycollect._timing import Effort
 from pycollect.train.models import MODELS
 from pycollect_bench import environment, scripts, table, training
-from pycollect_bench.output import write_json
+from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import call_record, rounds_record, target_record
-from pycollect_bench.targets import status
+from pycollect_bench.targets import Outcome, status
 from pycollect_bench.training.picture import draw
 
 DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
+LEGEND = f"""\
+# x one: step time divided by one replica's on the whole batch, median over rounds.
+# reduction: the time in which a step waits for it; for DDP, which overlaps, a separate
+# reduction of the same bytes. epoch: the steps for {DIGITS} digits
+#{"step":<26} {"p50 (ms)":>9} {"p99 (ms)":>9} {"x one":>6} {"epoch (s)":>9} \
+{"reduct(ms)":>10} {"% step":>6}"""
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -130,18 +136,22 @@ def compare(argv: Sequence[str] | None) -> int:
     print(*environment.header(about), sep="\n", flush=True)
     before = environment.Load.now()
     effort = Effort(args.seconds, args.iterations, args.warmup, single_calls=True)
-    print(
-        "# x one: step time divided by one replica's on the whole batch, median over rounds.\n"
-        "# reduction: the time in which a step waits for it; for DDP, which overlaps, a separate\n"
-        f"# reduction of the same bytes. epoch: the steps for {DIGITS} digits\n"
-        f"#{'step':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'x one':>6} {'epoch (s)':>9} "
-        f"{'reduct(ms)':>10} {'% step':>6}"
-    )
+    print(LEGEND)
     results, loading = [], None
+
+    def content(outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+        record = {"environment": about}
+        record["noise"] = environment.noise(before, environment.Load.now(), [])
+        record["training"] = [result_record(result) for result in results]
+        record["loading"] = loading_record(loading) if loading else None
+        record["targets"] = [target_record(outcome) for outcome in outcomes]
+        return record
+
     with Interruption() as interruption:
         for case in cases(args):
             results.append(training.measure(case, effort, not args.no_ddp))
             print(*lines(results[-1]), sep="\n", flush=True)
+            keep_json(args.json, content)
         if not args.no_loading:
             ranks = [cases(args)[0].devices[0]] * 2
             loading = training.measure_loading(ranks, args.batch, effort)
@@ -149,12 +159,8 @@ def compare(argv: Sequence[str] | None) -> int:
     outcomes = training.judge(results) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
-    noise = environment.noise(before, environment.Load.now(), [])
-    print(*environment.footer(noise), sep="\n")
-    record = {"environment": about, "noise": noise}
-    record["training"] = [result_record(result) for result in results]
-    record["loading"] = loading_record(loading) if loading else None
-    record["targets"] = [target_record(outcome) for outcome in outcomes]
+    record = content(outcomes)
+    print(*environment.footer(record["noise"]), sep="\n")
     write_json(args.json, record, interruption)
     if args.plot and results:
         draw(record, args.plot)

@@ -90,7 +90,7 @@ def test_peers_that_may_hang_get_only_requested_cases(fake_worker_pool, monkeypa
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7), result(2, 8, 7)])
     cases = (sums(2, 4), sums(2, 8))
     found = run_worlds.measure(
-        [job(2, cases=cases, requested=1)], ("nccl",), 60, lambda result: None
+        [job(2, cases=cases, requested=1)], ("nccl",), 60, lambda result: None, list
     )
     assert [made.job.cases for made in fake_worker_pool.made] == [cases, cases[:1]]
     assert [r.case for r in found.results] == list(cases)
@@ -101,7 +101,7 @@ def test_a_failure_keeps_earlier_results(fake_worker_pool, monkeypatch):
     monkeypatch.setattr(run_worlds, "WorkerPool", fake_worker_pool)
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = run_worlds.measure([job(2, cases=cases)], (), 60, lambda result: None)
+    found = run_worlds.measure([job(2, cases=cases)], (), 60, lambda result: None, list)
     assert [r.case for r in found.results] == list(cases[:1])
     assert "did not answer" in found.failure
 
@@ -113,7 +113,7 @@ def test_results_of_real_peer_processes_are_merged(monkeypatch):
     monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
     cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))
     one_candidate = job(device=CPU, cases=cases, peers=(), backend="pycollect", requested=2)
-    found = run_worlds.measure([one_candidate], ("gloo",), 60, lambda result: None)
+    found = run_worlds.measure([one_candidate], ("gloo",), 60, lambda result: None, list)
     assert found.failure == ""
     for measured in found.results:
         rows = {row.name: row for row in measured.rows}

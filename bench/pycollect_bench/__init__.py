@@ -12,7 +12,9 @@ import pycollect  # before torch: Ctrl-C from here on prints no traceback
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from .comparison import DEFAULT, Candidates, CaseResult, run_case
 from .gpu import GRAPH_CALLS
 from .options import add_arguments, algorithms
 from .overhead import call_costs
-from .targets import judge, status
+from .targets import Outcome, judge, status
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -73,9 +75,13 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def _measure(
-    args: argparse.Namespace, cases: Sequence[Case], effort: Effort, results: list[CaseResult]
+    args: argparse.Namespace,
+    cases: Sequence[Case],
+    effort: Effort,
+    results: list[CaseResult],
+    keep: Callable[[], None],
 ) -> None:
-    """Measure case by case, print every result and append it to `results`."""
+    """Measure case by case: print every result, append it to `results`, and call `keep`."""
     if not cases:
         return
     one_memory = all(case.one_memory for case in cases)
@@ -88,6 +94,7 @@ def _measure(
         selection = Candidates(algorithms(args.algorithms, case.collective), peers)
         results.append(run_case(case, selection, effort))
         print(*table.lines(results[-1], columns), sep="\n", flush=True)
+        keep()
 
 
 def run(args: argparse.Namespace, command: str) -> int:
@@ -122,18 +129,22 @@ def run(args: argparse.Namespace, command: str) -> int:
     print(*environment.header(about), sep="\n", flush=True)
     results: list[CaseResult] = []
     calls: dict[str, Timing] = {}
+
+    def content(outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+        noise = environment.noise(before, environment.Load.now(), results)
+        return record.run_record(about, noise, results, calls, outcomes)
+
     with Interruption() as interruption:
-        _measure(args, cases, effort, results)
+        _measure(args, cases, effort, results, partial(output.keep_json, args.json, content))
         if args.overhead or args.targets:
             calls = call_costs(effort, _devices(args.devices, 1)[0])
             print(*table.call_lines(calls), sep="\n")
     outcomes = judge(results, calls) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
-    disturbed = environment.noise(before, environment.Load.now(), results)
-    print(*environment.footer(disturbed), sep="\n")
-    content = record.run_record(about, disturbed, results, calls, outcomes)
-    output.write_all(args, content, interruption)
+    found = content(outcomes)
+    print(*environment.footer(found["noise"]), sep="\n")
+    output.write_all(args, found, interruption)
     return status(outcomes, any(result.failed(DEFAULT) for result in results))
 
 

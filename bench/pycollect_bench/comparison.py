@@ -64,8 +64,12 @@ class CaseResult:
         return next((row for row in self.rows if row.name == name), None)
 
     def failed(self, ours: str) -> bool:
-        """Return whether an element is wrong, or pycollect's candidate `ours` did not run."""
-        return ours in self.not_run or any(row.wrong for row in self.rows)
+        """Return whether an element is wrong, or pycollect's candidate `ours` did not run.
+
+        Its calls in a graph count as well.
+        """
+        refused = {name.partition(":")[0] for name in self.not_run}
+        return ours in refused or any(row.wrong for row in self.rows)
 
     @property
     def limit(self) -> Row | None:
@@ -118,7 +122,11 @@ class _CandidateSet:
             self._add_limits()
 
     def _try(self, name: str, kind: str, make: Callable[[], Call]) -> None:
-        """Add a candidate, or its reason if it refuses the case; other errors are not caught."""
+        """Add a candidate, or its reason if it refuses the case; other errors are not caught.
+
+        Any error of a peer is the reason why it does not run: what a GPU library needs is not known
+        before.
+        """
         self.workspace.rewrite()
         try:
             call = make()
@@ -126,10 +134,18 @@ class _CandidateSet:
         except (TypeError, ValueError, NotImplementedError) as error:
             self.not_run[name] = str(error)
             return
+        except RuntimeError as error:
+            if kind != "peer":
+                raise
+            self.not_run[name] = _first_line(error)
+            return
         self._add(name, kind, call, self.workspace.rewrite)
         self.calls[name] = call
         if kind == "pycollect" and self.case.on_gpus and self.case.one_memory:
-            self._add_graph(name, call)
+            try:
+                self._add_graph(name, call)
+            except RuntimeError as error:  # the calls themselves are still measured
+                self.not_run[clocked(name, GRAPH)] = _first_line(error)
 
     def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
         self.samplers[name] = host_time(call, rewrite, self.workspace.synchronize)
@@ -146,10 +162,10 @@ class _CandidateSet:
     def _add_graph(self, name: str, call: Call) -> None:
         """Add the call, captured many times in a graph and run on zeros, which no op changes."""
         zeros = partial(self.workspace.rewrite, 0)
-        replay = graph_of(call, GRAPH_CALLS)
+        replay, once = graph_of(call, GRAPH_CALLS), graph_of(call, 1)
         sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
         self._add_clock(name, GRAPH, sampler)
-        self.calls[clocked(name, GRAPH)] = graph_of(call, 1)
+        self.calls[clocked(name, GRAPH)] = once
 
     def _add_algorithm(self, algorithm: str | None) -> None:
         options: dict[str, Any] = {"algorithm": algorithm}
@@ -173,6 +189,10 @@ class _CandidateSet:
             # is measured without rewrites, and the time of a torch call on one element subtracted.
             self.samplers["_warm"] = host_time(ways["memory_flat"][0])
             self.samplers["_call"] = host_time(partial(torch.ones(1).mul_, 1.0))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def clocked(name: str, clock: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from pycollect._command import Interruption
@@ -43,6 +44,19 @@ def write_json(path: str | None, content: dict[str, Any], interruption: Interrup
     """
     if path:
         whole = {"schema": result_format.SCHEMA, **content, "interrupted": bool(interruption)}
+        write("JSON file", path, result_format.text(whole))
+
+
+def keep_json(path: str | None, content: Callable[[], dict[str, Any]]) -> None:
+    """Write the results so far, after every case: a benchmark that is killed loses only one case.
+
+    The file is marked as interrupted until the run has ended.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    if path:
+        whole = {"schema": result_format.SCHEMA, **content(), "interrupted": True}
         write("JSON file", path, result_format.text(whole))
 
 

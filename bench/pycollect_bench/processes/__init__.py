@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +20,8 @@ from pycollect._sizes import size_range
 from pycollect._timing import Effort
 
 from .. import environment, output, record, table
-from ..targets import status
+from ..comparison import CaseResult
+from ..targets import Outcome, status
 from .candidates import DEVICE_PEERS, PEERS
 from .cases import COLLECTIVES, ProcessCase, process_case
 from .groups import MPI, OURS, ZERO_COPY, transports
@@ -148,16 +151,22 @@ def run(args: argparse.Namespace, command: str) -> int:
     print(legend.format(threads=jobs[0].threads, seconds=args.peer_limit))
     print(*table.head(columns), sep="\n", flush=True)
     isolated = tuple(peer for peer in ISOLATED if peer in against)
-    found = measure(jobs, isolated, args.peer_limit, Printer(columns))
+
+    def content(results: Sequence[CaseResult], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
+        noise = environment.noise(before, environment.Load.now(), results)
+        return record.run_record(about, noise, results, {}, outcomes)
+
+    def keep(results: Sequence[CaseResult]) -> None:
+        output.keep_json(args.json, partial(content, results))
+
+    found = measure(jobs, isolated, args.peer_limit, Printer(columns), keep)
     results = found.results
     outcomes = judge(results, bool(args.devices)) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
     if found.failure:
         print(f"# FAILED: {found.failure}", flush=True)
-    disturbed = environment.noise(before, environment.Load.now(), results)
-    print(*environment.footer(disturbed), sep="\n")
-    content = record.run_record(about, disturbed, results, {}, outcomes)
-    content["failure"] = found.failure or None
-    output.write_all(args, content, found.interruption)
+    whole = content(results, outcomes) | {"failure": found.failure or None}
+    print(*environment.footer(whole["noise"]), sep="\n")
+    output.write_all(args, whole, found.interruption)
     return status(outcomes, bool(found.failure) or any(r.failed(OURS) for r in results))

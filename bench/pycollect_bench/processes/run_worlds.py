@@ -6,7 +6,7 @@ signal of a time limit. Results up to then are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pycollect._command import Interruption
@@ -50,28 +50,42 @@ class WorldResults:
 
 
 def measure(
-    jobs: Sequence[PoolJob], isolated: Sequence[str], seconds: float, printer: Printer
+    jobs: Sequence[PoolJob],
+    isolated: Sequence[str],
+    seconds: float,
+    printer: Printer,
+    keep: Callable[[Sequence[CaseResult]], None],
 ) -> WorldResults:
-    """Measure world by world; the time limit of the `isolated` peers is `seconds` for each size."""
+    """Measure world by world; the time limit of the `isolated` peers is `seconds` for each size.
+
+    `keep` is called with the results so far: after each case, and after the peers of a world.
+    """
     found = WorldResults()
     isolated_peers = Isolated(seconds, printer)
     try:
         with found.interruption:
             for job in jobs:
-                _measure_world(job, found.results, printer)
+                _measure_world(job, found.results, printer, keep)
                 begin = len(found.results) - len(job.cases)
                 requested = slice(begin, begin + job.requested)
                 for peer in isolated:
                     found.results[requested] = isolated_peers.join(
                         peer, job, found.results[requested]
                     )
+                    keep(found.results)
     except (RuntimeError, TimeoutError) as error:
         found.failure = str(error)
     return found
 
 
-def _measure_world(job: PoolJob, results: list[CaseResult], printer: Printer) -> None:
+def _measure_world(
+    job: PoolJob,
+    results: list[CaseResult],
+    printer: Printer,
+    keep: Callable[[Sequence[CaseResult]], None],
+) -> None:
     with WorkerPool(job) as worker_pool:
         for _ in job.cases:
             results.append(worker_pool.result(_ANSWER_SECONDS if job.both_clocks else None))
             printer(results[-1])
+            keep(results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -63,8 +63,11 @@ class ProcessPool:
         Raises:
             RuntimeError: if a rank fails, ends, or does not answer in time.
         """
-        for pipe in self._pipes:
-            pipe.send(BatchRequest(backend, elements, batches, calls))
+        try:
+            for pipe in self._pipes:
+                pipe.send(BatchRequest(backend, elements, batches, calls))
+        except BrokenPipeError:
+            raise RuntimeError("a rank has ended") from None
         return seconds_of([self._answer(pipe) for pipe in self._pipes])
 
     def _answer(self, pipe: Pipe[Any, Any]) -> list[Interval]:
@@ -78,9 +81,10 @@ class ProcessPool:
         return intervals
 
     def end(self) -> None:
-        """Ask the processes to end."""
+        """Ask the processes to end, those that still run."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):
+                pipe.send(None)
 
 
 @contextmanager
