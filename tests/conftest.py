@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -37,6 +38,10 @@ MISSING = {
 # The mark expression that leaves slow tests out (as in pyproject.toml), the command that runs
 # them, and the mean seconds of a slow test on two cores.
 QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
+# Seconds until a test that hangs ends the whole run, with the stacks of all threads: a call that
+# hangs in the driver cannot be ended otherwise. A test may run several jobs, each with its limit.
+HANG_SECONDS = 4 * float(os.environ.get("PYCOLLECT_TEST_SECONDS", "inf"))
+STDERR = pytest.StashKey[int]()  # a copy of standard error, which pytest replaces during tests
 LEFT_OUT = pytest.StashKey[tuple[int, int]]()  # slow tests left out, and how many could run here
 
 # Derandomized: runs use nearly the same examples, so a failing run fails again (Hypothesis also
@@ -61,6 +66,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)
     config.pluginmanager.register(dist_ranks)
     if config.option.markexpr == QUICK:  # deselected below instead, where slow tests are counted
         config.option.markexpr = ""
@@ -110,6 +116,17 @@ def pytest_testnodedown(node: Any) -> None:
     """Take the counts of left-out tests from any worker: all workers leave out the same tests."""
     if hasattr(node, "workeroutput"):  # a worker that died has no output
         node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    if math.isinf(HANG_SECONDS):
+        return (yield)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_jobs import SECONDS, JobPool
+from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, OLD_TORCH, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
 from dist_sites import is_real
 from dist_threads import ThreadPool
@@ -67,7 +67,7 @@ class Pool(JobPool):
 
     def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         seconds = seconds or (GPU_SECONDS if is_real(self.spec.site) else SECONDS)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + min(seconds, MOST_SECONDS)
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(self.ranks):
             missing = [r for r in range(len(self.ranks)) if r not in outcomes]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+from dist_jobs import MOST_SECONDS
 
 
 def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
@@ -23,7 +24,7 @@ def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder, **environ},
         )
         try:
-            output, _ = child.communicate(timeout=seconds)
+            output, _ = child.communicate(timeout=min(seconds, MOST_SECONDS))
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             output, _ = child.communicate()

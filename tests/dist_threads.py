@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_jobs import SECONDS, JobPool
+from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, Outcome, RankContext, Spec
 from dist_thread_sites import of_ranks
 
@@ -48,8 +48,9 @@ class ThreadPool(JobPool):
             outcomes[rank] = self._run(me, job, args)
 
         device = sites[0].device if sites[0].real else None
+        limit = min(seconds or SECONDS, MOST_SECONDS)
         try:
-            threads.launch(rank_program, self.spec.world, timeout=seconds or SECONDS, device=device)
+            threads.launch(rank_program, self.spec.world, timeout=limit, device=device)
         except Timeout as error:
             hang = f"{job.__name__}: {error}"
         else:

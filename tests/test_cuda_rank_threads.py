@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dist_jobs import MOST_SECONDS
 
 import pycollect as pc
 from pycollect import _testing, threads
@@ -57,7 +58,9 @@ class Site:
             return fn(rank, world, self)
 
         device = None if self.fake else self.device
-        return threads.launch(program, world, device=device, timeout=60, **options)
+        return threads.launch(
+            program, world, device=device, timeout=min(60, MOST_SECONDS), **options
+        )
 
 
 @pytest.fixture(params=["late", "eager", pytest.param("gpu", marks=pytest.mark.cuda)])

@@ -1,11 +1,12 @@
 """Tests skipped for lack of hardware or a package are counted at the end, by reason, as are slow
-tests that were left out.
+tests that were left out. A test that hangs ends the run where a time limit is set.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,7 +92,22 @@ def test_quick():
 LINE = "61 slow tests were left out; about 2 minutes: python -m pytest -q -n auto -m slow"
 
 
-def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> str:
+HANGS = """
+import time
+
+
+def test_ends():
+    pass
+
+
+def test_hangs():
+    time.sleep(100)
+"""
+
+
+def pytest_run(
+    folder: Path, *arguments: str, tests: str = TESTS, **environ: str
+) -> subprocess.CompletedProcess[str]:
     for name in ("conftest.py", "device_placements.py", "dist_ranks.py"):
         shutil.copy(HERE / name, folder)
     (folder / "test_some.py").write_text(tests)
@@ -99,13 +115,23 @@ def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> st
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYCOLLECT_TEST_GPU_DEVICE": "cuda:0"}
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     outside = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    done = programs.run(
+    return programs.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."],
         cwd=folder,
         env=outside | hidden | {"PYTHONPATH": os.pathsep.join(paths)} | environ,
         timeout=120,
     )
-    return done.stdout
+
+
+def run(folder: Path, *arguments: str, **more: str) -> str:
+    return pytest_run(folder, *arguments, **more).stdout
+
+
+def test_a_test_that_hangs_ends_the_run(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path, tests=HANGS, PYCOLLECT_TEST_SECONDS="0.2")
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in test_hangs" in done.stderr
 
 
 def test_every_reason_is_counted(tmp_path: Path) -> None:
