@@ -122,6 +122,20 @@ def test_rows_by_every_clock(as_gpu):
     }  # fmt: skip
 
 
+def test_a_graph_that_cannot_be_captured_fails_but_the_calls_are_measured(as_gpu, monkeypatch):
+    def refused(run, calls):
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(comparison, "graph_of", refused)
+    case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
+    result = comparison.run_case(
+        case, comparison.Candidates(peers=()), _timing.Effort(iterations=1)
+    )
+    assert result.not_run == {"default:graph": "not permitted when stream is capturing"}
+    assert {"default", "default:gpu", "memcpy"} <= {row.name for row in result.rows}
+    assert result.failed("default")
+
+
 def test_targets_of_a_gpu(as_gpu):
     outcomes = []
     for dtype, nbytes in ((torch.float32, 4_096), (torch.bfloat16, 64 << 20)):
