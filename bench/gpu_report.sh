@@ -1,29 +1,30 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU, in stages of under eight minutes each. A killed
-# stage leaves its log up to then, and one JSON record of all finished runs.
+# Build, test and measure on a machine with a GPU, in stages of under nine minutes each. A killed
+# stage leaves its log up to then, and one JSON record of all runs, also of the one that was killed.
 set -uo pipefail
 
 usage() {
   cat <<'END'
 usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
 
-  build         install into the environment of $PYTHON, which must have torch
-  test          the CUDA tests, quick ones first; then all other tests
-  sanitize      memcheck and initcheck over a reduced matrix
-  bench         all-reduce against its peers, copies, overlap, a training step
-  dist          one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
-  dist-test     tests of the same: values, streams, rendezvous
-  dist-memory   tests of the same: zero-copy, symmetric memory, messages
-  dist-faults   tests of the same: ranks that die, are late or disagree; training
-  dist-slow     tests of the same: many ranks, CUDA settings, 200 groups one after the other
-  threads       one thread per rank on one GPU: tests, whole worlds, all-reduce against its peers
-  questions     measurements behind design choices: waits between processes, folds, staging, graphs
+  first      build; how processes can wait for each other; a test of each way of synchronising
+  speed      the main paths beside their peers: all_reduce of lists, of processes and of threads,
+             training steps, graphs
+  test       tests of lists of tensors and of ranks that are threads
+  dist       tests of processes that share the GPU: values, streams, memory, faults, training
+  bench      all other benchmarks: collectives, algorithms, copies, overlap, training, programs
+  questions  measurements behind design choices: waits, folds, staging
+  sanitize   memcheck and initcheck over a reduced matrix
+  slow       slow tests, and tests that need no GPU
+  build      only install into the environment of $PYTHON, which must have torch
 
-The stages run in the given order; without any, all run. --dry-run prints the commands.
-Environment: PYTHON (python3), OUT for logs, record and plots (bench/results/run), RESULTS for the
-record of this GPU (bench/results), LIMIT seconds of a stage (450), DEVICES (cuda:0), QUICK=1 for
-sizes that take seconds, COMMIT for a copy without git's folder. The exit status is 1 if a step
-failed; a missed speed target is not a failure.
+The stages run in the given order; without any, all run, as listed. Where pycollect is not built, a
+stage builds it. --dry-run prints the commands. tests/gpu_tests.txt has the tests of each stage.
+Environment: PYTHON (python3), OUT for logs and record (bench/results/run), RESULTS for the record
+of this GPU (bench/results), LIMIT seconds of a stage (500), DEVICES (cuda:0), QUICK=1 for sizes
+that take seconds, COMMIT for a copy without git's folder. The exit status is 1 if a step failed; a
+missed speed target is not a failure. `bench/merge_results.py folders` merges what several commands
+left in OUT.
 END
 }
 
@@ -32,14 +33,15 @@ cd "$root" || exit 1
 python=${PYTHON:-python3}
 out=${OUT:-bench/results/run}
 results=${RESULTS:-bench/results}
-limit=${LIMIT:-450}
+limit=${LIMIT:-500}
 devices=${DEVICES:-cuda:0}
 quick=${QUICK:-0}
+# Seconds from the signal that ends a step to the one that kills it. A benchmark between processes
+# waits up to 30 s for ranks that hang in the driver, and then writes its results.
+grace=40
 dry_run=0
-failed=()
-stages=()
-all_stages=(build test sanitize bench dist threads dist-test dist-memory dist-faults dist-slow
-  questions)
+failed=() summary=() stages=()
+all_stages=(first speed test dist bench questions sanitize slow)
 
 while (($#)); do
   case $1 in
@@ -47,7 +49,7 @@ while (($#)); do
     all) stages+=("${all_stages[@]}") ;;
     -h | --help) usage; exit 0 ;;
     *)
-      [[ " ${all_stages[*]} " == *" $1 "* ]] || { usage >&2; exit 2; }
+      [[ " ${all_stages[*]} build " == *" $1 "* ]] || { usage >&2; exit 2; }
       stages+=("$1")
       ;;
   esac
@@ -80,18 +82,39 @@ describe_machine() {  # sets GPU, versions and commit, which every record contai
   record=$(tr '[:upper:] ' '[:lower:]-' <<<"${gpu#NVIDIA }" | tr -cd 'a-z0-9.-').json
 }
 
-note() {  # name, status, seconds, content file, command: adds a run to both records
-  "$python" bench/merge_results.py "$out/$record" "$results/$record" --name "$1" --status "$2" \
-    --seconds "$3" --content "$4" --log "$log" --command "$5" --gpu "$gpu" --driver "$driver" \
-    --cuda "${cuda:-}" --torch "${torch:-}" --commit "$commit" ||
+# name, status, seconds, content file, command: adds a run to both records, or replaces it. A run
+# without a status has not ended.
+note() {
+  "$python" bench/merge_results.py add "$out/$record" "$results/$record" --name "$1" \
+    ${2:+--status "$2"} --seconds "$3" --content "$4" --log "$log" --command "$5" --gpu "$gpu" \
+    --driver "$driver" --cuda "${cuda:-}" --torch "${torch:-}" --commit "$commit" ||
     say "the record of $1 could not be written"
 }
 
+# command...: runs it for at most $left seconds and logs its output; sets $status. Processes that it
+# leaves behind are killed: they would use the GPU during the next step. One that hangs in the
+# driver, or has left the process group, may keep the pipe to tee open, so tee is waited for
+# briefly.
+run_logged() {
+  local group tee
+  exec 3> >(exec tee -a "$log")
+  tee=$!
+  timeout --signal="${signal:-TERM}" --kill-after="$grace" "$left" "$@" >&3 2>&1 3>&- </dev/null &
+  group=$!
+  exec 3>&-
+  wait "$group"
+  status=$?
+  kill -KILL -- "-$group" 2>/dev/null
+  timeout 2 tail --pid="$tee" -s 0.05 -f /dev/null
+  kill "$tee" 2>/dev/null
+}
+
 # name, command...: runs, logs and records the command. Its time limit is the rest of the stage, or
-# $most seconds if that is less.
+# $most seconds if that is less. Benchmarks write their JSON into the file that `json` names.
 step() {
   local name=$1 begin=$SECONDS status=0 left content command
   shift
+  content=$out/$name.json
   printf -v command '%q ' "$@"
   if ((dry_run)); then
     printf '%s: %s\n' "$name" "$command"
@@ -103,21 +126,24 @@ step() {
     return 1
   fi
   ((${most:-left} < left)) && left=$most
-  content=$out/.content.json
   rm -f "$content"
   say "$name [at most $left s]: $command"
-  timeout --kill-after=10 "$left" "$@" 2>&1 | tee -a "$log"
-  status=${PIPESTATUS[0]}
+  note "$name" "" 0 "$content" "$command"
+  run_logged "$@"
   note "$name" "$status" $((SECONDS - begin)) "$content" "$command"
   rm -f "$content"
+  summary+=("$name: status $status, $((SECONDS - begin)) s")
   # Status 3: a speed target of the table was missed. Status 77: it cannot run on this machine.
   if ((status == 77)); then
     skip "$name: $(grep -v '^==' "$log" | tail -n 1)"
     return 0
   fi
   ((status == 0 || status == 3)) || fail "$name" "status $status after $((SECONDS - begin)) s"
-  return 0
+  ((status == 0 || status == 3))
 }
+
+# name, script of bench/, arguments...: a step that measures.
+measure() { step "$1" "$python" "bench/$2.py" "${@:3}" --json "$out/$1.json"; }
 
 missing() {  # modules...: prints the modules that the environment lacks
   "$python" - "$@" <<'END'
@@ -131,44 +157,105 @@ stage_build() {
   local lacks
   lacks=$(missing torch setuptools ninja pip)
   [[ -z $lacks ]] || say "this environment lacks: $lacks"
-  step build "$python" -m pip install --no-build-isolation --no-deps -e .
+  step build "$python" -m pip install --no-build-isolation --no-deps -e . || return
   step info "$python" -m pycollect.cli info
 }
 
-tests=(-q -rfEs --tb=short --maxfail=50 -p no:cacheprovider)
-
-can_test() {  # name: fails this step if modules are missing that the tests need
-  local lacks
+run_tests() {  # stage, options of pytest...: the runs of this stage in tests/gpu_tests.txt
+  local stage name seconds words lacks workers=() arguments
   lacks=$(missing pytest hypothesis numpy)
-  [[ -z $lacks ]] && return
-  fail "$1" "this environment lacks $lacks; the tests need them"
-  return 1
-}
-
-stage_test() {
-  local lacks new=(tests/test_cuda_*.py) old=(tests pycollect) all=("${tests[@]}") ours=()
-  # Thousands of small tests, which mostly use the CPU: run them in several processes.
-  local matrix=(tests/test_cuda_{all_reduce,collectives,contract,layouts,large}.py) workers=()
-  local file rest=()
-  for file in "${new[@]}"; do
-    [[ $file == tests/test_cuda_dist_* ]] && continue  # the dist stages run these on a GPU
-    ours+=("$file")
-    [[ " ${matrix[*]} " == *" $file "* ]] || rest+=("$file")
-  done
-  can_test test || return
+  if [[ -n $lacks ]]; then
+    fail "$1" "this environment lacks $lacks; the tests need them"
+    return 1
+  fi
   lacks=$(missing cupy sklearn tqdm matplotlib)
   [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
   [[ -n $(missing xdist) ]] || workers=(-n 6 --dist worksteal)
-  export PYCOLLECT_REQUIRE_CUDA=1
-  step test-cuda "$python" -m pytest "${all[@]}" -m "cuda and not slow" "${rest[@]}"
-  step test-cuda-matrix "$python" -m pytest "${all[@]}" "${workers[@]}" -m "cuda and not slow" \
-    "${matrix[@]}"
-  step test-cuda-slow "$python" -m pytest "${all[@]}" -m "cuda and slow" "${ours[@]}"
-  step test-others "$python" -m pytest "${all[@]}" -m "not (cuda and slow)" "${old[@]}" \
-    "${new[@]/#/--ignore=}"
-  step test-emulated "$python" -m pytest "${all[@]}" "${workers[@]}" -m "not cuda and not slow" \
-    -k test_cuda_dist_ tests
-  unset PYCOLLECT_REQUIRE_CUDA
+  while read -r stage name seconds words; do
+    [[ $stage == "$1" ]] || continue
+    eval "arguments=($words)"
+    # At SIGINT pytest prints the failures up to then.
+    most=$seconds signal=INT grace=10 PYCOLLECT_REQUIRE_CUDA=1 step "$name" "$python" -m pytest \
+      -q -rfEs --tb=short -p no:cacheprovider "${@:2}" "${arguments[@]}"
+  done <tests/gpu_tests.txt
+}
+
+stage_first() {
+  local worlds=4 few=() bytes=4K,1M
+  ((quick)) && worlds=2 few=(--rounds 5) bytes=4K
+  most=330 stage_build || return
+  most=100 measure gpu_waits gpu_waits --world "$worlds" --bytes "$bytes" --seconds 8 "${few[@]}"
+  PYCOLLECT_TEST_SECONDS=20 run_tests first -x
+}
+
+stage_test() { PYCOLLECT_TEST_SECONDS=20 run_tests test --maxfail=50; }
+
+# A job may create the CUDA contexts of four processes, or sweep many calls: 45 s. After five hangs
+# no test of the run is likely to end.
+stage_dist() { PYCOLLECT_TEST_SECONDS=45 run_tests dist --maxfail=5; }
+
+stage_slow() { PYCOLLECT_TEST_CYCLES=200 run_tests slow --maxfail=50; }
+
+set_sizes() {  # the sizes that several stages use
+  on=(--devices "$devices") lists=(-b 4K -e 256M -f 4 --world 4,8 --seconds 1.5)
+  few=(-b 64K -e 64M -f 32 --world 4,8 --seconds 1.5) processes=4 others=2,8
+  large=(-b 64K -e 64M -f 16) small=(-b 4 -e 4K -f 1024) ends=(-b 1M -e 64M -f 64) effort=(--seconds 1)
+  if ((quick)); then
+    lists=(-b 4K -e 16K -f 4 --world 2 --seconds 0.01) few=(-b 4K -e 4K --world 2 --seconds 0.01)
+    processes=2 others=3 effort=(-n 1 -w 1)
+    large=(-b 4K -e 4K) small=(-b 4 -e 4) ends=(-b 4 -e 4)
+  fi
+}
+
+stage_speed() {
+  local bandwidth=allreduce_bandwidth between steps=(--batch 256 --seconds 5)
+  local training=(--batch 256 --seconds 20) replays=(-f 16)
+  local threads=(--parts "all_reduce,worlds" --sizes "4,64K,1M,16M,64M" --seconds 3 --rounds 1)
+  set_sizes
+  if ((quick)); then
+    steps=(--batch 8 -n 1 -w 1) training=(--batch 8 -n 1) replays=(-e 4K -n 1 -w 1)
+    threads=(--quick --parts all_reduce --seconds 0.01)
+  fi
+  between=("${on[@]}" --processes "$processes" "${effort[@]}")
+  most=100 measure all_reduce-float32 $bandwidth "${on[@]}" "${lists[@]}" -d float32 --targets
+  most=80 measure all_reduce-bfloat16 $bandwidth "${on[@]}" "${lists[@]}" -d bfloat16 --targets
+  most=90 measure dist-large $bandwidth "${between[@]}" "${large[@]}" --peers gloo
+  most=60 measure dist-small $bandwidth "${between[@]}" "${small[@]}" --peers gloo
+  most=150 measure dist-targets $bandwidth "${between[@]}" "${ends[@]}" --peer-limit 25 --targets
+  most=60 measure rank_threads rank_threads --device "$devices" "${threads[@]}" --targets
+  most=40 measure train_step train_step "${on[@]}" "${steps[@]}" --targets
+  most=40 measure graph_replay graph_replay "${on[@]}" "${replays[@]}"
+  measure dist-train train "${on[@]}" --models lenet --worlds "$processes" --no-loading \
+    --targets "${training[@]}"
+}
+
+stage_bench() {
+  local collective copies=(-b 1M -e 256M -f 16 --seconds 1.5) products=(--size 4000 --products 50)
+  local training=(--batch 256 --seconds 10) programs=() between=(-b 4K -e 16M -f 64)
+  set_sizes
+  if ((quick)); then
+    copies=(-b 64K -e 64K --seconds 0.01) products=(--size 64 --products 2) between=(-b 4K -e 4K)
+    training=(--models lenet --worlds 2 --batch 8 -n 1) programs=(--quick)
+  fi
+  measure copies copy_bandwidth "${on[@]}" "${copies[@]}" --targets
+  measure overlap overlap "${on[@]}" "${products[@]}"
+  for collective in reduce broadcast all_gather reduce_scatter; do
+    measure "$collective" allreduce_bandwidth "${on[@]}" "${few[@]}" --collective "$collective"
+  done
+  measure algorithms allreduce_bandwidth "${on[@]}" "${few[@]}" --algorithms all
+  measure dist-worlds allreduce_bandwidth "${on[@]}" --processes "$others" "${effort[@]}" \
+    "${between[@]}" --peers gloo
+  most=150 measure train train "${on[@]}" "${training[@]}"
+  measure thread_programs rank_threads --device "$devices" --parts programs --rounds 1 \
+    "${programs[@]}"
+}
+
+stage_questions() {
+  local worlds=2,4,8 few=()
+  ((quick)) && worlds=2 few=(--rounds 5)
+  most=280 measure gpu_waits-all gpu_waits --world "$worlds" "${few[@]}"
+  most=110 measure reduce_kernels reduce_kernels --seconds 60
+  most=90 measure pinned_ring pinned_ring --seconds 60
 }
 
 sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual toolkit folders
@@ -205,107 +292,22 @@ stage_sanitize() {
   done
 }
 
-stage_bench() {
-  local dtype sizes=(-b 4K -e 256M -f 4) few=(-b 64K -e 64M -f 32) seconds=1.5
-  local worlds=4,8 copies=(-b 1M -e 256M -f 16) products=(--size 4000 --products 50)
-  local steps=(--batch 256 --seconds 5) training=(--batch 256 --seconds 10)
-  local json=(--json "$out/.content.json") on=(--devices "$devices") plot=()
-  if ((quick)); then
-    sizes=(-b 4K -e 16K -f 4) few=(-b 4K -e 4K) seconds=0.01
-    worlds=2 copies=(-b 64K -e 64K) products=(--size 64 --products 2)
-    steps=(--batch 8 -n 1 -w 1) training=(--models lenet --worlds 2 --batch 8 -n 1)
-  fi
-  local measure=("$python" bench/allreduce_bandwidth.py "${on[@]}" --seconds "$seconds")
-  [[ -n $(missing matplotlib) ]] || plot=(yes)
-  for dtype in float32 bfloat16; do
-    step "all_reduce-$dtype" "${measure[@]}" "${json[@]}" "${sizes[@]}" --world "$worlds" \
-      -d "$dtype" --targets "${plot[@]/yes/--plot=$out/all_reduce-$dtype.png}"
-  done
-  step copies "$python" bench/copy_bandwidth.py "${on[@]}" --seconds "$seconds" \
-    "${copies[@]}" --targets "${json[@]}"
-  step overlap "$python" bench/overlap.py "${on[@]}" "${products[@]}" "${json[@]}"
-  step train_step "$python" bench/train_step.py "${on[@]}" "${steps[@]}" --targets "${json[@]}"
-  step train "$python" bench/train.py "${on[@]}" "${training[@]}" "${json[@]}"
-  step algorithms "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" --algorithms all
-  for collective in reduce broadcast all_gather reduce_scatter; do
-    step "$collective" "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" \
-      --collective "$collective"
-  done
-}
-
-stage_dist() {
-  local sizes=(-b 4 -e 64M -f 8) few=(-b 4K -e 16M -f 64) seconds=1 world=4 others=2,8
-  local json=(--json "$out/.content.json") plot=() training=(--batch 256 --seconds 20)
-  local some=(tests/test_cuda_dist_{matrix,streams,p2p}.py -k "float32 or by_tag or auto")
-  if ((quick)); then
-    sizes=(-b 4 -e 4K -f 1024 -n 1 -w 1) few=(-b 4K -e 4K -n 1 -w 1) seconds=0.01
-    world=2 others=3 training=(--batch 8 -n 1)
-  fi
-  local measure=("$python" bench/allreduce_bandwidth.py --devices "$devices" --seconds "$seconds")
-  [[ -n $(missing matplotlib) ]] || plot=(yes)
-  if can_test dist-some; then
-    PYCOLLECT_REQUIRE_CUDA=1 most=130 step dist-some "$python" -m pytest "${tests[@]}" -m cuda \
-      "${some[@]}"
-  fi
-  most=180 step dist-all_reduce "${measure[@]}" "${json[@]}" "${sizes[@]}" --processes "$world" \
-    --peer-limit 25 --targets "${plot[@]/yes/--plot=$out/dist-all_reduce.png}"
-  most=80 step dist-train "$python" bench/train.py --devices "$devices" --models lenet \
-    --worlds "$world" --no-loading --targets "${training[@]}" "${json[@]}"
-  step dist-worlds "${measure[@]}" "${json[@]}" "${few[@]}" --processes "$others" --peers gloo
-}
-
-dist_tests() {  # name, arguments of pytest...
-  can_test "$1" || return
-  PYCOLLECT_REQUIRE_CUDA=1 step "$1" "$python" -m pytest "${tests[@]}" -m cuda "${@:2}"
-}
-
-stage_dist_test() {
-  local files=(tests/test_cuda_dist_{matrix,streams,rendezvous}.py)
-  files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_graph_replay.py)
-  dist_tests dist-test "${files[@]}"
-}
-
-stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{zero_copy,symmetric_memory,p2p,p2p_order}.py; }
-
-# Most of these tests start their own processes and take seconds each, on any GPU.
-stage_dist_faults() {
-  dist_tests dist-faults tests/test_cuda_dist_{faults,deaths,p2p_faults,training}.py
-}
-
-stage_dist_slow() {
-  local lifecycle=tests/test_cuda_dist_lifecycle.py
-  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not nothing_behind" "$lifecycle" \
-    tests/test_cuda_dist_settings.py
-  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k nothing_behind "$lifecycle"
-}
-
-stage_threads() {
-  local json=(--json "$out/.content.json") sizes=(--sizes 4,64K,1M,16M,64M --seconds 3)
-  ((quick)) && sizes=(--quick --parts all_reduce --seconds 0.01)
-  most=$((limit / 2)) dist_tests threads-test tests/test_threads_*.py \
-    tests/test_cuda_rank_threads*.py
-  step rank_threads "$python" bench/rank_threads.py --device "$devices" "${sizes[@]}" --targets "${json[@]}"
-}
-
-stage_questions() {
-  local json=(--json "$out/.content.json") worlds=2,4,8 few=() sizes=()
-  ((quick)) && worlds=2 few=(--rounds 5) sizes=(-e 4K -n 1 -w 1)
-  most=190 step gpu_waits "$python" bench/gpu_waits.py --world "$worlds" "${few[@]}" "${json[@]}"
-  most=110 step reduce_kernels "$python" bench/reduce_kernels.py --seconds 60 "${json[@]}"
-  most=90 step pinned_ring "$python" bench/pinned_ring.py --seconds 60 "${json[@]}"
-  step graph_replay "$python" bench/graph_replay.py --devices "$devices" "${sizes[@]}" "${json[@]}"
-}
-
 describe_machine
+[[ -n $commit ]] || say "the commit is unknown; COMMIT=... names it in the record"
 for stage in "${stages[@]}"; do
   stage_begin=$SECONDS
   ((dry_run)) || log=$out/$stage.log
   ((dry_run)) || : >"$log"
   say "$stage on $gpu, driver ${driver:-unknown}, CUDA ${cuda:-unknown}, torch ${torch:-unknown}," \
     "commit ${commit:-unknown}"
-  "stage_${stage/-/_}"
+  if ((dry_run)) || [[ $stage == first || $stage == build ]] || "$python" -c 'import pycollect'; then
+    "stage_$stage"
+  else
+    stage_build && "stage_$stage"
+  fi
   say "$stage: $((SECONDS - stage_begin)) s"
 done
+((${#summary[@]})) && printf '%s\n' "${summary[@]}"
 if ((${#failed[@]})); then
   printf 'gpu_report: failed: %s\n' "${failed[*]}" >&2
   exit 1

@@ -77,7 +77,7 @@ ABOUT = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
 
 
 def merge(file: str) -> int:
-    return int(script("merge_results").main([file, *ABOUT]))
+    return int(script("merge_results").main(["add", file, *ABOUT]))
 
 
 RECORD = ROOT / "bench" / "results" / "cpu.json"
@@ -287,7 +287,7 @@ def test_an_invalid_record_is_reported_in_one_sentence(
     path.write_bytes(content.encode("latin1"))
     files = [str(path)] if which == "record" else [str(other), "--content", str(path)]
     with pytest.raises(SystemExit) as stop:
-        script("merge_results").main([*files, *ABOUT])
+        script("merge_results").main(["add", *files, *ABOUT])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert f"the {which} {path}" in error

@@ -70,7 +70,7 @@ def test_merged_inputs_must_be_regular_files(
     device(tmp_path / "null")
     files = [str(tmp_path / "record"), f"--{which}", str(tmp_path / "null")]
     with pytest.raises(SystemExit):
-        script("merge_results").main([*files, *ABOUT])
+        script("merge_results").main(["add", *files, *ABOUT])
     message = f"the {which} must be a regular file, and {tmp_path}/null is a device\n"
     assert capsys.readouterr().err.endswith(message)
     assert not (tmp_path / "record").exists()
@@ -81,6 +81,6 @@ def test_a_record_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.write_text('{"old": 1}')
     with path.open() as old:
-        script("merge_results").main([str(path), *ABOUT])
+        script("merge_results").main(["add", str(path), *ABOUT])
         assert old.read() == '{"old": 1}'
     assert "a" in json.loads(path.read_text())["runs"]
