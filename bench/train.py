@@ -2,7 +2,7 @@
 
 `python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
 ResNet-18; `--models lenet` takes one minute. With `--devices cuda:0 --worlds 4` the four processes
-of DDP share a GPU. The exit status is 3 if a target is missed.
+of DDP share a GPU. The exit status is 1 if a process of DDP fails, 3 if a target is missed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def compare(argv: Sequence[str] | None) -> int:
     if args.plot and results:
         draw(record, args.plot)
     interruption.reraise(args.json)
-    return status(outcomes)
+    return status(outcomes, any(result.failed for result in results))
 
 
 if __name__ == "__main__":

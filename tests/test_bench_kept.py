@@ -137,3 +137,16 @@ def test_processes_that_fail_do_not_end_the_run_of_threads(tmp_path, monkeypatch
     assert "a rank has ended" in found["all_reduce"][0]["not_run"]["processes, gloo"]
     assert {"threads", "list"} <= {row["way"] for row in found["all_reduce"][0]["rows"]}
     assert found["programs"]
+
+
+def test_processes_of_ddp_that_fail_leave_the_other_candidates(tmp_path, monkeypatch):
+    def fails(job):
+        raise RuntimeError("rank 1: Traceback ...\nRuntimeError: CUDA error\n")
+
+    monkeypatch.setattr(training.comparison, "DDPWorkers", fails)
+    path = tmp_path / "run.json"
+    arguments = ["--models", "lenet", "--worlds", "2", "--batch", "4", "--no-loading", *FEW]
+    assert script("train").main([*arguments, "--json", str(path)]) == 1
+    (case,) = json.loads(path.read_text())["training"]
+    assert case["not_run"]["DDP, gloo"] == "RuntimeError: CUDA error"
+    assert "pycollect" in [row["way"] for row in case["rows"]]

@@ -80,11 +80,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Result:
-    """The entries of one case by name. `not_run` has the reasons of other candidates."""
+    """The entries of one case by name. `not_run` has the reasons of other candidates.
+
+    `failed`: a process of DDP failed; in a case without DDP, none did.
+    """
 
     case: TrainingCase
     entries: dict[str, Measured]
     not_run: dict[str, str]
+    failed: bool = False
 
     def slowdowns(self, name: str) -> list[float]:
         """Return the step time divided by one replica's, by round; empty if `name` did not run."""
@@ -155,11 +159,7 @@ def _candidates(
             yield name, stack.enter_context(DDPWorkers(job)).sampler
 
 
-def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
-    """Time a step of all candidates in turns.
-
-    With `ddp` there is a process per rank and backend. Raises RuntimeError if a process fails.
-    """
+def _entries(case: TrainingCase, effort: Effort, ddp: bool) -> dict[str, Measured]:
     reductions: Reductions = {}
     samplers: dict[str, Sampler] = {}
     with ExitStack() as stack:
@@ -167,7 +167,20 @@ def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
             reductions[name] = []
             samplers[name] = make(reductions[name])
         timings = interleave(samplers, effort)
-    entries = {name: Measured(t, reductions[name][-t.count :]) for name, t in timings.items()}
-    why = "needs all ranks on CPUs or all on GPUs"
-    not_run = {name: why for name in BACKENDS if ddp and not case.one_kind}
-    return Result(case, entries, not_run)
+    return {name: Measured(t, reductions[name][-t.count :]) for name, t in timings.items()}
+
+
+def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
+    """Time a step of all candidates in turns.
+
+    With `ddp` there is a process per rank and backend. If one fails, the candidates of this process
+    are measured without them.
+    """
+    failed, why = False, "" if case.one_kind else "needs all ranks on CPUs or all on GPUs"
+    if ddp and not why:
+        try:
+            return Result(case, _entries(case, effort, ddp=True), {})
+        except RuntimeError as error:
+            failed, why = True, str(error).strip().splitlines()[-1]
+    entries = _entries(case, effort, ddp=False)
+    return Result(case, entries, dict.fromkeys(BACKENDS, why) if ddp else {}, failed)
