@@ -8,12 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import conftest
+import dist_pool
 import programs
 import pytest
 import torch
+from dist_pool import RankContext, fresh
 
 HERE = Path(__file__).parent
 TESTS = """
@@ -125,6 +128,17 @@ def pytest_run(
 
 def run(folder: Path, *arguments: str, **more: str) -> str:
     return pytest_run(folder, *arguments, **more).stdout
+
+
+def hang(me: RankContext) -> None:
+    time.sleep(100)
+
+
+def test_a_job_that_hangs_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh(1, group=False) as pool:
+        monkeypatch.setattr(dist_pool, "MOST_SECONDS", 0.2)
+        with pytest.raises(pytest.fail.Exception, match="hang: ranks \\[0\\] hang"):
+            pool.run(hang, seconds=60)
 
 
 def test_a_test_that_hangs_ends_the_run(tmp_path: Path) -> None:
