@@ -39,7 +39,7 @@ quick=${QUICK:-0}
 # Seconds from the signal that ends a step to the one that kills it. A benchmark between processes
 # waits up to 30 s for ranks that hang in the driver, and then writes its results.
 grace=40
-dry_run=0
+dry_run=0 log=/dev/null
 failed=() summary=() stages=()
 all_stages=(first speed test dist bench questions sanitize slow)
 
@@ -60,14 +60,14 @@ done
 mkdir -p "$out" "$results" || exit 1
 [[ $out == bench/results/run ]] && printf '*\n' >"$out/.gitignore"
 export PYTHONUNBUFFERED=1
-log=/dev/null
 
 say() { printf '== %s\n' "$*" | tee -a "$log"; }
 skip() { say "SKIPPED: $*"; }
 
-fail() {
+fail() {  # step, reason: returns 1
   failed+=("$1")
   say "FAILED: $*"
+  return 1
 }
 
 describe_machine() {  # sets GPU, versions and commit, which every record contains; called once
@@ -92,9 +92,8 @@ note() {
 }
 
 # command...: runs it for at most $left seconds and logs its output; sets $status. Processes that it
-# leaves behind are killed: they would use the GPU during the next step. One that hangs in the
-# driver, or has left the process group, may keep the pipe to tee open, so tee is waited for
-# briefly.
+# leaves behind would use the GPU during the next step, and are killed. One that hangs in the driver
+# or has left the process group may keep the pipe to tee open, so the wait for tee is short.
 run_logged() {
   local group tee
   exec 3> >(exec tee -a "$log")
@@ -109,22 +108,16 @@ run_logged() {
   kill "$tee" 2>/dev/null
 }
 
-# name, command...: runs, logs and records the command. Its time limit is the rest of the stage, or
-# $most seconds if that is less. Benchmarks write their JSON into the file that `json` names.
+# name, command...: runs, logs and records the command, with what it has written to $out/NAME.json.
+# Its time limit is the rest of the stage, or $most seconds if that is less.
 step() {
   local name=$1 begin=$SECONDS status=0 left content command
   shift
   content=$out/$name.json
   printf -v command '%q ' "$@"
-  if ((dry_run)); then
-    printf '%s: %s\n' "$name" "$command"
-    return 0
-  fi
+  ((dry_run)) && { printf '%s: %s\n' "$name" "$command"; return; }
   left=$((limit - (SECONDS - stage_begin)))
-  if ((left < 2)); then
-    fail "$name" "no time left in this stage"
-    return 1
-  fi
+  ((left >= 2)) || { fail "$name" "no time left in this stage"; return; }
   ((${most:-left} < left)) && left=$most
   rm -f "$content"
   say "$name [at most $left s]: $command"
@@ -134,12 +127,11 @@ step() {
   rm -f "$content"
   summary+=("$name: status $status, $((SECONDS - begin)) s")
   # Status 3: a speed target of the table was missed. Status 77: it cannot run on this machine.
-  if ((status == 77)); then
-    skip "$name: $(grep -v '^==' "$log" | tail -n 1)"
-    return 0
-  fi
-  ((status == 0 || status == 3)) || fail "$name" "status $status after $((SECONDS - begin)) s"
-  ((status == 0 || status == 3))
+  case $status in
+    0 | 3) ;;
+    77) skip "$name: $(grep -v '^==' "$log" | tail -n 1)" ;;
+    *) fail "$name" "status $status after $((SECONDS - begin)) s" ;;
+  esac
 }
 
 # name, script of bench/, arguments...: a step that measures.
@@ -164,10 +156,7 @@ stage_build() {
 run_tests() {  # stage, options of pytest...: the runs of this stage in tests/gpu_tests.txt
   local stage name seconds words lacks workers=() arguments
   lacks=$(missing pytest hypothesis numpy)
-  if [[ -n $lacks ]]; then
-    fail "$1" "this environment lacks $lacks; the tests need them"
-    return 1
-  fi
+  [[ -z $lacks ]] || { fail "$1" "this environment lacks $lacks; the tests need them" || return; }
   lacks=$(missing cupy sklearn tqdm matplotlib)
   [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
   [[ -n $(missing xdist) ]] || workers=(-n 6 --dist worksteal)
@@ -259,9 +248,9 @@ stage_questions() {
 }
 
 sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual toolkit folders
-  local nvcc at
-  command -v compute-sanitizer && return
+  local at nvcc
   nvcc=$(command -v nvcc || true)
+  command -v compute-sanitizer && return
   for at in "${nvcc%/*}" "${CUDA_HOME:-/usr/local/cuda}/bin" /usr/local/cuda/compute-sanitizer; do
     [[ -x $at/compute-sanitizer ]] && printf '%s\n' "$at/compute-sanitizer" && return
   done
@@ -270,12 +259,8 @@ sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual t
 
 stage_sanitize() {
   local tool check first
-  local what=(-m pytest -q -x -rs -p no:cacheprovider tests/test_cuda_sanitize.py)
-  what+=(-k "sanitize and not cpu and not several")
-  if ! tool=$(sanitizer); then
-    skip "sanitize: there is no compute-sanitizer"
-    return
-  fi
+  local what=(tests/test_cuda_sanitize.py -k "sanitize and not cpu and not several")
+  tool=$(sanitizer) || { skip "sanitize: there is no compute-sanitizer"; return; }
   first="import torch; print(torch.ones(3, device='$devices').sum().item())"
   if ! ((dry_run)) && ! timeout --kill-after=10 $((limit / 3)) "$tool" "$python" -c "$first" \
     >"$out/.refusal" 2>&1; then
@@ -288,7 +273,8 @@ stage_sanitize() {
   for check in memcheck initcheck; do
     # Without torch's cache every tensor is a separate allocation, and its bounds are checked.
     step "sanitize-$check" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYCOLLECT_REQUIRE_CUDA=1 \
-      "$tool" --tool "$check" --error-exitcode 99 --print-limit 20 "$python" "${what[@]}"
+      "$tool" --tool "$check" --error-exitcode 99 --print-limit 20 "$python" -m pytest -q -x -rs \
+      -p no:cacheprovider "${what[@]}"
   done
 }
 
