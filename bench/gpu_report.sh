@@ -159,6 +159,7 @@ run_tests() {  # stage, options of pytest...: the runs of this stage in tests/gp
   [[ -z $lacks ]] || { fail "$1" "this environment lacks $lacks; the tests need them" || return; }
   lacks=$(missing cupy sklearn tqdm matplotlib)
   [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
+  # shellcheck disable=SC2034  # the words of a line may use it
   [[ -n $(missing xdist) ]] || workers=(-n 6 --dist worksteal)
   while read -r stage name seconds words; do
     [[ $stage == "$1" ]] || continue
@@ -186,8 +187,8 @@ stage_dist() { PYCOLLECT_TEST_SECONDS=45 run_tests dist --maxfail=5; }
 stage_slow() { PYCOLLECT_TEST_CYCLES=200 run_tests slow --maxfail=50; }
 
 set_sizes() {  # the sizes that several stages use
-  on=(--devices "$devices") lists=(-b 4K -e 256M -f 4 --world 4,8 --seconds 1.5)
-  few=(-b 64K -e 64M -f 32 --world 4,8 --seconds 1.5) processes=4 others=2,8
+  on=(--devices "$devices") lists=(-b 4K -e 256M -f 4 --world '4,8' --seconds 1.5)
+  few=(-b 64K -e 64M -f 32 --world '4,8' --seconds 1.5) processes=4 others=2,8
   large=(-b 64K -e 64M -f 16) small=(-b 4 -e 4K -f 1024) ends=(-b 1M -e 64M -f 64) effort=(--seconds 1)
   if ((quick)); then
     lists=(-b 4K -e 16K -f 4 --world 2 --seconds 0.01) few=(-b 4K -e 4K --world 2 --seconds 0.01)
@@ -199,11 +200,11 @@ set_sizes() {  # the sizes that several stages use
 stage_speed() {
   local bandwidth=allreduce_bandwidth between steps=(--batch 256 --seconds 5)
   local training=(--batch 256 --seconds 20) replays=(-f 16)
-  local threads=(--parts "all_reduce,worlds" --sizes "4,64K,1M,16M,64M" --seconds 3 --rounds 1)
+  local threads=(--sizes "4,64K,1M,16M,64M" --seconds 3)
   set_sizes
   if ((quick)); then
     steps=(--batch 8 -n 1 -w 1) training=(--batch 8 -n 1) replays=(-e 4K -n 1 -w 1)
-    threads=(--quick --parts all_reduce --seconds 0.01)
+    threads=(--quick --seconds 0.01)
   fi
   between=("${on[@]}" --processes "$processes" "${effort[@]}")
   most=100 measure all_reduce-float32 $bandwidth "${on[@]}" "${lists[@]}" -d float32 --targets
@@ -211,7 +212,8 @@ stage_speed() {
   most=90 measure dist-large $bandwidth "${between[@]}" "${large[@]}" --peers gloo
   most=60 measure dist-small $bandwidth "${between[@]}" "${small[@]}" --peers gloo
   most=150 measure dist-targets $bandwidth "${between[@]}" "${ends[@]}" --peer-limit 25 --targets
-  most=60 measure rank_threads rank_threads --device "$devices" "${threads[@]}" --targets
+  most=60 measure rank_threads rank_threads --device "$devices" --parts all_reduce \
+    "${threads[@]}" --targets
   most=40 measure train_step train_step "${on[@]}" "${steps[@]}" --targets
   most=40 measure graph_replay graph_replay "${on[@]}" "${replays[@]}"
   measure dist-train train "${on[@]}" --models lenet --worlds "$processes" --no-loading \
@@ -235,7 +237,7 @@ stage_bench() {
   measure dist-worlds allreduce_bandwidth "${on[@]}" --processes "$others" "${effort[@]}" \
     "${between[@]}" --peers gloo
   most=150 measure train train "${on[@]}" "${training[@]}"
-  measure thread_programs rank_threads --device "$devices" --parts programs --rounds 1 \
+  measure thread_programs rank_threads --device "$devices" --parts "worlds,programs" --rounds 1 \
     "${programs[@]}"
 }
 
@@ -258,18 +260,16 @@ sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual t
 }
 
 stage_sanitize() {
-  local tool check first
+  local tool check first refusal
   local what=(tests/test_cuda_sanitize.py -k "sanitize and not cpu and not several")
   tool=$(sanitizer) || { skip "sanitize: there is no compute-sanitizer"; return; }
   first="import torch; print(torch.ones(3, device='$devices').sum().item())"
-  if ! ((dry_run)) && ! timeout --kill-after=10 $((limit / 3)) "$tool" "$python" -c "$first" \
-    >"$out/.refusal" 2>&1; then
+  if ! refusal=$( ((dry_run)) ||
+    timeout --kill-after=10 $((limit / 3)) "$tool" "$python" -c "$first" 2>&1); then
     skip "sanitize: compute-sanitizer does not run here: $(grep -m 1 -i -e 'not supported' \
-      -e error -e fail "$out/.refusal" || tail -n 1 "$out/.refusal" | grep . || echo it hangs)"
-    rm -f "$out/.refusal"
+      -e error -e fail <<<"$refusal" || tail -n 1 <<<"$refusal" | grep . || echo it hangs)"
     return
   fi
-  rm -f "$out/.refusal"
   for check in memcheck initcheck; do
     # Without torch's cache every tensor is a separate allocation, and its bounds are checked.
     step "sanitize-$check" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYCOLLECT_REQUIRE_CUDA=1 \
