@@ -104,9 +104,10 @@ def test_a_killed_benchmark_keeps_all_earlier_cases(name, tmp_path, monkeypatch)
     assert len(record.get("rank_threads", record)[key]) == 1
 
 
-def test_a_peer_that_fails_does_not_end_the_run(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, ImportError])
+def test_a_peer_that_fails_does_not_end_the_run(monkeypatch, error):
     def broken(name, case, workspace):
-        raise RuntimeError("the library does not know this GPU\nsecond line")
+        raise error("the library does not know this GPU\nsecond line")
 
     monkeypatch.setattr(comparison, "peer", broken)
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)

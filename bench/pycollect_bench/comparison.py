@@ -134,7 +134,7 @@ class _CandidateSet:
         except (TypeError, ValueError, NotImplementedError) as error:
             self.not_run[name] = str(error)
             return
-        except RuntimeError as error:
+        except Exception as error:
             if kind != "peer":
                 raise
             self.not_run[name] = _first_line(error)
