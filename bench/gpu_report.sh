@@ -174,7 +174,7 @@ stage_first() {
   local worlds=4 few=() bytes=4K,1M
   ((quick)) && worlds=2 few=(--rounds 5) bytes=4K
   most=330 stage_build || return
-  most=120 measure gpu_waits gpu_waits --world "$worlds" --bytes "$bytes" --seconds 12 "${few[@]}"
+  most=150 measure gpu_waits gpu_waits --world "$worlds" --bytes "$bytes" --seconds 12 "${few[@]}"
   PYCOLLECT_TEST_SECONDS=20 run_tests first -x
 }
 
