@@ -8,6 +8,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
@@ -54,6 +55,8 @@ class CudaRuntime final : public TorchRuntime {
     }
     cuda::DeviceGuard guard(cuda_api());
     guard.use(device.index());
+    // Creating a stream is no part of a capture, as allocating memory is none for torch.
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     return cuda_api().create_stream(device.index());
   }
   void give_back(cuda::Stream stream) override {
