@@ -252,6 +252,10 @@ class Emulator:
     def drop(self, call: str, on: bool = True) -> None:
         """Let calls of this name succeed without an effect."""
 
+    def block(self, call: str, on: bool = True) -> None:
+        """Let calls of this name (launch, wait_value, query) return only when the stream's work up
+        to there is done."""
+
     def set_identity(self, gpu: str) -> None:
         """Set the identity of every device."""
 

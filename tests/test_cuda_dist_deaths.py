@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
 from dist_sites import LARGE, until
-from test_cuda_dist_faults import FAULTY_RANK, die, survivors
+from test_cuda_dist_faults import FAULTY_RANK, NOTICE_SECONDS, die, survivors, warm
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 
@@ -66,6 +66,41 @@ def test_missing_results_are_reported(calls_again):
             assert (later_kind, error.kind) == (
                 ("PeerLost", "") if calls_again else ("", "PeerLost")
             ), error
+
+
+def lost_rank_while_hosts_are_blocked(
+    me: RankContext, call: str
+) -> tuple[bool, float, str, list[float], list[str]]:
+    """A rank dies after it enqueued its part; its peers' hosts are blocked in this CUDA call."""
+    x = warm(me)
+    me.site.run_ahead()
+    if me.rank == FAULTY_RANK:
+        me.site.stall()
+    else:
+        me.fake.gpu.block(call)
+    begin = time.monotonic()
+    work = dist.all_reduce(x, async_op=True)
+    if me.rank == FAULTY_RANK:
+        die(0.3)
+    over = until(work.is_completed)
+    took, message = time.monotonic() - begin, str(work.exception())
+    me.fake.gpu.block(call, False)
+    me.site.synchronize()
+    return over, took, message, x.unique().tolist(), me.site.violations()
+
+
+@pytest.mark.parametrize("call", ["launch", "wait_value", "query"])
+def test_a_death_releases_hosts_that_cuda_blocks(call):
+    """The queue of a stream may be full, and a call may need a lock that a blocked call holds."""
+    with fresh(3, site="eager:cuda_ipc") as pool:
+        for over, took, message, values, violations in survivors(
+            pool, lost_rank_while_hosts_are_blocked, call
+        ):
+            assert over
+            assert took < 0.3 + NOTICE_SECONDS
+            assert f"rank {FAULTY_RANK} (pid" in message
+            assert values == [3.0]
+            assert violations == []
 
 
 def lost_rank_after_its_part(me: RankContext, call: str) -> tuple[str, list[float]]:

@@ -218,6 +218,29 @@ def test_a_failing_cuda_call_is_reported(pools, call):
         assert (second.kind, total) == ("", 9.0), second
 
 
+def failed_device(me: RankContext) -> tuple[float, Caught]:
+    """The faulty rank's device fails under a call that its host has enqueued."""
+    x = warm(me)
+    if me.rank == FAULTY_RANK:
+        me.site.stall()
+        me.fake.gpu.fail("query", 0)
+    me.site.run_ahead()
+    begin = time.monotonic()
+    work = dist.all_reduce(x, async_op=True)
+    until(work.is_completed)
+    took, error = time.monotonic() - begin, caught(work.wait)
+    me.site.resume()
+    return took, error
+
+
+def test_a_failed_device_ends_the_call():
+    with fresh(3, site="eager:cuda_ipc") as pool:
+        for rank, (took, error) in enumerate(pool.run(failed_device)):
+            assert took < NOTICE_SECONDS
+            failed = rank == FAULTY_RANK
+            assert ("injected failure in query" if failed else "its GPU failed") in error.text
+
+
 def dropped_calls(me: RankContext, call: str) -> tuple[list[bool], Caught]:
     """On the faulty rank, CUDA calls of this kind do nothing; the streams of its peers are slow."""
     dist.all_reduce(torch.ones(3))

@@ -47,30 +47,57 @@ void CudaIpcCommunicator::wait(Rank r, uint64_t value, const ipc::OpContext& con
   if (!ready())
     group().await(ready, [&] { return missing(group(), resources_.signal_pad, r); }, context);
   if (ipc::reached(awaited_[r], value)) return;  // counters only grow
+  if (!work_) begin_work(context);
+  work_->add_wait(r, value);  // from now on, enqueueing may block until the peer signals
   gpu().on(stream().device, [&](cuda::Api& api) { api.wait_value(stream(), word(r), value); });
   awaited_[r] = value;
 }
 
 // A stream released by an abort also reaches its end, without results and perhaps before this rank
 // has noticed the abort. Such an end is a failure, unless the end was seen before the abort.
-std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const ipc::OpContext& context,
-                                                        std::function<bool()> ended,
-                                                        std::shared_ptr<void> exposed) {
+void CudaIpcCommunicator::begin_work(const ipc::OpContext& context) {
   auto succeeded = std::make_shared<std::atomic<bool>>(false);
   auto reached = [group = resources_.group, signal_pad = resources_.signal_pad, context, succeeded,
-                  ended = std::move(ended)] {
+                  number = ++works_] {
     if (succeeded->load()) return true;
-    if (!ended()) return false;
+    if (!ipc::reached(signal_pad.counter(group->rank()).ended.load(std::memory_order_acquire),
+                      number))
+      return false;
     if (signal_pad.aborted().load(std::memory_order_acquire) != 0) group->require_healthy(context);
     succeeded->store(true);
     return true;
   };
-  auto work = std::make_shared<PendingWork>(
-      PendingWork::WorkInfo{context.operation, context.call, context.deadline, std::move(reached),
-                            awaited_},
-      std::move(exposed));
-  resources_.watchdog->add(work);
+  work_ = std::make_shared<PendingWork>(
+      PendingWork::WorkInfo{context.operation, context.call, context.deadline, std::move(reached)},
+      awaited_);
+  resources_.watchdog->add(work_);
+}
+
+std::shared_ptr<PendingWork> CudaIpcCommunicator::end_call(const ipc::OpContext& context,
+                                                           std::function<bool()> query,
+                                                           std::shared_ptr<void> exposed) {
+  if (!work_) begin_work(context);
+  const std::shared_ptr<PendingWork> work = work_;
+  work->set_end(std::move(query), std::move(exposed));
+  try {
+    gpu().on(stream().device, [&](cuda::Api& api) {
+      api.write_value(
+          stream(),
+          resources_.registered->base() + resources_.signal_pad.offset_of_ended(group().rank()),
+          works_);
+    });
+  } catch (...) {
+    end_call(std::current_exception());
+    throw;
+  }
+  work_.reset();
+  resources_.watchdog->free_returned();
   return work;
+}
+
+void CudaIpcCommunicator::end_call(std::exception_ptr error) {
+  if (const std::shared_ptr<PendingWork> work = std::exchange(work_, nullptr))
+    work->lose(std::move(error), true);
 }
 
 std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds timeout) {

@@ -79,10 +79,13 @@ class CudaIpcCommunicator {
   void signal(uint64_t value);
   void wait(Rank r, uint64_t value, const ipc::OpContext& context);
 
-  // Makes the watchdog poll the work that is now on the stream, until `reached` returns true. Until
-  // then the pending work holds `exposed`, the memory that peers access in place.
-  std::shared_ptr<PendingWork> watch(const ipc::OpContext& context, std::function<bool()> reached,
-                                     std::shared_ptr<void> exposed);
+  // Ends a call when all of its work is on the stream; the watchdog watches that work since the
+  // call's first wait. `query` asks for an event at the end, and throws the device's error. Until
+  // the work has ended it holds `exposed`, the memory that peers access in place.
+  std::shared_ptr<PendingWork> end_call(const ipc::OpContext& context, std::function<bool()> query,
+                                        std::shared_ptr<void> exposed);
+  // Ends a call after a failure of this rank's device, on which the work's end is not marked.
+  void end_call(std::exception_ptr error);
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
   void free_returned() { resources_.watchdog->free_returned(); }
 
@@ -94,10 +97,13 @@ class CudaIpcCommunicator {
   std::byte* word(Rank r) const {
     return resources_.registered->base() + resources_.signal_pad.offset(r);
   }
+  void begin_work(const ipc::OpContext& context);
 
   Resources resources_;
-  std::vector<uint64_t> awaited_;  // [rank]: its latest signal that this stream waits for
-  uint64_t run_ = 1;               // counters begin at zero, which is before every run
+  std::vector<uint64_t> awaited_;      // [rank]: its latest signal that this stream waits for
+  uint64_t run_ = 1;                   // counters begin at zero, which is before every run
+  uint64_t works_ = 0;                 // number of calls that have begun work, see Counter::ended
+  std::shared_ptr<PendingWork> work_;  // of the call that runs; null: it has not waited yet
   bool closed_ = false;
 };
 

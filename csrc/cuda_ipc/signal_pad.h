@@ -13,11 +13,11 @@
 
 namespace pycollect::cuda_ipc {
 
-// Signal pad entry: the progress counter of a rank's stream, with values as those of
-// ipc::RankState::progress, written by the stream. It has a cache line of its own, which only
-// streams and threads that poll them access.
+// Signal pad entry: the counters of a rank's stream, written by the stream. They have cache lines
+// of their own, which only streams and threads that poll them access.
 struct alignas(128) Counter {
-  std::atomic<uint64_t> reached{0};
+  std::atomic<uint64_t> reached{0};            // progress, with values as of RankState::progress
+  alignas(64) std::atomic<uint64_t> ended{0};  // number of the last call whose work has ended
 };
 static_assert(sizeof(Counter) == 128);
 
@@ -73,7 +73,8 @@ class SignalPad {
   // The part that devices access: whole pages from the beginning of the signal pad.
   std::byte* base() const { return base_; }
   std::size_t registered_bytes() const { return ipc::SegmentLayout::up(counter_bytes()); }
-  std::size_t offset(Rank r) const { return sizeof(Counter) * (1 + r); }
+  std::size_t offset(Rank r) const { return sizeof(Counter) * (1 + r); }  // of the counter
+  std::size_t offset_of_ended(Rank r) const { return offset(r) + offsetof(Counter, ended); }
 
  private:
   std::size_t counter_bytes() const { return sizeof(Counter) * (1 + world_); }

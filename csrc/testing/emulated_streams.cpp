@@ -79,7 +79,13 @@ void EmulatedStreams::serve() {
 void EmulatedStreams::drain(std::size_t stream) {
   Lock lock(mutex);
   const Point to = end(stream);
-  while (!advance(to) && thread_.joinable() && !is_stalled(stream)) {
+  lock.unlock();
+  drain(to);
+}
+
+void EmulatedStreams::drain(Point to) {
+  Lock lock(mutex);
+  while (!advance(to) && thread_.joinable() && !is_stalled(to.stream)) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     lock.lock();

@@ -49,8 +49,10 @@ class EmulatedStreams {
   bool has_thread() const { return thread_.joinable(); }
   void pause_for(std::chrono::microseconds pause) { pause_ = pause; }
 
-  // The caller of the functions below must not hold the mutex. `drain` runs the work that is
-  // enqueued on a stream now: all of it if there is a thread, otherwise the items that can run.
+  // The caller of the functions below must not hold the mutex. `drain` runs a stream's work up to
+  // `to`, or up to the work that is enqueued now: all of it if there is a thread, otherwise the
+  // items that can run.
+  void drain(Point to);
   void drain(std::size_t stream);
   // Drains all streams; returns false if the time limit passes first.
   bool drain_all(std::chrono::seconds limit);

@@ -66,7 +66,7 @@ void Emulator::load(const Launch& launch) {
 
 void Emulator::launch(Stream stream, const Launch& launch) {
   load(launch);
-  const Lock lock = locked();
+  Lock lock = locked();
   enter("launch");
   state(stream, "launch");
   demand(!launch.works.empty(), "a launch without work");
@@ -90,6 +90,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
     });
   }
   enqueue(stream, std::move(o));
+  return_late("launch", lock, streams_.end(number(stream)));
 }
 
 // For a copy to pageable memory, CUDA makes the host wait for earlier work without a time limit, so
@@ -137,7 +138,7 @@ void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
 }
 
 void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
-  const Lock lock = locked();
+  Lock lock = locked();
   if (!is_registered(word)) violation("wait_value on memory that is not registered");
   enter("wait_value");
   state(stream, "wait_value");
@@ -146,6 +147,7 @@ void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
     violation("wait_value for a value whose write has not been enqueued");
   if (!is_dropped("wait_value"))
     streams_.enqueue(number(stream), [=] { return ipc::reached(word_at(word).load(), value); });
+  return_late("wait_value", lock, streams_.end(number(stream)));
 }
 
 }  // namespace pycollect::cuda

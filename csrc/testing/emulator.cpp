@@ -136,11 +136,13 @@ void Emulator::wait(Stream stream, Event event) {
 // runs the streams, each later query runs one item of work: on the event's stream, or, if that is
 // blocked, on every caller's stream.
 bool Emulator::query(Event event) {
-  const Lock lock = locked();
+  Lock lock = locked();
   enter("query");
   require_no_capture("query");
   EventState& e = state(event, "query");
   if (!e.is_recorded) return true;
+  return_late("query", lock, e.point);
+  if (!lock.owns_lock()) lock.lock();
   if (!std::exchange(e.queried, true)) return false;
   if (!streams_.has_thread() && !streams_.passed(e.point) && !streams_.step(e.point.stream))
     for (std::size_t s = 0; s < states_.size(); ++s)

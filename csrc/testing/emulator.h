@@ -79,12 +79,15 @@ class Emulator final : public Api, public HostMemoryOps {
   // `fail_call`: the call after `after` more calls of any name throws; < 0: none. `fail`, `kill`,
   // `delay` and `drop` affect calls of one name: all calls after `after` more throw (< 0: none),
   // the process gets SIGKILL in the call after `after` more, every call takes `seconds` longer, and
-  // calls succeed without an effect.
+  // calls succeed without an effect. `block` affects launch, wait_value and query: the host returns
+  // only when the stream's work up to there is done, as with CUDA_LAUNCH_BLOCKING=1, a full queue
+  // of launches, or a lock of the driver that another such call holds.
   void fail_call(int after);
   void fail(const std::string& call, int after);
   void kill(const std::string& call, int after);
   void delay(const std::string& call, double seconds);
   void drop(const std::string& call, bool on);
+  void block(const std::string& call, bool on);
   void set_identity(const std::string& gpu);    // the identity of every device
   void set_pause(double seconds);               // pause of the streams' thread between two rounds
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
@@ -165,6 +168,7 @@ class Emulator final : public Api, public HostMemoryOps {
   bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
   void load(const Launch& launch);
+  void return_late(const char* call, Lock& lock, Point to);
   [[noreturn]] void violation(const std::string& what);
   void require_no_capture(const char* call) const;
   bool may_synchronize() const;  // whether no capture forbids it to the calling thread
@@ -195,7 +199,7 @@ class Emulator final : public Api, public HostMemoryOps {
   Trace trace_;
   std::map<std::string, int> counters_, failing_, killing_;
   std::map<std::string, std::chrono::duration<double>> delays_;
-  std::set<std::string> dropped_;
+  std::set<std::string> dropped_, blocking_;
   std::vector<std::string> violations_, calls_;
   bool drains_waits_ = true;
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far

@@ -166,6 +166,19 @@ void Emulator::drop(const std::string& call, bool on) {
   if (on) dropped_.insert(call);
 }
 
+void Emulator::block(const std::string& call, bool on) {
+  const Lock lock = locked();
+  blocking_.erase(call);
+  if (on) blocking_.insert(call);
+}
+
+// Ends a call that `block` affects: unlocks, and waits until the stream has reached `to`.
+void Emulator::return_late(const char* call, Lock& lock, Point to) {
+  if (!blocking_.contains(call)) return;
+  lock.unlock();
+  streams_.drain(to);
+}
+
 void Emulator::set_identity(const std::string& gpu) {
   const Lock lock = locked();
   identity_ = gpu;

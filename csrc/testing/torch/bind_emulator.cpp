@@ -88,6 +88,7 @@ void bind_api(py::module_& m) {
       .def("kill", &Emulator::kill, py::arg("call"), py::arg("after") = 0, kFree)
       .def("delay", &Emulator::delay, py::arg("call"), py::arg("seconds"), kFree)
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
+      .def("block", &Emulator::block, py::arg("call"), py::arg("on") = true, kFree)
       .def("set_identity", &Emulator::set_identity, py::arg("gpu"), kFree)
       .def("set_pause", &Emulator::set_pause, py::arg("seconds"), kFree)
       .def("counters", &Emulator::counters, kFree)

@@ -106,11 +106,12 @@ void CudaIpcStaging::finish(const ipc::OpContext& context,
   std::shared_ptr<void> symmetric = symmetric_tensors();
   try {
     end_ = devices_->finish(staging_device(), copies_out, kept_);
-    pending_ = communicator_->watch(context, [end = end_] { return end->reached(); }, symmetric);
   } catch (...) {
+    communicator_->end_call(std::current_exception());
     cuda_ipc::leak(std::move(symmetric));
     throw;
   }
+  pending_ = communicator_->end_call(context, [end = end_] { return end->reached(); }, symmetric);
   release();
 }
 
