@@ -256,6 +256,9 @@ class Emulator:
         """Let calls of this name (launch, wait_value, query) return only when the stream's work up
         to there is done."""
 
+    def occupy_gpu(self, path: str) -> None:
+        """Let streams that wait for a value occupy the GPU of all processes that name this file."""
+
     def set_identity(self, gpu: str) -> None:
         """Set the identity of every device."""
 

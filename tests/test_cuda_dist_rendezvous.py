@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +113,31 @@ def test_out_of_memory_and_a_failed_self_test():
             assert f"{why} has not arrived" in first.text, first
 
 
+def bootstrap_blocked(me: RankContext, call: str) -> tuple[str, float, bool, list[str]]:
+    """Bootstrap on devices on which this CUDA call blocks the host until the stream has done it."""
+    site, x = me.start(call), torch.ones(100)
+    site.fake.gpu.block(call)
+    errors = [caught(dist.all_reduce, x) for _ in range(2)]
+    dist.destroy_process_group()
+    staged = "copy_ caller" in site.calls()
+    return "".join(e.text for e in errors), x.sum().item(), staged, site.violations()
+
+
+@pytest.mark.parametrize("call", ["launch", "wait_value"])
+def test_a_bootstrap_with_cuda_launch_blocking(call):
+    with fresh(3, group=False, site="late:cuda_ipc") as pool:
+        assert pool.run(bootstrap_blocked, call) == [("", 900.0, False, [])] * 3
+
+
+def bootstrap_on_an_occupied_gpu(me: RankContext) -> tuple[Any, ...]:
+    """Streams that wait for a value keep the GPU that all ranks share."""
+    site, x = me.start("occupied"), torch.ones(100)
+    site.fake.gpu.occupy_gpu(os.environ["PYCOLLECT_TEST_GPU_LOCK"])
+    error = caught(dist.all_reduce, x)
+    dist.destroy_process_group()
+    return error.text, x.sum().item(), "copy_ caller" in site.calls(), site.alive()
+
+
 def slow_bootstrap(me: RankContext) -> tuple[Caught, dict[str, int], list[str]]:
     """One rank is so slow in the bootstrap that its peers time out while it has mapped memory."""
     site = me.start("slow_bootstrap", timeout=datetime.timedelta(seconds=2))
@@ -123,8 +150,13 @@ def slow_jobs() -> Iterator[dict[str, Pool]]:
     jobs = {
         "eager:auto": (bootstrap_with_fault, "write_value", 0, True),
         "eager:cuda_ipc": (slow_bootstrap,),
+        "occupied": (bootstrap_on_an_occupied_gpu,),
     }
-    yield from started_jobs(jobs, 3, {name: {"site": name} for name in jobs}, group=False)
+    each = {name: {"site": name} for name in jobs}
+    with tempfile.NamedTemporaryFile() as lock:
+        environ = (("PYCOLLECT_LOG", "info"), ("PYCOLLECT_TEST_GPU_LOCK", lock.name))
+        each["occupied"] = {"site": "late:auto", "environ": environ}
+        yield from started_jobs(jobs, 3, each, group=False)
 
 
 @pytest.mark.slow  # waits for the 10 s limit of a bootstrap step
@@ -139,6 +171,15 @@ def test_lost_signals_end_the_bootstrap(slow_jobs):
         assert error.kind == "Timeout", error
         assert f"rank {FAULTY_RANK} did not arrive" in error.text
         assert (left, violations) == ({}, [])
+
+
+@pytest.mark.slow  # waits for the 10 s limit of a bootstrap step
+def test_streams_that_occupy_the_gpu_are_not_used(slow_jobs):
+    """A stream that waits may keep kernels of other processes from running: staging by the host."""
+    pool = slow_jobs["occupied"]
+    assert pool.results(60) == [("", 300.0, True, {})] * 3
+    log = (pool.folder / "rank_0.log").read_text()
+    assert "rank 0: the GPU did not finish a self-test within 10 seconds" in log
 
 
 # --- first calls that do not match ----------------------------------------------------------------

@@ -87,7 +87,7 @@ class CudaIpcRendezvous {
           *setup_.gpu,
           StagingBufferParams{device, group_.rank(), group_.world(), setup_.buffer_bytes});
       registered_ = std::make_unique<RegisteredHostMemory>(*setup_.gpu, device, signal_pad_);
-      self_test_ = std::make_unique<SelfTest>(*setup_.gpu, *staging_buffer_, signal_pad_,
+      self_test_ = std::make_unique<SelfTest>(setup_.gpu, *staging_buffer_, signal_pad_,
                                               registered_->base());
       self_test_->clear();
       mine_.handle = staging_buffer_->handle();
@@ -104,7 +104,8 @@ class CudaIpcRendezvous {
   }
 
   std::string test_streams() {
-    std::string why = run_step([&] { self_test_->signal_all(); });
+    std::string why = run_step([&] { self_test_->block_streams(); });
+    if (why.empty()) why = run_step([&] { self_test_->signal_all(); });
     if (why.empty()) why = run_step([&] { self_test_->wait_for_all(); });
     return why;
   }

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "../bootstrap/store.h"
+#include "../group/new_thread.h"
 #include "../plan/error.h"
 
 namespace pycollect::cuda_ipc {
@@ -12,6 +13,8 @@ namespace {
 // Time limit of one test: it takes microseconds, or longer if a first launch loads its kernel.
 constexpr std::chrono::seconds kTimeLimit(10);
 constexpr std::chrono::microseconds kPollInterval(20);
+// Time after which the host counts as blocked while it enqueues: it needs microseconds.
+constexpr std::chrono::milliseconds kBlocked(100);
 
 // Numbers of the patterns in a staging buffer: written by rank r, read from rank r, and the
 // owner's.
@@ -25,22 +28,36 @@ constexpr unsigned char pattern_byte(Rank r) { return static_cast<unsigned char>
 // Counter values of the self-test, stored by streams and by the host: lower than those of any run.
 constexpr uint64_t kSignalled = 1, kReleased = 2;
 
+void launch_copy(cuda::Api& api, Stream stream, std::byte* dst, std::byte* src) {
+  api.launch(stream,
+             {.works = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kPatternBytes}},
+              .dtype = DType::u8,
+              .op = ReduceOp::sum,
+              .options = {}});
+}
+
 }  // namespace
 
-SelfTest::SelfTest(CudaIpcMemory& gpu, const StagingBuffer& staging_buffer,
+SelfTest::SelfTest(std::shared_ptr<CudaIpcMemory> gpu, const StagingBuffer& staging_buffer,
                    const SignalPad& signal_pad, std::byte* registered)
-    : gpu_(gpu),
+    : gpu_(std::move(gpu)),
       staging_buffer_(staging_buffer),
       signal_pad_(signal_pad),
       registered_(registered),
-      stream_(gpu.on(staging_buffer.device(),
-                     [&](cuda::Api& api) { return api.create_stream(staging_buffer.device()); })) {}
+      stream_(gpu_->on(staging_buffer.device(), [&](cuda::Api& api) {
+        return api.create_stream(staging_buffer.device());
+      })) {}
+
+// Releases the streams of all ranks from whatever they wait for.
+void SelfTest::release() const noexcept {
+  for (Rank r = 0; r < staging_buffer_.world(); ++r)
+    signal_pad_.counter(r).reached.store(kReleased, std::memory_order_seq_cst);
+}
 
 bool SelfTest::drain() noexcept {
   if (stuck_) return false;
   try {
-    for (Rank r = 0; r < staging_buffer_.world(); ++r)
-      signal_pad_.counter(r).reached.store(kReleased, std::memory_order_seq_cst);
+    release();
     finish();
   } catch (...) {  // after any error the memory must not be freed
     stuck_ = true;
@@ -51,7 +68,8 @@ bool SelfTest::drain() noexcept {
 SelfTest::~SelfTest() {
   if (!drain()) {
     static_cast<void>(found_.release());  // the device may still write there
-    return;                               // and destroying the stream would wait for it
+    if (enqueuer_.joinable()) enqueuer_.detach();
+    return;  // destroying the stream would wait for it
   }
   try {
     on_stream([&](cuda::Api& api) { api.destroy(stream_); });
@@ -59,7 +77,29 @@ SelfTest::~SelfTest() {
   }
 }
 
+// Begins to enqueue work, in a thread of its own: the host may be blocked until the stream's wait
+// has ended, as it is by launches with CUDA_LAUNCH_BLOCKING=1. Returns when the work is enqueued,
+// or the host is blocked. `act` must not refer to this object.
+void SelfTest::begin_enqueue(std::function<void(cuda::Api&)> act) {
+  std::packaged_task<void()> task(
+      [gpu = gpu_, device = stream_.device, act = std::move(act)] { gpu->on(device, act); });
+  enqueued_ = task.get_future();
+  enqueuer_ = ipc::new_thread_without_signals([task = std::move(task)]() mutable { task(); });
+  enqueued_.wait_for(kBlocked);
+}
+
+void SelfTest::end_enqueue() {
+  if (!enqueuer_.joinable()) return;
+  if (enqueued_.wait_for(kTimeLimit) != std::future_status::ready) {
+    release();  // now, because a host that is blocked keeps all ranks waiting
+    throw std::runtime_error("the host was blocked for 10 seconds in enqueueing a self-test");
+  }
+  enqueuer_.join();
+  enqueued_.get();
+}
+
 void SelfTest::finish() {
+  end_enqueue();
   bool reached = false;
   on_stream([&](cuda::Api& api) {
     const Event end = api.create_event(stream_.device);
@@ -68,22 +108,13 @@ void SelfTest::finish() {
     const auto deadline = ipc::Clock::now() + kTimeLimit;
     while (!(reached = api.query(end)) && ipc::Clock::now() < deadline)
       std::this_thread::sleep_for(kPollInterval);
+    if (!reached) release();  // now, because a GPU that is occupied may keep all ranks waiting
   });
   if (!reached) throw std::runtime_error("the GPU did not finish a self-test within 10 seconds");
 }
 
 void SelfTest::copy(std::byte* dst, std::byte* src) {
-  on_stream([&](cuda::Api& api) {
-    api.launch(stream_,
-               {.works = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kPatternBytes}},
-                .dtype = DType::u8,
-                .op = ReduceOp::sum,
-                .options = {}});
-  });
-}
-
-void SelfTest::wait(Rank r, uint64_t value) {
-  on_stream([&](cuda::Api& api) { api.wait_value(stream_, word(r), value); });
+  on_stream([&](cuda::Api& api) { launch_copy(api, stream_, dst, src); });
 }
 
 void SelfTest::clear() {
@@ -138,17 +169,37 @@ void SelfTest::read_from_all() {
   }
 }
 
+void SelfTest::block_streams() {
+  const Rank me = staging_buffer_.rank();
+  if (me == 0) return;
+  begin_enqueue([stream = stream_, first = word(0),
+                 dst = staging_buffer_.pattern(me, read_from(me)),
+                 src = staging_buffer_.pattern(me, kOwn)](cuda::Api& api) {
+    api.wait_value(stream, first, kSignalled);
+    launch_copy(api, stream, dst, src);
+  });
+}
+
 void SelfTest::signal_all() {
-  on_stream(
-      [&](cuda::Api& api) { api.write_value(stream_, word(staging_buffer_.rank()), kSignalled); });
+  const Rank me = staging_buffer_.rank();
+  end_enqueue();
+  copy(staging_buffer_.pattern(me, read_from(me)), staging_buffer_.pattern(me, kOwn));
+  on_stream([&](cuda::Api& api) { api.write_value(stream_, word(me), kSignalled); });
   finish();
 }
 
 void SelfTest::wait_for_all() {
-  for (Rank r = 0; r < staging_buffer_.world(); ++r) wait(r, kSignalled);
+  const Rank me = staging_buffer_.rank();
+  std::vector<std::byte*> words;
+  for (Rank r = 0; r < staging_buffer_.world(); ++r) words.push_back(word(r));
+  begin_enqueue([stream = stream_, words](cuda::Api& api) {
+    for (std::byte* at : words) api.wait_value(stream, at, kSignalled);
+  });
   finish();
-  wait(staging_buffer_.rank(), kReleased);
-  signal_pad_.counter(staging_buffer_.rank()).reached.store(kReleased, std::memory_order_seq_cst);
+  begin_enqueue([stream = stream_, own = word(me)](cuda::Api& api) {
+    api.wait_value(stream, own, kReleased);
+  });
+  signal_pad_.counter(me).reached.store(kReleased, std::memory_order_seq_cst);
   finish();
 }
 

@@ -1,6 +1,8 @@
 // Work on the emulator's streams (emulator.h). A launch becomes functions that run the host's folds
 // on real bytes. Enqueueing a write of a word also stores the value next to the word. This serves
 // to check that no stream of a group waits for a value whose write has not been enqueued.
+#include <sys/file.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -22,6 +24,12 @@ bool is_aborted(const Launch& launch) {
 
 }  // namespace
 
+// Returns whether no stream of another process occupies the GPU.
+bool Emulator::is_gpu_free() const {
+  return !gpu_lock_ ||
+         (flock(gpu_lock_.get(), LOCK_EX | LOCK_NB) == 0 && flock(gpu_lock_.get(), LOCK_UN) == 0);
+}
+
 void Emulator::enqueue(Stream stream, Operation operation) {
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
@@ -33,7 +41,8 @@ void Emulator::enqueue(Stream stream, Operation operation) {
   if (records_) {
     trace_.operations.push_back(std::move(operation));
   } else {
-    streams_.enqueue(n, [parts = std::move(operation.parts)] {
+    streams_.enqueue(n, [this, parts = std::move(operation.parts)] {
+      if (!is_gpu_free()) return false;
       for (const auto& part : parts) part();
       return true;
     });
@@ -146,7 +155,11 @@ void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
       !ipc::reached(word_at(word + kEnqueuedValue).load(), value))
     violation("wait_value for a value whose write has not been enqueued");
   if (!is_dropped("wait_value"))
-    streams_.enqueue(number(stream), [=] { return ipc::reached(word_at(word).load(), value); });
+    streams_.enqueue(number(stream), [=, this] {
+      const bool over = ipc::reached(word_at(word).load(), value);
+      if (gpu_lock_) flock(gpu_lock_.get(), over ? LOCK_UN : LOCK_SH | LOCK_NB);
+      return over;
+    });
   return_late("wait_value", lock, streams_.end(number(stream)));
 }
 

@@ -88,6 +88,9 @@ class Emulator final : public Api, public HostMemoryOps {
   void delay(const std::string& call, double seconds);
   void drop(const std::string& call, bool on);
   void block(const std::string& call, bool on);
+  // From now on a stream that waits for a value occupies the GPU, so that nothing runs in processes
+  // that share it. They share the file `path` as a lock.
+  void occupy_gpu(const std::string& path);
   void set_identity(const std::string& gpu);    // the identity of every device
   void set_pause(double seconds);               // pause of the streams' thread between two rounds
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
@@ -168,6 +171,7 @@ class Emulator final : public Api, public HostMemoryOps {
   bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
   void load(const Launch& launch);
+  bool is_gpu_free() const;
   void return_late(const char* call, Lock& lock, Point to);
   [[noreturn]] void violation(const std::string& what);
   void require_no_capture(const char* call) const;
@@ -202,6 +206,7 @@ class Emulator final : public Api, public HostMemoryOps {
   std::set<std::string> dropped_, blocking_;
   std::vector<std::string> violations_, calls_;
   bool drains_waits_ = true;
+  ipc::UniqueFd gpu_lock_;          // see occupy_gpu
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far
   bool allows_eager_work_ = false;
   std::map<int, std::vector<std::function<void()>>> at_graph_end_;  // [capture]

@@ -1,4 +1,5 @@
 // Fault injection, counters and trace controls of the emulator (emulator.h).
+#include <fcntl.h>
 #include <pthread.h>
 
 #include <array>
@@ -170,6 +171,12 @@ void Emulator::block(const std::string& call, bool on) {
   const Lock lock = locked();
   blocking_.erase(call);
   if (on) blocking_.insert(call);
+}
+
+void Emulator::occupy_gpu(const std::string& path) {
+  const Lock lock = locked();
+  gpu_lock_ = ipc::UniqueFd(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  demand(static_cast<bool>(gpu_lock_), "cannot open ", path);
 }
 
 // Ends a call that `block` affects: unlocks, and waits until the stream has reached `to`.
