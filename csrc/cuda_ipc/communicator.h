@@ -15,20 +15,28 @@ namespace pycollect::cuda_ipc {
 // Registers with one device the pages of the signal pad that devices access.
 class RegisteredHostMemory {
  public:
-  RegisteredHostMemory(CudaIpcMemory& gpu, Device device, const SignalPad& signal_pad)
+  RegisteredHostMemory(CudaIpcMemory& gpu, Device device, const SignalPad& signal_pad,
+                       std::shared_ptr<ipc::Segment> segment)
       : gpu_(gpu),
         device_(device),
+        segment_(std::move(segment)),
         host_(signal_pad.base()),
         base_(gpu.register_host(device, host_, signal_pad.registered_bytes())) {}
   ~RegisteredHostMemory();  // unregisters it, unless `abandon`ed
   RegisteredHostMemory(const RegisteredHostMemory&) = delete;
   RegisteredHostMemory& operator=(const RegisteredHostMemory&) = delete;
   std::byte* base() const { return base_; }
-  void abandon() { abandoned_ = true; }  // leaves it registered: the device may still access it
+  // Leaves it registered, and mapped until the process ends: the device may still access it, and
+  // other memory must not get a registered address.
+  void abandon() {
+    abandoned_ = true;
+    leak(segment_);
+  }
 
  private:
   CudaIpcMemory& gpu_;
   const Device device_;
+  const std::shared_ptr<ipc::Segment> segment_;
   std::byte *host_, *base_;
   bool abandoned_ = false;
 };
