@@ -1,4 +1,4 @@
-// The interface to CUDA: 27 functions, each as low-level as a call of CUDA. It is implemented with
+// The interface to CUDA: 28 functions, each as low-level as a call of CUDA. It is implemented with
 // CUDA in torch/cuda/api.cpp, and without a GPU by the emulator in csrc/testing; all code above the
 // interface runs unchanged on either. Includes no CUDA headers: handles are opaque.
 #pragma once
@@ -104,8 +104,11 @@ class Api {
   virtual bool query(Event event) = 0;
   virtual void synchronize(Event event) = 0;  // blocks the host until that work is done
 
-  // These five functions enqueue work on the stream. The first launch of a kernel may load the
-  // kernel, and then waits for all streams of the process.
+  // Loads the kernels of launches with this type and op on the current device `device`, unless they
+  // are loaded. May wait for all streams of the process, as the first launch of a kernel that is
+  // not loaded does.
+  virtual void load(Device device, DType dtype, ReduceOp op) = 0;
+  // These five functions enqueue work on the stream.
   virtual void launch(Stream stream, const Launch& launch) = 0;
   virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;

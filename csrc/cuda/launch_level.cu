@@ -19,6 +19,17 @@ KernelPair find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
 
 }  // namespace
 
+// CUDA loads a kernel when its attributes are asked for.
+void load_kernels(DType dtype, ReduceOp op) {
+  for (const KernelKind kind : {KernelKind::copy, KernelKind::fold}) {
+    const KernelPair kernel = find_kernel(kind, dtype, op);
+    for (const void* function : {kernel.small, kernel.large}) {
+      cudaFuncAttributes attributes = {};
+      if (function != nullptr) check(cudaFuncGetAttributes(&attributes, function));
+    }
+  }
+}
+
 void launch_level(Stream stream, const Launch& launch, const DeviceLimits& limits) {
   split_launch(launch, limits, [&](const KernelLaunch& kernel_launch) {
     const KernelPair kernel = find_kernel(kernel_launch.kind, launch.dtype, launch.op);

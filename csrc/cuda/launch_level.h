@@ -8,4 +8,7 @@ namespace pycollect::cuda {
 // nothing and waits for nothing, so it can be captured.
 void launch_level(Stream stream, const Launch& launch, const DeviceLimits& limits);
 
+// Loads on the current device the kernels of all launches with this type and op.
+void load_kernels(DType dtype, ReduceOp op);
+
 }  // namespace pycollect::cuda

@@ -35,6 +35,12 @@ void CudaIpcTransport::begin(const ipc::CollectiveRequest& request, const ipc::O
   request_ = &request;
   context_ = &context;
   launch_ = {{}, request.dtype, request.op, ipc::fold_options(request, world())};
+  // Loading may wait for all streams: before the call's first wait, so only for streams that run.
+  ipc::abort_on_error(group(), context, [&] {
+    const Device device = communicator_->stream().device;
+    communicator_->gpu().on(device,
+                            [&](cuda::Api& api) { api.load(device, request.dtype, request.op); });
+  });
 }
 
 ipc::Agreement CudaIpcTransport::agree(const ipc::CallFingerprint& mine, ipc::ChunkLoop& loop) {

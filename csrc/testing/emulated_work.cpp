@@ -58,9 +58,19 @@ void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work wo
   if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
 }
 
-// Waits for all streams at the first launch of a kernel (the copy kernel, or that of a dtype and
-// op): CUDA may load the kernel there, and synchronizes to do so.
-void Emulator::load(const Launch& launch) {
+// The copy kernel, and that of a dtype and op.
+void Emulator::load(Device, DType dtype, ReduceOp op) {
+  {
+    const Lock lock = locked();
+    const bool copies = loaded_.insert({-1, -1}).second;
+    if (!loaded_.insert({static_cast<int>(dtype), static_cast<int>(op)}).second && !copies) return;
+  }
+  synchronize_all("load");
+}
+
+// Waits for all streams at the first launch of a kernel: CUDA may load the kernel there, and
+// synchronizes to do so. That is a violation behind a wait for another process.
+void Emulator::load(Stream stream, const Launch& launch) {
   const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
                                   [](const LaunchWork& work) { return work.srcs.size() == 1; });
   const std::pair<int, int> kernel =
@@ -69,12 +79,14 @@ void Emulator::load(const Launch& launch) {
   {
     const Lock lock = locked();
     if (records_ || !loaded_.insert(kernel).second) return;
+    if (states_[number(stream)].has_waited)
+      violation("a kernel is loaded by a launch behind a wait for a value");
   }
   synchronize_all("load");
 }
 
 void Emulator::launch(Stream stream, const Launch& launch) {
-  load(launch);
+  load(stream, launch);
   Lock lock = locked();
   enter("launch");
   state(stream, "launch");
@@ -150,7 +162,7 @@ void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
   Lock lock = locked();
   if (!is_registered(word)) violation("wait_value on memory that is not registered");
   enter("wait_value");
-  state(stream, "wait_value");
+  state(stream, "wait_value").has_waited = true;
   if (states_[number(stream)].owner == Owner::group &&
       !ipc::reached(word_at(word + kEnqueuedValue).load(), value))
     violation("wait_value for a value whose write has not been enqueued");

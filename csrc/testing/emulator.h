@@ -58,6 +58,7 @@ class Emulator final : public Api, public HostMemoryOps {
   void wait(Stream stream, Event event) override;
   bool query(Event event) override;
   void synchronize(Event event) override;
+  void load(Device device, DType dtype, ReduceOp op) override;
   void launch(Stream stream, const Launch& launch) override;
   void copy(Stream stream, const CopyRect& rectangle) override;
   void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) override;
@@ -140,6 +141,7 @@ class Emulator final : public Api, public HostMemoryOps {
   struct StreamState {
     Stream stream;
     Owner owner;
+    bool has_waited = false;      // for a value
     int capture = 0;              // number of its capture; 0: none
     std::vector<int> clock = {};  // [stream]: items of its work that are ordered before
   };
@@ -170,7 +172,7 @@ class Emulator final : public Api, public HostMemoryOps {
   Lock locked() const { return Lock(const_cast<EmulatedStreams&>(streams_).mutex); }
   bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
-  void load(const Launch& launch);
+  void load(Stream stream, const Launch& launch);
   bool is_gpu_free() const;
   void return_late(const char* call, Lock& lock, Point to);
   [[noreturn]] void violation(const std::string& what);

@@ -1,6 +1,6 @@
 // Implements cuda::Api with CUDA: each function is one or two calls of the runtime or the driver.
-// Caches only properties of devices. The current device is set through torch, whose MaybeSetDevice
-// restores a device without creating a context on it.
+// Caches properties of devices, and which kernels are loaded. The current device is set through
+// torch, whose MaybeSetDevice restores a device without creating a context on it.
 #include "api.h"
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -10,6 +10,9 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <tuple>
 
 #include "../../cuda/check.h"
 #include "../../cuda/launch_level.h"
@@ -205,6 +208,13 @@ class CudaApi final : public cuda::Api {
   }
   void synchronize(Event event) override { check(cudaEventSynchronize(handle(event))); }
 
+  void load(Device device, DType dtype, ReduceOp op) override {
+    const std::lock_guard lock(loading_);
+    const std::tuple kernels(device, dtype, op);
+    if (loaded_.contains(kernels)) return;
+    cuda::load_kernels(dtype, op);
+    loaded_.insert(kernels);
+  }
   void launch(Stream stream, const Launch& launch) override {
     cuda::launch_level(stream, launch, properties(stream.device).limits);
   }
@@ -262,6 +272,10 @@ class CudaApi final : public cuda::Api {
     return static_cast<std::byte*>(address);
   }
   void unregister_host(std::byte* memory) override { check(cudaHostUnregister(memory)); }
+
+ private:
+  std::mutex loading_;
+  std::set<std::tuple<Device, DType, ReduceOp>> loaded_;
 };
 
 }  // namespace
