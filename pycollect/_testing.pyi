@@ -279,6 +279,9 @@ class EmulatedTorch:
     def empty(self, count: int) -> torch.Tensor:
         """Return an uninitialized float32 tensor [count] of the emulated device."""
 
+    def empty_foreign(self, count: int) -> torch.Tensor:
+        """Return a tensor whose memory is reused as soon as it is freed, as another library's."""
+
     def put_on_host(self, tensor: torch.Tensor) -> None:
         """Treat the tensor as an ordinary CPU tensor."""
 

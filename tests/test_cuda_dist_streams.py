@@ -123,6 +123,31 @@ def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
         assert differences == [0.0] * 40
 
 
+def memory_of_another_library(me: RankContext, calls: int) -> list[float]:
+    """Inputs whose memory is not torch's are freed, and written again, by a host that is ahead."""
+    outs, works = [torch.zeros(64 * me.world) for _ in range(calls)], []
+    me.site.run_ahead(0.001)
+    for i, out in enumerate(outs):
+        x = me.fake.empty_foreign(64).fill_(i + me.rank)
+        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
+        works[-1].wait()
+        del x
+        me.fake.empty_foreign(64).fill_(-1.0)
+    me.site.resume()
+    dist.barrier()
+    dist.all_reduce(torch.ones(3))
+    me.site.synchronize()
+    wanted = torch.arange(me.world)[:, None]
+    return [(out.view(-1, 64) - wanted - i).abs().max().item() for i, out in enumerate(outs)]
+
+
+@between_processes(NO_TRANSPORTS)
+@pytest.mark.parametrize("site", ["late:cuda_ipc", "eager:cuda_ipc"])
+def test_memory_of_another_library_is_held_while_a_stream_uses_it(pools, site):
+    for differences in pools(3, site=site).run(memory_of_another_library, 20):
+        assert differences == [0.0] * 20
+
+
 def hosts_run_ahead(me: RankContext, slow: int, calls: int) -> list[str]:
     """The hosts and most streams run ahead of one rank's slow stream.
 

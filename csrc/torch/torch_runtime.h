@@ -56,8 +56,10 @@ class TorchRuntime {
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
   virtual void empty_cache() = 0;
   // Prevents reuse of the tensor's memory, on a device or pinned, after the tensor is freed and
-  // before the stream's work at that time is done. copy() does the same with pinned memory.
-  virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
+  // before the stream's work at that time is done. copy() does the same with pinned memory. Returns
+  // false if it has no effect because another allocator, such as CuPy's, owns the memory: keep the
+  // tensor instead.
+  virtual bool record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
 
   // The host's part of copies of pageable memory, and whether an address is in such memory. Not
   // defined for memory of zero bytes.

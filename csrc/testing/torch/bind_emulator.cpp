@@ -120,6 +120,7 @@ void bind_torch(py::module_& m) {
             return torch.empty({count}, at::kFloat, at::kCPU);
           },
           py::arg("count"), free)
+      .def("empty_foreign", &EmulatedTorch::empty_foreign, py::arg("count"), free)
       .def("put_on_host", &EmulatedTorch::put_on_host, py::arg("tensor"), free)
       .def("fill_later", &EmulatedTorch::fill_later, py::arg("tensor"), py::arg("value"), free)
       .def("use_second_stream", &EmulatedTorch::use_second_stream, py::arg("on"), free)

@@ -120,13 +120,14 @@ std::unique_ptr<SharedTensorPool> EmulatedGpus::new_pool(std::shared_ptr<cuda_ip
   throw std::runtime_error("emulated GPUs share no memory with other processes");
 }
 
-void EmulatedGpus::record_stream(const at::Tensor& tensor, Stream stream) {
+bool EmulatedGpus::record_stream(const at::Tensor& tensor, Stream stream) {
   ++recorded_;
   auto after = blocks_.upper_bound(memory_of(tensor));
-  if (after == blocks_.begin()) return;  // memory of another library, as torch ignores it
+  if (after == blocks_.begin()) return false;
   GpuBlock& block = std::prev(after)->second;
   const bool pinned = block.device == cuda::kHost;
   block.recorded |= pinned || emulator_->number(stream) != block.stream;
+  return true;
 }
 
 bool EmulatedGpus::is_pageable(const void* address) {

@@ -29,7 +29,7 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   std::unique_ptr<SharedTensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory>,
                                              at::Device) override;
   void empty_cache() override {}
-  void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
+  bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
   bool is_pageable(const void* address) override;
   bool reaches(at::Device from, at::Device to) override;

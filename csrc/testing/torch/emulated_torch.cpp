@@ -64,6 +64,7 @@ EmulatedTorch::EmulatedTorch(bool eager, bool shares)
       mutex_(emulator_->streams().mutex),
       cache_(std::make_shared<EmulatedCache>(emulator_)),
       pinned_(std::make_shared<EmulatedCache>(emulator_)),
+      foreign_(std::make_shared<EmulatedCache>(emulator_)),
       caller_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       second_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       current_(caller_) {
@@ -131,20 +132,26 @@ void EmulatedTorch::empty_cache() {
   emulator_->fail("out of memory", -1);
 }
 
-void EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
+bool EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
   const cuda::EmulatedStreams::Lock lock(mutex_);
-  if (cache_->record(tensor, number(stream)) || !serves(tensor)) return;
+  if (foreign_->owns(tensor)) return false;
+  if (cache_->record(tensor, number(stream)) || !serves(tensor)) return true;
   // A tensor of the CPU allocator is kept alive by an item of work, until all earlier work is done.
   std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
   kept_.emplace_back(stream, tensor.storage().getWeakStorageImpl());
   emulator_->streams().enqueue(number(stream), [tensor] { return tensor.defined(); });
+  return true;
+}
+
+at::Tensor EmulatedTorch::empty_foreign(int64_t count) {
+  return foreign_->empty({count}, at::kFloat, EmulatedCache::kNoStream, false);
 }
 
 // Returns whether the stream may use the tensor's memory. Memory of a cache is not checked: without
 // a record, its reuse gives wrong numbers.
 bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
   return stream == current_ || !serves(tensor) || cache_->owns(tensor) || pinned_->owns(tensor) ||
-         std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
+         foreign_->owns(tensor) || std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
            return kept.first == stream && kept.second == tensor.storage().getWeakStorageImpl();
          });
 }
@@ -169,7 +176,7 @@ void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> 
 // Returns the tensor that work on a stream uses. For memory of a cache, this is an alias that does
 // not keep the memory alive, as with torch's own work; otherwise the tensor itself.
 at::Tensor EmulatedTorch::stream_alias(const at::Tensor& tensor) const {
-  if (!cache_->owns(tensor) && !pinned_->owns(tensor)) return tensor;
+  if (!cache_->owns(tensor) && !pinned_->owns(tensor) && !foreign_->owns(tensor)) return tensor;
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions(tensor.scalar_type()));
 }

@@ -29,7 +29,7 @@ class EmulatedTorch final : public TorchRuntime {
   std::unique_ptr<SharedTensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override;
   void empty_cache() override;
-  void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
+  bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
   bool is_pageable(const void*) override { return false; }
   bool reaches(at::Device, at::Device) override { return true; }
@@ -38,6 +38,8 @@ class EmulatedTorch final : public TorchRuntime {
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
   // Controls for tests.
+  // A tensor of an allocator that ignores records: its memory is reused as soon as it is freed.
+  at::Tensor empty_foreign(int64_t count);
   void put_on_host(const at::Tensor& tensor);               // an ordinary CPU tensor from now on
   void fill_later(const at::Tensor& tensor, double value);  // on the current stream
   void use_second_stream(bool on);  // makes the caller's second stream the current one
@@ -59,7 +61,7 @@ class EmulatedTorch final : public TorchRuntime {
   const bool shares_;
   const std::shared_ptr<cuda::Emulator> emulator_;
   std::recursive_mutex& mutex_;
-  const std::shared_ptr<EmulatedCache> cache_, pinned_;
+  const std::shared_ptr<EmulatedCache> cache_, pinned_, foreign_;
   const cuda::Stream caller_, second_;
   cuda::Stream current_;  // of the caller
   std::vector<c10::Storage> on_host_;

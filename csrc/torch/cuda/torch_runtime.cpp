@@ -82,14 +82,15 @@ class CudaRuntime final : public TorchRuntime {
     return std::make_unique<SymmetricPool>(std::move(symmetric_memory), device);
   }
   void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
-  void record_stream(const at::Tensor& tensor, cuda::Stream stream) override {
-    if (tensor.is_cuda())
-      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(),
-                                                    torch_stream(stream));
-    else if (tensor.is_pinned())
-      at::getHostAllocator(at::kCUDA)->record_event(tensor.data_ptr(),
-                                                    tensor.storage().data_ptr().get_context(),
-                                                    torch_stream(stream).unwrap());
+  bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override {
+    const c10::DataPtr& memory = tensor.storage().data_ptr();
+    if (!tensor.is_cuda()) {
+      at::HostAllocator* const pinned = at::getHostAllocator(at::kCUDA);
+      return !tensor.is_pinned() || pinned->record_event(tensor.data_ptr(), memory.get_context(),
+                                                         torch_stream(stream).unwrap());
+    }
+    c10::cuda::CUDACachingAllocator::recordStream(memory, torch_stream(stream));
+    return memory.get_deleter() == c10::cuda::CUDACachingAllocator::get()->raw_deleter();
   }
 
   cuda::HostMemoryOps& host_memory() override { return torch_host_memory_ops(); }

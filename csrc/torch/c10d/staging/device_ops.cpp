@@ -87,21 +87,42 @@ std::vector<Stream> DeviceOps::streams(const std::vector<at::Device>& devices) {
   return all;
 }
 
+// Adds tensors, and releases those whose event is reached. Releasing a tensor, as querying an
+// event, is done without the lock: it can take the GIL, whose holder may be waiting for the lock.
+void DeviceOps::hold(HeldTensors more) {
+  std::vector<HeldTensors> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(held_);
+  }
+  std::erase_if(all, [](const HeldTensors& held) { return held.until->reached(); });
+  if (!more.tensors.empty()) all.push_back(std::move(more));
+  const std::lock_guard lock(mutex_);
+  held_.insert(held_.end(), std::make_move_iterator(all.begin()),
+               std::make_move_iterator(all.end()));
+}
+
 // A copy to another device occupies the current streams of both devices, so the group's stream
 // there waits for the copy as well.
-std::unique_ptr<DeviceEvent> DeviceOps::finish(at::Device device,
+std::shared_ptr<DeviceEvent> DeviceOps::finish(at::Device device,
                                                const std::vector<CopyPair>& pairs,
                                                const std::vector<at::Tensor>& kept) {
   const Stream own = stream(device);
   const CaptureModeGuard guard(torch_->cuda(), own.device);
-  for (const at::Tensor& t : kept) torch_->record_stream(t, own);
+  HeldTensors held;
+  const auto keep = [&](const at::Tensor& t) {
+    if (!torch_->record_stream(t, own)) held.tensors.push_back(t);
+  };
+  for (const at::Tensor& t : kept) keep(t);
   torch_->with_streams(own, [&] {
     for (const CopyPair& pair : pairs) {
-      torch_->record_stream(pair.tensor, own);
+      keep(pair.tensor);
       torch_->copy(pair.tensor, pair.dense);
     }
   });
-  auto end = std::make_unique<DeviceEvent>(torch_, own);
+  auto end = std::make_shared<DeviceEvent>(torch_, own);
+  held.until = end;
+  hold(std::move(held));
   for (const CopyPair& pair : pairs)
     if (serves(pair.tensor) && pair.tensor.device() != device)
       end->block(stream(pair.tensor.device()));

@@ -79,8 +79,8 @@ class DeviceOps {
   void wait_for(at::Device device, const DeviceEvent& after) { after.block(stream(device)); }
   // Enqueues the copies of `dense` to `tensor` of every pair on the group's stream of `device`, and
   // returns an event after them. The memory of these tensors and of `kept` is not reused before
-  // that event is reached.
-  std::unique_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
+  // that event is reached; tensors whose memory is not torch's are held until a later call.
+  std::shared_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
                                       const std::vector<at::Tensor>& kept);
   // Calls `act` with the group's streams as the current ones. An event that `act` records on them
   // is reached after all results that were enqueued before.
@@ -100,6 +100,11 @@ class DeviceOps {
   void drop_pools();
 
  private:
+  struct HeldTensors {
+    std::shared_ptr<DeviceEvent> until;
+    std::vector<at::Tensor> tensors;
+  };
+  void hold(HeldTensors more);
   std::vector<cuda::Stream> streams(const std::vector<at::Device>& devices);
   std::shared_ptr<SharedTensorPool> pool_on(
       at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
@@ -110,6 +115,7 @@ class DeviceOps {
   const std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, cuda::Stream> streams_;  // the group's streams
+  std::vector<HeldTensors> held_;
   std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>>
       pools_;  // null: no shareable memory
 };

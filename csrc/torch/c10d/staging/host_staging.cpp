@@ -26,7 +26,8 @@ class HostStaging final : public TensorStaging {
  private:
   struct DeviceCopies {  // copies and events of the call on one device
     std::vector<CopyPair> in = {}, out = {};
-    std::unique_ptr<DeviceEvent> copied_in = {}, outputs_ready = {};
+    std::unique_ptr<DeviceEvent> copied_in = {};
+    std::shared_ptr<DeviceEvent> outputs_ready = {};
     bool inputs_ready = false;
   };
   DeviceCopies& copies_on(at::Device device);

@@ -47,7 +47,7 @@ class MessageStaging final : public TensorStaging {
   bool reads_ = false;
   std::vector<std::unique_ptr<DeviceEvent>> fragments_;  // for a send: one event per fragment
   std::size_t arrived_ = 0;  // number of fragments whose event is reached
-  std::unique_ptr<DeviceEvent> requested_at_, outputs_ready_;  // events of a receive
+  std::shared_ptr<DeviceEvent> requested_at_, outputs_ready_;  // events of a receive
   std::size_t forwarded_ = 0;                                  // bytes copied to the device
 };
 
