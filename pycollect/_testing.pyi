@@ -391,6 +391,9 @@ class EmulatedGpus:
     def adopt(self, tensor: torch.Tensor, pinned: bool) -> None:
         """Treat a CPU tensor's memory as pinned or pageable memory."""
 
+    def foreign(self, count: int, device: int) -> torch.Tensor:
+        """Return a float32 tensor whose memory torch's allocator does not own."""
+
     def begin_capture(self, stream: Stream) -> None: ...
     def end_capture(self, stream: Stream) -> int:
         """Return the capture's number."""

@@ -408,3 +408,17 @@ def test_memory_of_other_libraries_is_ordered_when_a_work_is_dropped(gpus: Gpus)
     for a in arrays:
         gpus.expect(a.memory, total(of), theirs)
     gpus.check()
+
+
+def test_memory_that_torch_does_not_own_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
+    """Its owner, such as another process, reuses it in the order of the current stream."""
+    of = values(2)
+    tensors = [gpus.torch.foreign(8, 0) for _ in of]
+    for t, v in zip(tensors, of, strict=True):
+        gpus.torch.write(t, v)
+    work = gpus.all_reduce(tensors, async_op=True)
+    del work
+    gc.collect()
+    for t in tensors:
+        gpus.expect(t, total(of))
+    gpus.check()

@@ -220,10 +220,11 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   order_after_producers(device, prepared, callers);
   for (const Stream& s : requested_on)
     order(device, s, on_device(issue.distinct, s.device), issue.capture);
+  bool owned = true;  // by torch's allocator
   for (const Tensors* list : {&prepared.held, &prepared.scratch, &prepared.results})
     for (const at::Tensor& t : *list)
       if (!t.is_cpu() && t.numel() > 0)
-        runtime_->record_stream(t, issue.internal->side(t.device().index()));
+        owned &= runtime_->record_stream(t, issue.internal->side(t.device().index()));
   std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
   try {
     enqueue_parts(device, prepared, issue);
@@ -240,7 +241,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
     throw;
   }
   return std::make_shared<GpuWork>(shared_from_this(), std::move(prepared), std::move(ends),
-                                   issue.capture != 0);
+                                   issue.capture != 0, owned);
 }
 
 }  // namespace pycollect

@@ -10,18 +10,30 @@ namespace pycollect {
 using cuda::CaptureModeGuard;
 
 GpuWork::GpuWork(std::shared_ptr<GpuCalls> calls, PreparedCall prepared,
-                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured)
+                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured, bool owned)
     : Work(prepared.results),
       calls_(std::move(calls)),
       ends_(std::move(ends)),
       captured_(captured),
+      owned_(owned),
       prepared_(std::move(prepared)) {}
 
-// Memory of other libraries may be reused on their streams once its tensors are released.
+// Memory of other allocators may be reused once its tensors are released: on the stream that its
+// library names, or else on the current one.
 GpuWork::~GpuWork() {
   try {
+    if (!owned_ && !waited_) order_current_streams();
     order_producers();
   } catch (...) {  // the device is broken
+  }
+}
+
+void GpuWork::order_current_streams() {
+  cuda::DeviceGuard device(calls_->api_);
+  for (const auto& end : ends_) {
+    const at::Device on(calls_->kind_, static_cast<c10::DeviceIndex>(end->event().device));
+    device.use(end->event().device);
+    calls_->api_.wait(calls_->runtime().current_stream(on), end->event());
   }
 }
 
@@ -43,16 +55,10 @@ bool GpuWork::wait(std::optional<double> seconds) {
           "wait: the host cannot wait for a collective while a CUDA graph is captured; pass no "
           "timeout");
   if (seconds && !finished_within(*seconds)) return false;
-  {
-    cuda::DeviceGuard device(calls_->api_);
-    for (const auto& end : ends_) {
-      const at::Device on(calls_->kind_, static_cast<c10::DeviceIndex>(end->event().device));
-      device.use(end->event().device);
-      calls_->api_.wait(calls_->runtime().current_stream(on), end->event());
-    }
-  }
+  order_current_streams();
   PreparedCall done;  // released without the lock
   const std::lock_guard lock(mutex_);
+  waited_ = true;
   order_producers();
   std::swap(done, prepared_);
   return true;

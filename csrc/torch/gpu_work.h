@@ -8,9 +8,10 @@ namespace pycollect {
 
 class GpuWork final : public Work {
  public:
-  // `ends`: an event after the call on each of its devices.
+  // `ends`: an event after the call on each of its devices. `owned`: torch's allocator does not
+  // reuse the tensors' memory before these events, whenever the tensors are released.
   GpuWork(std::shared_ptr<GpuCalls> calls, PreparedCall prepared,
-          std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured);
+          std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured, bool owned);
   ~GpuWork() override;
 
   bool wait(std::optional<double> seconds) override;
@@ -20,11 +21,13 @@ class GpuWork final : public Work {
 
  private:
   bool finished_within(double seconds);
+  void order_current_streams();
   void order_producers();
 
   const std::shared_ptr<GpuCalls> calls_;
   const std::vector<std::shared_ptr<cuda::SharedEvent>> ends_;
-  const bool captured_;
+  const bool captured_, owned_;
+  bool waited_ = false;
   std::mutex mutex_;
   PreparedCall prepared_;  // until the first wait()
 };

@@ -85,7 +85,7 @@ at::Tensor EmulatedGpus::tensor_in(MemoryKind kind, at::IntArrayRef sizes, at::S
       std::max<std::size_t>((count * at::elementSize(type) + kUnit - 1) / kUnit, 1) * kUnit;
   const bool pinned = kind == MemoryKind::pinned;
   const GpuBlock wanted{bytes, pinned ? cuda::kHost : stream.device,
-                           pinned ? 0 : emulator_->number(stream), pool_of(stream)};
+                        pinned ? 0 : emulator_->number(stream), pool_of(stream)};
   const auto fits = [&](const auto& entry) {
     const GpuBlock& b = entry.second;
     return !b.in_use && !b.recorded && b.bytes == bytes && b.device == wanted.device &&
@@ -124,7 +124,9 @@ bool EmulatedGpus::record_stream(const at::Tensor& tensor, Stream stream) {
   ++recorded_;
   auto after = blocks_.upper_bound(memory_of(tensor));
   if (after == blocks_.begin()) return false;
-  GpuBlock& block = std::prev(after)->second;
+  const auto& found = std::prev(after);
+  GpuBlock& block = found->second;
+  if (memory_of(tensor) >= found->first + block.bytes) return false;
   const bool pinned = block.device == cuda::kHost;
   block.recorded |= pinned || emulator_->number(stream) != block.stream;
   return true;
@@ -183,6 +185,15 @@ void EmulatedGpus::adopt(const at::Tensor& tensor, bool pinned) {
 int EmulatedGpus::blocks_in_use() const {
   return static_cast<int>(std::count_if(blocks_.begin(), blocks_.end(),
                                         [](const auto& entry) { return entry.second.in_use; }));
+}
+
+at::Tensor EmulatedGpus::foreign(int64_t count, c10::DeviceIndex index) {
+  const at::Device device(kKind, index);
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
+  return at::for_blob(emulator_->allocate(MemoryKind::device, index, bytes), {count})
+      .target_device(device)
+      .options(at::TensorOptions(at::kFloat).device(device))
+      .make_tensor();
 }
 
 void EmulatedGpus::begin_capture(Stream stream) {

@@ -45,6 +45,8 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   void write(const at::Tensor& tensor, const at::Tensor& values);
   at::Tensor read(const at::Tensor& tensor);
   void adopt(const at::Tensor& tensor, bool pinned);  // memory of the CPU allocator
+  // Returns a tensor of another allocator, which torch's ignores.
+  at::Tensor foreign(int64_t count, c10::DeviceIndex device);
   void begin_capture(cuda::Stream stream);
   int end_capture(cuda::Stream stream);
   // Runs the trace in a random order, as issued if the seed is negative, and clears it.
