@@ -170,15 +170,38 @@ def test_empty_rows_are_not_launched():
     assert one["works"] == 1
 
 
-def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
-    def row(count: int) -> Row:
-        srcs = [lines(torch.ones(count)) for _ in range(2)]
-        return Row(srcs, srcs)
+def in_place(count: int) -> Row:
+    srcs = [lines(torch.ones(count)) for _ in range(2)]
+    return Row(srcs, srcs)
 
-    (one,) = launch([row(400_000), *(row(64) for _ in range(100))], multiprocessors=4)
+
+def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
+    rows = [in_place(400_000), *(in_place(64) for _ in range(100))]
+    (one,) = launch(rows, multiprocessors=4)
     accesses = one["accesses"]
-    assert len(accesses) <= 4 * 12 + 101
+    assert len(accesses) <= 4 * 12 + 100
     assert max(accesses) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
+
+
+LARGE_ROWS = [[90_000], [30_000] * 5, [50_000] * 12, [70_001, 20_002, 40_003]]
+
+
+@pytest.mark.parametrize("counts", LARGE_ROWS)
+def test_large_rows_fill_whole_waves(counts: list[int]):
+    """One block more than whole waves would run alone, while the rest of the GPU waits for it."""
+    rows = [in_place(count) for count in counts]
+    (one,) = launch(rows, multiprocessors=1)
+    assert len(one["accesses"]) == 12
+    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_smaller_than_a_block_add_one_block_each(first: bool):
+    small = [in_place(64) for _ in range(5)]
+    rows = [in_place(90_000), *small] if first else [*small, in_place(90_000)]
+    (one,) = launch(rows, multiprocessors=1)
+    assert 12 <= len(one["accesses"]) <= 12 + len(small)
+    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
 
 
 def test_small_rows_have_a_thread_for_every_packet():

@@ -179,6 +179,7 @@ class Packer {
       args_.head.works = static_cast<uint32_t>(last - first);
       used_ = 0;
       blocks_ = 0;
+      placed_bytes_ = 0;
       for (uint64_t* at = args_.words; first != last; ++first, at += kWorkWords) {
         const auto work = std::bit_cast<WorkWords>(placed(*first, moved));
         std::copy(work.at, work.at + kWorkWords, at);
@@ -202,9 +203,13 @@ class Packer {
     work.dsts = list(entry.work->dsts, entry.work->dst_pitches, work.pitched);
     work.srcs =
         entry.in_place ? work.dsts : list(entry.work->srcs, entry.work->src_pitches, work.pitched);
-    // One slot per thread, or fewer blocks if the work's share of the moved bytes is smaller.
+    // One slot per thread, or fewer blocks if the work's share of the moved bytes is smaller. The
+    // shares are differences of rounded running totals, so that they sum to the budget: one block
+    // more than whole waves would run alone on the device.
     const uint64_t budget = static_cast<uint64_t>(limits_.multiprocessors) * kBlocksPerSm * kWaves;
-    const uint64_t fair = 1 + budget * entry.moved / moved;
+    const uint64_t before = budget * placed_bytes_ / moved;
+    placed_bytes_ += entry.moved;
+    const uint64_t fair = std::max<uint64_t>(budget * placed_bytes_ / moved - before, 1);
     blocks_ += static_cast<uint32_t>(std::min((entry.slots + kThreads - 1) / kThreads, fair));
     return work;
   }
@@ -226,6 +231,7 @@ class Packer {
   LargeKernelArgs args_;
   std::size_t used_ = 0;  // words of lists
   uint32_t blocks_ = 0;
+  uint64_t placed_bytes_ = 0;  // bytes moved by the works placed so far
 };
 
 }  // namespace
