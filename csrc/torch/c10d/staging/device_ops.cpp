@@ -93,6 +93,7 @@ void DeviceOps::hold(HeldTensors more) {
   std::vector<HeldTensors> all;
   {
     const std::lock_guard lock(mutex_);
+    if (held_.empty() && more.tensors.empty()) return;
     all.swap(held_);
   }
   std::erase_if(all, [](const HeldTensors& held) { return held.until->reached(); });
