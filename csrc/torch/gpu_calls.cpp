@@ -79,8 +79,8 @@ void GpuCalls::prepare_parts(const PreparedCall& prepared, Issue& issue) const {
   const bool any_on_host = std::any_of(devices.begin(), devices.end(), on_host);
   for (const DtypePlan& part : prepared.parts) {
     // During a capture the host does not wait: results in host memory are complete after a replay.
-    cuda::CallStreams streams{.host_waits = issue.capture == 0 && any_on_host,
-                              .capture = issue.capture};
+    cuda::CallStreams streams{
+        .ranks = {}, .host_waits = issue.capture == 0 && any_on_host, .capture = issue.capture};
     const bool on_caller_stream = !part.named && is_simple;
     issue.uses_internal |= !on_caller_stream;
     InternalStreams& internal = *issue.internal;
