@@ -39,7 +39,7 @@ struct DtypePlan {
 };
 
 struct PreparedCall {
-  const char* call;  // the call's name, for errors and profiles
+  const char* call = "";  // the call's name, for errors and profiles
   std::vector<DtypePlan> parts = {};
   std::vector<at::Device> devices = {};  // [rank]
   Tensors held = {};                     // the caller's tensors, which must outlive the run
