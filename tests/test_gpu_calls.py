@@ -112,6 +112,15 @@ def test_inputs_of_unlike_layouts_are_copied_on_their_streams(gpus: Gpus) -> Non
     gpus.check()
 
 
+def test_a_copy_between_layouts_leaves_the_current_stream(gpus: Gpus) -> None:
+    """A rank in host memory uses the stream of the GPU, which is then in the list twice."""
+    host = torch.zeros(4, 2)
+    gpus.torch.adopt(host, True)
+    before = gpus.torch.current(0)
+    gpus.copy_(host, gpus.tensor(torch.ones(2, 4)).t(), async_op=True).wait()
+    assert gpus.torch.current(0) == before
+
+
 # --- asynchronous calls ---------------------------------------------------------------------------
 
 

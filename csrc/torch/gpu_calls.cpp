@@ -115,7 +115,7 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
   }
   if (prepared.transposes.empty()) return;
   const cuda::ThreadCaptureMode mode(api_);
-  runtime_->with_streams(issue.callers, [&] {
+  runtime_->with_streams(issue.distinct, [&] {
     for (const auto& [dst, src] : prepared.transposes) copy_strided(dst, src);
   });
 }

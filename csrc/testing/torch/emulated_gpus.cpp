@@ -64,10 +64,13 @@ Stream EmulatedGpus::new_stream(at::Device device) {
 }
 
 void EmulatedGpus::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
-  const std::vector<Stream> before = current_;
-  for (const Stream& s : streams) use(s);
+  std::vector<Stream> before;
+  for (const Stream& s : streams) {
+    before.push_back(current_.at(s.device));
+    use(s);
+  }
   act();
-  current_ = before;
+  for (const Stream& s : before) use(s);  // in torch's order
 }
 
 // Torch returns memory to a graph's pool only on the device on which the capture has begun.
@@ -161,9 +164,9 @@ at::Tensor EmulatedGpus::read(const at::Tensor& tensor) {
   return values;
 }
 
-// One access of both tensors: a copy between layouts on one device.
+// One access of both tensors: a copy between layouts on one device, or to or from the host.
 void EmulatedGpus::copy(const at::Tensor& to, const at::Tensor& from) {
-  const Stream stream = current_stream(to.device());
+  const Stream stream = current_stream(to.is_cpu() ? from.device() : to.device());
   cuda::DeviceGuard device(*emulator_);
   device.use(stream.device);
   emulator_->stream_work(

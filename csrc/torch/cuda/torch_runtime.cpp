@@ -12,6 +12,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <mutex>
 #include <vector>
 
@@ -65,7 +66,12 @@ class CudaRuntime final : public TorchRuntime {
   }
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override {
     std::vector<CUDAStream> all;
-    for (const cuda::Stream& s : streams) all.push_back(torch_stream(s));
+    // One stream of each device: torch's guard restores the first former stream first, so a second
+    // stream of a device would end as the current one.
+    for (const cuda::Stream& s : streams)
+      if (std::none_of(all.begin(), all.end(),
+                       [&](const CUDAStream& known) { return known.device_index() == s.device; }))
+        all.push_back(torch_stream(s));
     const c10::cuda::CUDAMultiStreamGuard guard(all);
     act();
   }
