@@ -39,6 +39,67 @@ def test_rows_with_more_packets_than_threads(dtype: torch.dtype, world: int):
     assert one["widest_load"] == one["widest_store"] == 16
 
 
+def unit_bytes(dtype: torch.dtype, op: str) -> int:
+    """Bytes of what a kernel combines: a byte, an element, or a part of a complex number."""
+    if op in ("band", "bor", "bxor") or dtype == torch.bool:
+        return 1
+    return dtype.itemsize // (2 if dtype.is_complex and op != "prod" else 1)
+
+
+@pytest.mark.parametrize(("dtype", "op"), ALLOWED, ids=lambda v: ref.short(v))
+def test_ranks_at_different_alignments_are_folded_in_packets(dtype: torch.dtype, op: str):
+    """A thread folds 16 bytes, unit by unit, where units have up to 4 bytes; otherwise a unit."""
+    unit, item = unit_bytes(dtype, op), dtype.itemsize
+    for world, in_place in ((2, True), (3, False), (4, True), (9, True)):
+        for apart in (1, 2, 4, 8):  # elements
+            tensors = ref.randoms(world, [3000], dtype, seed=apart)
+            srcs = [shifted(t, 1 + apart * (r % 2)) for r, t in enumerate(tensors)]
+            dsts = srcs if in_place else [shifted(tensors[0], 1)]
+            before = [ref.surrounding_bytes(d) for d in dsts]
+            (one,) = launch([Row(dsts, srcs)], op)
+            wanted = [ref.left_fold(tensors, op)] * len(dsts)
+            ref.assert_same([d.flatten() for d in dsts], wanted, (world, apart), op)
+            assert one["loaded_twice"] == 0
+            assert one["loaded"] == world * reals(wanted[0])
+            for dst, base in zip(dsts, before, strict=True):
+                assert torch.equal(ref.surrounding_bytes(dst), base), "wrote outside"
+            equal = apart * item % 16 == 0
+            assert one["widest_load"] == one["widest_store"] == (16 if equal else unit)
+            if not equal and unit <= 4:
+                packets = 3000 * item // 512 * 32
+                edges = (3000 * item - packets * 16) // unit
+                assert len(one["accesses"]) == min(12, -(-(packets + edges) // 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
+@pytest.mark.parametrize("count", [0, 1, 2, 511, 512, 513, 1023, 1024, 1040, 70_001])
+def test_heads_and_tails_of_ranks_at_different_alignments(dtype: torch.dtype, count: int):
+    for first, second in ((0, 1), (3, 2), (5, 9), (1, 8)):
+        tensors = ref.randoms(5, [count], dtype)
+        srcs = [shifted(t, second if r == 3 else first) for r, t in enumerate(tensors)]
+        before = [ref.surrounding_bytes(s) for s in srcs]
+        launches = launch([Row(srcs, srcs)])
+        ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * 5)
+        assert sum(one["loaded"] for one in launches) == 5 * count * dtype.itemsize
+        for src, base in zip(srcs, before, strict=True):
+            assert torch.equal(ref.surrounding_bytes(src), base), "wrote outside"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
+def test_lines_at_different_alignments(dtype: torch.dtype):
+    """As in a reduce-scatter of columns: only the sources have gaps between their lines."""
+    tensors = ref.randoms(3, [6, 2001], dtype)
+    srcs = [torch.zeros(6, 2051, dtype=dtype)[:, 7 : 7 + 2001].copy_(t) for t in tensors]
+    dst = torch.zeros(6, 2001, dtype=dtype)
+    (one,) = launch([Row([dst], srcs)], multiprocessors=2)
+    ref.assert_same([dst], [ref.left_fold(tensors, "sum")])
+    assert one["loaded_twice"] == 0
+    assert one["widest_load"] == dtype.itemsize
+    packets = 2001 * dtype.itemsize // 512 * 32
+    slots = 6 * (packets + 2001 - packets * 16 // dtype.itemsize)
+    assert len(one["accesses"]) == -(-slots // 256)
+
+
 @pytest.mark.parametrize("dtype", ref.NARROW[2:], ids=ref.short)
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
 def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):

@@ -94,12 +94,10 @@ def memory(operations: list[str]) -> list[tuple[str, str]]:
     return [(m[1], m[2]) for m in found if m]
 
 
-def bursts(operations: list[str]) -> list[tuple[int, int]]:
-    """Packets loaded without an addition between them, and the number of additions that follow."""
-    runs = [
-        (kind, len(list(run)))
-        for kind, run in groupby(op.split(".")[0] for op in operations if waits(op))
-    ]
+def bursts(operations: list[str], load: str = "LDG.E.128") -> list[tuple[int, int]]:
+    """Loads without an addition between them, and the number of additions that follow."""
+    waits = [op for op in operations if op.startswith(("FADD", "STG")) or op == load]
+    runs = [(kind, len(list(run))) for kind, run in groupby(op.split(".")[0] for op in waits)]
     return [
         (n, runs[i + 1][1] if i + 1 < len(runs) and runs[i + 1][0] == "FADD" else 0)
         for i, (kind, n) in enumerate(runs)
@@ -112,10 +110,6 @@ def guard_index(operations: list[str]) -> int:
     return next(i for i, op in enumerate(operations) if op.startswith("BAR.RED"))
 
 
-def waits(operation: str) -> bool:
-    return operation.startswith(("LDG.E.128", "FADD", "STG"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUMS)
 def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]], name: str):
@@ -123,6 +117,17 @@ def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]],
     for world in (2, 4, 8):
         packets = 8 // world
         assert (8, packets * (world - 1) * SUMS[name]) in found, f"{world} sources: {found}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "load"), [("float, Avg", "LDG.E"), ("BFloat16, Avg", "LDG.E.U16")]
+)
+def test_16_units_are_loaded_before_the_first_addition(
+    kernels: dict[str, list[str]], name: str, load: str
+):
+    """For ranks at different alignments, in tensors of one line and of several lines."""
+    assert bursts(kernels[name], load).count((16, 16)) == 2
 
 
 @pytest.mark.slow

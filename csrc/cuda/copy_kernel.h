@@ -30,7 +30,7 @@ template <class V, class Accessor>
 constexpr void copy_lines(const BlockWork& job, const Accessor& accessor) {
   const WorkArgs& work = job.work;
   const ThreadShare share = job.share;
-  const LineAccesses line(work, 1);
+  const LineAccesses line(work, sizeof(V), 1);
   const auto on = [&](auto dsts, auto src) {
     return [&accessor, dsts, src]<class W>(std::type_identity<W>) {
       return Copier<W, Accessor, decltype(dsts)>{accessor, dsts, src};
@@ -40,18 +40,18 @@ constexpr void copy_lines(const BlockWork& job, const Accessor& accessor) {
   const std::type_identity<uint8_t> edge;
   const uint64_t *dsts = job.lists + work.dsts, *src = job.lists + work.srcs;
   if (work.pitched) {
-    return walk_lines(line, work.lines, share, [&](int64_t at, int64_t bytes, bool is_wide) {
+    return walk_lines(line, work.lines, share, [&](int64_t at, int64_t slot) {
       const auto copy = on(PitchedAddresses{dsts, work.n_dsts, at}, PitchedAddresses{src, 1, at});
-      is_wide ? copy(wide).one(bytes) : copy(edge).one(bytes);
+      slot < line.wide ? copy(wide).one(line.byte_of_wide<V>(slot))
+                       : copy(edge).one(line.byte_of_edge(slot));
     });
   }
   const auto copy = on(FlatAddresses{dsts, work.n_dsts}, FlatAddresses{src, 1});
   int64_t slot = share.first;
   for (; slot + (kInFlight - 1) * share.step < line.wide; slot += kInFlight * share.step)
-    copy(wide).template many<kInFlight>(line.byte_of_wide(slot), share.step * line.width);
-  walk_line(
-      line, slot, share.step, [&](int64_t bytes) { copy(wide).one(bytes); },
-      [&](int64_t bytes) { copy(edge).one(bytes); });
+    copy(wide).template many<kInFlight>(line.byte_of_wide<V>(slot), share.step * sizeof(V));
+  for (; slot < line.wide; slot += share.step) copy(wide).one(line.byte_of_wide<V>(slot));
+  for (; slot < line.slots(); slot += share.step) copy(edge).one(line.byte_of_edge(slot));
 }
 
 // Body of the copy kernel, for one thread.

@@ -1,7 +1,8 @@
-// The fold kernel: every dst[i] = srcs[0][i] op srcs[1][i] op ..., in 16-byte packets, with all
-// loads of a packet before its first add. One thread computes an element, in the order of the
-// sources, and rounds it once. A dst may be a src. The functions are constexpr and access memory
-// through an `Accessor`: that of a GPU, or in tests that of the host.
+// The fold kernel: every dst[i] = srcs[0][i] op srcs[1][i] op ..., in 16-byte packets, striped ones
+// if addresses differ modulo 16, with all loads of a packet before its first add. One thread
+// computes an element, in the order of the sources, and rounds it once. A dst may be a src. The
+// functions are constexpr and access memory through an `Accessor`: that of a GPU, or in tests that
+// of the host.
 #pragma once
 #include "elements.h"
 #include "thread_work.h"
@@ -38,6 +39,26 @@ struct Sums {
   }
 };
 
+template <class V, class Accessor>
+constexpr V load(const Accessor& accessor, uint64_t at) {
+  if constexpr (is_striped<V>) {
+    V v = {};
+    each<V::kWords>([&](auto i) {
+      v.words[i] = accessor.template load<typename V::Word>(at + i * V::kStride);
+    });
+    return v;
+  } else {
+    return accessor.template load<V>(at);
+  }
+}
+template <class V, class Accessor>
+constexpr void store(const Accessor& accessor, uint64_t at, V v) {
+  if constexpr (is_striped<V>)
+    each<V::kWords>([&](auto i) { accessor.store(at + i * V::kStride, v.words[i]); });
+  else
+    accessor.store(at, v);
+}
+
 // Folds one work by one thread, at `bytes` from the beginning of a line.
 template <class K, class Accessor, class List>
 struct Folder {
@@ -66,15 +87,16 @@ struct Folder {
       each<kPackets>([&](auto p) { accessor.store(dsts.at(d, bytes + p * stride), results[p]); });
   }
 
-  // Folds any number of sources, with a batch of loads in flight.
+  // Folds any number of sources, with a batch of loads in flight: 4, or 16 of a striped packet's
+  // units, each of which takes a register, like the words of 4 packets.
   template <class V>
   constexpr void any(int64_t bytes) const {
-    constexpr int kBatch = 4;
+    constexpr int kBatch = is_striped<V> ? 16 * alignof(V) / sizeof(V) : 4;
     Sums<K, V> sums = {};
     for (int done = 0; done < srcs.n; done += kBatch) {
       V v[kBatch] = {};
       each<kBatch>([&](auto s) {
-        if (done + s < srcs.n) v[s] = accessor.template load<V>(srcs.at(done + s, bytes));
+        if (done + s < srcs.n) v[s] = load<V>(accessor, srcs.at(done + s, bytes));
       });
       each<kBatch>([&](auto s) {
         if (done + s >= srcs.n) return;
@@ -85,7 +107,7 @@ struct Folder {
       });
     }
     const V result = sums.finish(kernel, accessor);
-    for (int d = 0; d < dsts.n; ++d) accessor.store(dsts.at(d, bytes), result);
+    for (int d = 0; d < dsts.n; ++d) store(accessor, dsts.at(d, bytes), result);
   }
 };
 
@@ -96,7 +118,8 @@ constexpr int64_t fold_batches(const F& fold, const LineAccesses& line, ThreadSh
   constexpr int kPackets = kInFlight / kSrcs;
   int64_t slot = share.first;
   for (; slot + (kPackets - 1) * share.step < line.wide; slot += kPackets * share.step)
-    fold.template packets<kSrcs, kPackets>(line.byte_of_wide(slot), share.step * kPacketBytes);
+    fold.template packets<kSrcs, kPackets>(line.byte_of_wide<Packet>(slot),
+                                           share.step * kPacketBytes);
   return slot;
 }
 
@@ -116,6 +139,14 @@ constexpr int64_t fold_known(const Folder<K, Accessor, FlatAddresses>& fold,
   }
 }
 
+// Calls body with the type of a work's wide accesses, if it has any.
+template <class T, class Body>
+constexpr void with_wide_type(const WorkArgs& work, Body body) {
+  if (work.width == kPacketBytes) return body(std::type_identity<Packet>{});
+  if constexpr (sizeof(T) <= kMaxStripedBytes)
+    if (work.width == sizeof(T)) body(std::type_identity<Striped<T>>{});
+}
+
 // Body of a fold kernel, for one thread.
 template <class T, class Op, class Accessor>
 constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId id,
@@ -124,23 +155,29 @@ constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId i
   const BlockWork job(head, words, id);
   const WorkArgs& work = job.work;
   const K kernel(head, work.finishes);
-  const LineAccesses line(work, sizeof(T));
+  const LineAccesses line(work, kPacketBytes, sizeof(T));
   if (work.pitched) {
-    const auto one = [&](int64_t at, int64_t bytes, bool wide) {
+    const auto one = [&](int64_t at, int64_t slot) {
       const Folder<K, Accessor, PitchedAddresses> fold{kernel,
                                                        accessor,
                                                        {job.lists + work.dsts, work.n_dsts, at},
                                                        {job.lists + work.srcs, work.n_srcs, at}};
-      wide ? fold.template any<Packet>(bytes) : fold.template any<T>(bytes);
+      if (slot >= line.wide) return fold.template any<T>(line.byte_of_edge(slot));
+      with_wide_type<T>(work, [&]<class V>(std::type_identity<V>) {
+        fold.template any<V>(line.byte_of_wide<V>(slot));
+      });
     };
     return walk_lines(line, work.lines, job.share, one);
   }
   const Folder<K, Accessor, FlatAddresses> fold{
       kernel, accessor, {job.lists + work.dsts, work.n_dsts}, {job.lists + work.srcs, work.n_srcs}};
-  walk_line(
-      line, fold_known(fold, line, job.share), job.share.step,
-      [&](int64_t bytes) { fold.template any<Packet>(bytes); },
-      [&](int64_t bytes) { fold.template any<T>(bytes); });
+  const int64_t step = job.share.step;
+  int64_t slot = job.share.first;
+  with_wide_type<T>(work, [&]<class V>(std::type_identity<V>) {
+    if constexpr (std::is_same_v<V, Packet>) slot = fold_known(fold, line, job.share);
+    for (; slot < line.wide; slot += step) fold.template any<V>(line.byte_of_wide<V>(slot));
+  });
+  for (; slot < line.slots(); slot += step) fold.template any<T>(line.byte_of_edge(slot));
 }
 
 }  // namespace pycollect::cuda

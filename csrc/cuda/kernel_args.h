@@ -25,8 +25,8 @@ struct WorkArgs {
   uint64_t count;        // number of units of a line, which are contiguous
   uint64_t lines;        // number of lines
   uint32_t first_block;  // the first block of the grid that runs this work
-  uint8_t width;         // bytes of an access, except at the edges; 0: all units are edges
-  uint8_t head;          // units before the first access of this width
+  uint8_t width;         // bytes of an access (a fold's: 16 or a unit); 0: all units are edges
+  uint8_t head;          // units before the first wide access
   uint8_t finishes;      // whether the fold completes the reduction, and divides averages
   uint8_t pitched;       // whether there is more than one line
   uint16_t dsts, srcs, n_dsts, n_srcs;

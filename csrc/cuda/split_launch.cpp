@@ -9,6 +9,7 @@
 
 #include "../plan/error.h"
 #include "kernel_table.h"
+#include "thread_work.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -68,19 +69,21 @@ bool is_one_line(const LaunchWork& work, std::size_t line_bytes) {
           std::all_of(work.src_pitches.begin(), work.src_pitches.end(), follows));
 }
 
-// Sets the width of the accesses, and the position of the first one.
+// Sets the width of the accesses, and the position of the first one. A fold has two widths only:
+// those between a unit and a packet would save instructions, which do not limit it, and double the
+// kernels' code.
 void choose_width(WorkArgs& form, const LaunchWork& work, const Alignment& alignment,
                   std::size_t unit) {
   const uint64_t differing = kPacketBytes | alignment.differing;
   uint64_t width = differing & -differing;  // the largest power of two that divides it
-  if (!is_copy(work) && width < kPacketBytes) return;
-  const uint64_t head_bytes = -as_word(work.dsts[0]) & (width - 1);
-  if (head_bytes % unit != 0 || head_bytes > form.count * unit) {
-    if (!is_copy(work)) return;
-    width = 1;
+  uint64_t head_bytes = -as_word(work.dsts[0]) & (width - 1);
+  const bool between = !is_copy(work) && width < kPacketBytes;
+  if (between || head_bytes % unit != 0 || head_bytes > form.count * unit) {
+    width = unit <= kMaxStripedBytes ? unit : 0;
+    head_bytes = 0;
   }
   form.width = static_cast<uint8_t>(width);
-  form.head = static_cast<uint8_t>(width > 1 ? head_bytes / unit : 0);
+  form.head = static_cast<uint8_t>(head_bytes / unit);
 }
 
 Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
@@ -99,9 +102,8 @@ Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
   require(alignment.all % unit.alignment == 0, "a GPU reads ", name(dtype), " at multiples of ",
           unit.alignment, " bytes only; copy the tensor to such memory first");
   choose_width(form, work, alignment, unit_bytes);
-  const uint64_t per_wide = form.width / unit_bytes;
-  const uint64_t wide = per_wide > 0 ? (form.count - form.head) / per_wide : 0;
-  entry.slots = form.lines * (form.count - wide * per_wide + wide);
+  const int wide_bytes = is_copy(work) ? form.width : kPacketBytes;
+  entry.slots = form.lines * LineAccesses(form, wide_bytes, unit.bytes).slots();
   entry.moved = form.lines * form.count * unit_bytes * (work.dsts.size() + work.srcs.size());
   entry.in_place = is_in_place(work);
   return entry;

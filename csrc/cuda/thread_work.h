@@ -41,25 +41,56 @@ struct PitchedAddresses {
   }
 };
 
+// Threads of a warp. The device joins their accesses to neighbouring addresses.
+inline constexpr int kWarp = 32;
+
+// Bytes of the largest units that a fold accesses as striped packets. With larger ones, the loads
+// of single units keep enough bytes in flight.
+inline constexpr int kMaxStripedBytes = 4;
+
+// A packet of a fold whose addresses differ modulo 16 bytes: several accesses of one unit,
+// `kStride` bytes apart, so that a thread has as many bytes in flight as a register each allows.
+// The packets of a warp are interleaved: its threads access neighbouring units, and its packets
+// together are contiguous.
+template <class W>
+struct Striped {
+  using Word = W;
+  static constexpr int kWords = kPacketBytes / sizeof(W), kStride = kWarp * sizeof(W);
+  W words[kWords];
+};
+template <class V>
+inline constexpr bool is_striped = false;
+template <class W>
+inline constexpr bool is_striped<Striped<W>> = true;
+
 // The accesses of a line, numbered as slots: first the wide accesses, then the edges, which are
 // accesses of a single unit before and after the wide ones.
 struct LineAccesses {
   int64_t wide, edges;  // number of accesses
-  int64_t width;        // bytes of a wide access
+  int64_t wide_bytes;   // bytes of all wide accesses together
   int64_t head;         // number of edges before the first wide access
   int64_t unit;         // bytes of an edge
 
-  constexpr LineAccesses(const WorkArgs& work, int unit_bytes)
-      : wide(0), edges(0), width(work.width), head(work.head), unit(unit_bytes) {
+  // `bytes` of a wide access; if the work's accesses are narrower, the wide ones are striped.
+  constexpr LineAccesses(const WorkArgs& work, int64_t bytes, int unit_bytes)
+      : wide(0), edges(0), wide_bytes(0), head(work.head), unit(unit_bytes) {
     const auto count = static_cast<int64_t>(work.count);
-    if (width > 0) wide = (count - head) * unit / width;
-    edges = count - wide * width / unit;
+    if (work.width > 0) wide = (count - head) * unit / bytes;
+    if (work.width < bytes) wide -= wide % kWarp;
+    wide_bytes = wide * bytes;
+    edges = count - wide_bytes / unit;
   }
   constexpr int64_t slots() const { return wide + edges; }
-  constexpr int64_t byte_of_wide(int64_t slot) const { return head * unit + slot * width; }
+  template <class V>
+  constexpr int64_t byte_of_wide(int64_t slot) const {
+    int64_t byte = head * unit + slot * static_cast<int64_t>(sizeof(V));
+    if constexpr (is_striped<V>)
+      byte -= slot % kWarp * static_cast<int64_t>(sizeof(V) - sizeof(typename V::Word));
+    return byte;
+  }
   constexpr int64_t byte_of_edge(int64_t slot) const {
     const int64_t edge = slot - wide;
-    return edge * unit + (edge < head ? 0 : wide * width);
+    return edge * unit + (edge < head ? 0 : wide_bytes);
   }
 };
 
@@ -102,25 +133,15 @@ struct BlockWork {
   }
 };
 
-// Visits a thread's slots of a work of one line, from `slot` on: calls wide(bytes) or edge(bytes)
-// with the distance of the access from the beginning of the line.
-template <class Wide, class Edge>
-constexpr void walk_line(const LineAccesses& line, int64_t slot, int64_t step, Wide wide,
-                         Edge edge) {
-  for (; slot < line.wide; slot += step) wide(line.byte_of_wide(slot));
-  for (; slot < line.slots(); slot += step) edge(line.byte_of_edge(slot));
-}
-
-// Visits a thread's slots of a work of several lines: calls one(line, bytes, is_wide). Divides by
-// the slots of a line before the loop, and not for each slot.
+// Visits a thread's slots of a work of several lines: calls one(line, slot). Divides by the slots
+// of a line before the loop, and not for each slot.
 template <class One>
 constexpr void walk_lines(const LineAccesses& line, uint64_t lines, ThreadShare share, One one) {
   const int64_t slots = line.slots();
   const int64_t more_lines = share.step / slots, more_slots = share.step % slots;
   int64_t at = share.first / slots, slot = share.first % slots;
   while (at < static_cast<int64_t>(lines)) {
-    const bool wide = slot < line.wide;
-    one(at, wide ? line.byte_of_wide(slot) : line.byte_of_edge(slot), wide);
+    one(at, slot);
     at += more_lines;
     slot += more_slots;
     if (slot >= slots) {
