@@ -1,9 +1,10 @@
 """Measure the reduction kernel with other constants against the rate of a copy, L2 hot and cold.
 
 The constants are bytes per access, loads in flight, blocks per multiprocessor and waves of a grid.
-For each size the table has the best variant and the library's. The script builds
-native/reduce_kernels with nvcc. Without nvcc or a GPU it prints one sentence and exits with status
-77. `python bench/reduce_kernels.py --all` prints every variant.
+For each size the table has the best variant and the library's. A third table has the cost of a
+launch by the bytes of its arguments. The script builds native/reduce_kernels with nvcc. Without
+nvcc or a GPU it prints one sentence and exits with status 77.
+`python bench/reduce_kernels.py --all` prints every variant.
 """
 
 from __future__ import annotations
@@ -60,9 +61,15 @@ def cache_line(found: Finding) -> str:
     )
 
 
+def args_line(found: Finding) -> str:
+    return f" {found['bytes']:>9} {found['issue_us']:>9.2f} {found['us']:>9.2f}"
+
+
 def print_tables(all_found: Sequence[Finding], every: bool) -> None:
-    variants = [found for found in all_found if found["question"] == "variant"]
-    cached = [found for found in all_found if found["question"] == "l2"]
+    variants, cached, args = (
+        [found for found in all_found if found["question"] == question]
+        for question in ("variant", "l2", "args")
+    )
     print("# Repeated all-reduces in place on one memory; %memcpy: relative to the rate of a copy")
     print(
         f"#{'dtype':<9}{'world':>5} {'a rank':>8}{'width':>8}{'loads':>8}{'blocks':>8}{'waves':>8}"
@@ -76,7 +83,10 @@ def print_tables(all_found: Sequence[Finding], every: bool) -> None:
         f"#{'dtype':<9}{'world':>5} {'a rank':>8} {'together':>9} {'hot us':>9} {'cold us':>9}"
         f" {'hot GB/s':>8} {'GB/s':>8} {'ratio':>6} {'%mc hot':>8} {'%mc cold':>8}"
     )
-    print(*map(cache_line, cached), sep="\n", flush=True)
+    print(*map(cache_line, cached), sep="\n")
+    print("# A launch by the bytes of its arguments: until the call returns, and on the GPU")
+    print(f"#{'bytes':>9} {'issue us':>9} {'GPU us':>9}")
+    print(*map(args_line, args), sep="\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

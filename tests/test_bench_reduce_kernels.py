@@ -56,6 +56,12 @@ def test_the_best_variant_and_the_librarys_are_printed(tmp_path, capsys):
     assert capsys.readouterr().out.count("\n float32") == 4
 
 
+def test_launches_are_printed_by_the_bytes_of_their_arguments(tmp_path, capsys):
+    found = {"question": "args", "bytes": 512, "issue_us": 2.0, "us": 1.25}
+    assert run(tmp_path, program(tmp_path, found))[0] == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["512", "2.00", "1.25"]
+
+
 def test_wrong_elements_fail_the_run_and_are_shown(tmp_path, capsys):
     bad = variant(9.0, wrong=3, library=False)
     assert run(tmp_path, program(tmp_path, variant(6.0), bad))[0] == 1

@@ -2,10 +2,11 @@
 // different constants: bytes per access, loads in flight, blocks per multiprocessor, waves of a
 // grid. Prints lines of JSON. The exit status without a GPU is 77. The tensor of each rank becomes
 // the mean of all, in place, as in all-reduce on one memory. This moves 2 x world x bytes, like the
-// reference copy of world x bytes.
+// reference copy of world x bytes. Also measures what a launch costs by the bytes of its arguments.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,8 @@ using pycollect::cuda::kPacketBytes;
 // Must equal the constant of csrc/cuda/split_launch.cpp, which is private.
 constexpr int kWaves = 4;
 constexpr int kRepeats = 15, kNoDevice = 77;
+// Launches in a row, per timed run: as many as can be issued twice before the delay ends.
+constexpr int kLaunches = 8;
 // Length of the delay kernel: long enough that all later work is issued before it ends.
 constexpr long long kDelayCycles = 100'000;
 
@@ -49,6 +52,16 @@ __global__ void delay() {
   }
 }
 
+template <int kBytes>
+struct Args {
+  uint32_t* at;  // null
+  uint64_t unused[kBytes / 8 - 1];
+};
+template <int kBytes>
+__global__ void read_args(const __grid_constant__ Args<kBytes> args) {
+  if (args.at != nullptr) *args.at = threadIdx.x;
+}
+
 class Bench {
  public:
   Bench() {
@@ -69,6 +82,24 @@ class Bench {
     std::printf(
         "{\"question\": \"about\", \"gpu\": \"%s\", \"multiprocessors\": %d, \"l2\": %zu}\n",
         about.name, sms_, l2_);
+  }
+
+  // Prints the microseconds per launch until the call returns, and on the GPU.
+  template <int kBytes>
+  void run_args() {
+    const Args<kBytes> args = {};
+    std::vector<double> issued;
+    const double us = median_us(false, [&] {
+      const auto begin = std::chrono::steady_clock::now();
+      for (int i = 0; i < kLaunches; ++i) read_args<<<1, kThreads>>>(args);
+      const std::chrono::duration<double, std::micro> took =
+          std::chrono::steady_clock::now() - begin;
+      issued.push_back(took.count() / kLaunches);
+      check(cudaGetLastError(), "read_args");
+    });
+    std::nth_element(issued.begin(), issued.begin() + issued.size() / 2, issued.end());
+    std::printf("{\"question\": \"args\", \"bytes\": %d, \"issue_us\": %.3f, \"us\": %.3f}\n",
+                kBytes, issued[issued.size() / 2], us / kLaunches);
   }
 
   template <class T, int kSrcs>
@@ -201,6 +232,9 @@ int main() {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the printed lines if killed midway
   try {
     Bench bench;
+    bench.run_args<512>();   // one tensor of up to 56 ranks
+    bench.run_args<4096>();  // the library's small and large arguments
+    bench.run_args<32760>();
     std::vector<std::size_t> sizes;
     for (std::size_t bytes = 16 << 10; bytes <= std::size_t{256} << 20; bytes *= 4)
       sizes.push_back(bytes);
