@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -173,3 +174,14 @@ def own_torch_state() -> Iterator[None]:
         yield
     torch.random.set_rng_state(generator)
     set_thread_count(count)
+
+
+@pytest.fixture
+def gpus() -> Iterator[Any]:
+    """Two emulated GPUs."""
+    from emulated_gpus import Gpus  # late: it loads the extension
+
+    made = Gpus(2)
+    yield made
+    gc.collect()  # tensors must be gone before their GPUs
+    made.close()

@@ -136,3 +136,8 @@ def values(world: int, *sizes: int, seed: int = 0) -> list[Tensor]:
 
 def total(of: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(of)).sum(0)
+
+
+def on_ranks(gpus: Gpus, of: Sequence[Tensor], devices: int = 1) -> list[Tensor]:
+    """Return each rank's tensor; the ranks take turns on the devices."""
+    return [gpus.tensor(v, device=r % devices) for r, v in enumerate(of)]

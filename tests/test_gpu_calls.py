@@ -1,4 +1,4 @@
-"""Calls on lists of GPU tensors: the order of streams, memory, captures, and the number of calls.
+"""Calls on lists of GPU tensors: the order of streams, memory, and the number of CUDA calls.
 
 Everything runs on emulated GPUs. Each test would find a missing wait, memory that is reused too
 early, or a CUDA call too many.
@@ -7,32 +7,15 @@ early, or a CUDA call too many.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from emulated_gpus import Gpus, total, values
-from torch import Tensor
+from emulated_gpus import Gpus, on_ranks, total, values
 
 WORLD = 4
-
-
-@pytest.fixture
-def gpus(request: pytest.FixtureRequest) -> Iterator[Gpus]:
-    made = Gpus(getattr(request, "param", 2))
-    yield made
-    gc.collect()
-    made.close()
-
-
-def on_ranks(gpus: Gpus, of: list[Tensor], devices: int = 1, **more: Any) -> list[Tensor]:
-    return [gpus.tensor(v, device=r % devices, **more) for r, v in enumerate(of)]
 
 
 # --- order with the callers' streams --------------------------------------------------------------
@@ -183,6 +166,43 @@ def test_a_timeout_waits_for_the_device(gpus: Gpus) -> None:
     gpus.check()
 
 
+def test_an_asynchronous_call_comes_after_queued_calls_of_the_host(gpus: Gpus) -> None:
+    host = [torch.ones(8_000_000) for _ in range(2)]
+    gpus.torch.adopt(host[0], True)
+    device = gpus.tensor(torch.ones(8_000_000))
+    queued = gpus.all_reduce(host, async_op=True)
+    work = gpus.broadcast([host[0], device], async_op=True)
+    assert queued.is_completed()
+    work.wait()
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+def test_another_thread_runs_while_the_host_waits(gpus: Gpus) -> None:
+    """However small the call is: it waits for everything that is queued on the stream."""
+    host = torch.zeros(1)
+    gpus.torch.adopt(host, True)
+    device = gpus.tensor(torch.ones(1))
+    gpus.copy_(host, device)
+    gpus.cuda.delay("synchronize", 0.5)
+    ended, steps = threading.Event(), []
+
+    def tick() -> None:
+        while not ended.wait(0.01):
+            steps.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    time.sleep(0.05)
+    before = len(steps)
+    gpus.copy_(host, device)
+    during = len(steps) - before
+    ended.set()
+    thread.join()
+    assert during > 5
+
+
 # --- the number of calls --------------------------------------------------------------------------
 
 
@@ -224,210 +244,3 @@ def test_pinned_memory_of_the_call_is_not_reused_while_a_device_uses_it(gpus: Gp
     gpus.all_reduce(tensors)
     assert gpus.torch.recorded() == 2 * pinned
     assert gpus.cuda.counters()["streams"] == before["streams"]
-
-
-# --- captures -------------------------------------------------------------------------------------
-
-
-def test_a_capture_has_streams_of_its_own(gpus: Gpus) -> None:
-    """Meanwhile another thread may call, with streams that are not captured."""
-    of = values(2)
-    tensors, others = on_ranks(gpus, of), on_ranks(gpus, of)
-    origin, other = gpus.stream(), gpus.stream()
-    gpus.all_reduce(others, async_op=True).wait()  # the streams exist
-    gpus.cuda.allow_eager_work(True)
-    with gpus.capture(origin):
-        work = gpus.all_reduce(tensors, async_op=True)
-        gpus.all_reduce(tensors, algorithm="ring")
-        with gpus.on(other):
-            gpus.all_reduce(others, async_op=True).wait()
-            gpus.all_reduce(others, algorithm="ring")
-        work.wait()
-    with gpus.on(other):
-        gpus.all_reduce(others, async_op=True).wait()
-
-
-def test_two_captures_one_after_the_other(gpus: Gpus) -> None:
-    tensors = on_ranks(gpus, values(2))
-    graphs = []
-    for _ in range(3):
-        with gpus.capture(gpus.stream()) as number:
-            gpus.all_reduce(tensors, async_op=True).wait()
-            gpus.all_reduce(tensors, algorithm="ring")
-        graphs += number
-    streams = gpus.cuda.counters()["streams"]
-    for number in graphs:
-        gpus.cuda.destroy_graph(number)
-    for _ in range(3):  # with the streams of the destroyed graphs
-        with gpus.capture(gpus.stream()) as number:
-            gpus.all_reduce(tensors, async_op=True).wait()
-            gpus.all_reduce(tensors, algorithm="ring")
-        gpus.cuda.destroy_graph(number[0])
-    assert gpus.cuda.counters()["streams"] == streams + 3
-
-
-def test_scratch_and_pinned_memory_live_as_long_as_the_graph(gpus: Gpus) -> None:
-    """No allocator knows that the graph uses them: on host memory it never does."""
-    tensors = on_ranks(gpus, values(WORLD))
-    gpus.torch.connect(False)
-    before = gpus.torch.blocks_in_use()
-    with gpus.capture(gpus.stream()) as number:
-        gpus.all_reduce(tensors, algorithm="ring", peer_access=False)
-    assert gpus.torch.blocks_in_use() > before
-    assert gpus.torch.recorded() == 0
-    gpus.cuda.destroy_graph(number[0])
-    gpus.all_reduce(tensors)
-    assert gpus.torch.blocks_in_use() == before
-
-
-def test_memory_on_another_device_than_the_capture_lives_as_long_as_the_graph(gpus: Gpus) -> None:
-    of = values(2)
-    tensors = on_ranks(gpus, of, 2)
-    origin, forked = gpus.stream(0), gpus.stream(1)
-    gpus.torch.begin_capture(origin)
-    gpus.fork(origin, forked)
-    with gpus.on(origin), gpus.on(forked):
-        results = gpus.all_gather(tensors)
-    gpus.fork(forked, origin)
-    number = gpus.torch.end_capture(origin)
-    used = gpus.torch.blocks_in_use()
-    del results
-    gc.collect()
-    assert gpus.torch.blocks_in_use() == used
-    gpus.cuda.destroy_graph(number)
-    gpus.all_reduce(tensors)
-    assert gpus.torch.blocks_in_use() == used - len(tensors)
-
-
-def test_a_refused_call_leaves_the_capture_as_it_was(gpus: Gpus) -> None:
-    host = torch.zeros(8)
-    gpus.torch.adopt(host, False)
-    tensors = [*on_ranks(gpus, values(1)), host]
-    eager = on_ranks(gpus, values(2), 2)
-    gpus.cuda.allow_eager_work(True)
-
-    def refused(of: list[Tensor], why: str) -> None:
-        with pytest.raises(ValueError, match=why):
-            gpus.all_reduce(of, async_op=True)
-
-    with gpus.capture(gpus.stream()):
-        counted = gpus.count(lambda: refused(tensors, "not pinned"))
-        counted += gpus.count(lambda: refused(eager, "on 1 of the 2 current streams"))
-    # No stream has joined the capture.
-    assert set(counted) <= {"current_device", "capture_id", "create_stream", "streams"}
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_unlike_layouts_in_host_memory_are_refused_in_a_capture(gpus: Gpus, pinned: bool) -> None:
-    host = torch.zeros(4, 2)
-    gpus.torch.adopt(host, pinned)
-    device = gpus.empty(2, 4).t()
-    with gpus.capture(gpus.stream()), pytest.raises(ValueError, match="different layouts"):
-        gpus.copy_(device, host)
-
-
-def test_the_host_waits_although_another_thread_captures(gpus: Gpus) -> None:
-    of = values(2)
-    host = of[1].clone()
-    gpus.torch.adopt(host, False)
-    tensors = [gpus.tensor(of[0]), host]
-    other = gpus.stream()
-    gpus.cuda.allow_eager_work(True)
-    with gpus.capture(other), gpus.on(gpus.stream()):
-        gpus.all_reduce(tensors)
-
-
-def test_another_thread_runs_while_the_host_waits(gpus: Gpus) -> None:
-    """However small the call is: it waits for everything that is queued on the stream."""
-    host = torch.zeros(1)
-    gpus.torch.adopt(host, True)
-    device = gpus.tensor(torch.ones(1))
-    gpus.copy_(host, device)
-    gpus.cuda.delay("synchronize", 0.5)
-    ended, steps = threading.Event(), []
-
-    def tick() -> None:
-        while not ended.wait(0.01):
-            steps.append(1)
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    time.sleep(0.05)
-    before = len(steps)
-    gpus.copy_(host, device)
-    during = len(steps) - before
-    ended.set()
-    thread.join()
-    assert during > 5
-
-
-# --- memory of other libraries --------------------------------------------------------------------
-
-
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch import DLPack tensors of the emulated kind of device."""
-    module = ModuleType("torch.privateuseone")
-    module._lazy_init = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.privateuseone", module)
-
-
-class Array:
-    """An array of a library that uses its memory on a stream of its own, as CuPy does."""
-
-    def __init__(self, gpus: Gpus, of: Tensor, stream: object) -> None:
-        self.memory = gpus.tensor(of, stream=stream)
-        self.stream = stream
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {"version": 3, "stream": self.stream.stream_id}
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (12, 0)  # DLPack's kDLExtDev is torch's PrivateUse1
-
-    def __dlpack__(self, **_: object) -> object:
-        return torch.utils.dlpack.to_dlpack(self.memory)
-
-
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_arrays_of_other_libraries_are_ordered_with_their_streams(
-    gpus: Gpus, async_op: bool
-) -> None:
-    of = values(2)
-    theirs = gpus.stream()
-    arrays = [Array(gpus, v, theirs) for v in of]
-    work = gpus.all_reduce(arrays, async_op=async_op)
-    if async_op:
-        work.wait()
-    for a in arrays:
-        gpus.expect(a.memory, total(of), theirs)
-    gpus.check()
-
-
-@pytest.mark.usefixtures("exchange")
-def test_memory_of_other_libraries_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
-    of = values(2)
-    theirs = gpus.stream()
-    arrays = [Array(gpus, v, theirs) for v in of]
-    work = gpus.all_reduce(arrays, async_op=True)
-    del work
-    gc.collect()
-    for a in arrays:
-        gpus.expect(a.memory, total(of), theirs)
-    gpus.check()
-
-
-def test_memory_that_torch_does_not_own_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
-    """Its owner, such as another process, reuses it in the order of the current stream."""
-    of = values(2)
-    tensors = [gpus.torch.foreign(8, 0) for _ in of]
-    for t, v in zip(tensors, of, strict=True):
-        gpus.torch.write(t, v)
-    work = gpus.all_reduce(tensors, async_op=True)
-    del work
-    gc.collect()
-    for t in tensors:
-        gpus.expect(t, total(of))
-    gpus.check()

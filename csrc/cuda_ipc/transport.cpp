@@ -4,8 +4,6 @@
 // process has published that the matching signal is enqueued.
 #include "transport.h"
 
-#include <algorithm>
-
 #include "../plan/error.h"
 #include "../rank_executor/chunk_loop.h"
 #include "../rank_executor/program_choice.h"
@@ -91,34 +89,33 @@ void CudaIpcTransport::wait_for_previous(uint64_t run) {
 bool CudaIpcTransport::copies_by_engine(const ipc::Rows& rows) const {
   const ipc::Instruction& instruction = rows.instruction();
   return topology(false) == Topology::cuda_ipc_buffers && rows.size() <= kMaxEngineCopies &&
-         instruction.dsts == 1 && instruction.in_staging == 1 &&
-         std::all_of(instruction.operands.begin(), instruction.operands.end(),
-                     [&](const ipc::Operand& o) { return o.rank == rank(); }) &&
-         instruction.operands.size() == 2;
+         instruction.operands.size() == 2 && instruction.in_staging == 1 &&
+         instruction.operands[0].rank == rank() && instruction.operands[1].rank == rank();
+}
+
+void CudaIpcTransport::copy_by_engine(const ipc::Rows& rows) {
+  const Stream stream = communicator_->stream();
+  communicator_->gpu().on(stream.device, [&](cuda::Api& api) {
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const ipc::Rows::RowView row = rows[i];
+      const std::size_t bytes = row.count * item_bytes(launch_.dtype);
+      const auto pitch = static_cast<std::ptrdiff_t>(bytes);
+      api.copy(stream, {.dst = static_cast<std::byte*>(row.at[0]),
+                        .src = static_cast<const std::byte*>(row.at[1]),
+                        .dst_pitch = pitch,
+                        .src_pitch = pitch,
+                        .bytes = bytes,
+                        .rows = 1,
+                        .dst_device = stream.device,
+                        .src_device = stream.device});
+    }
+  });
 }
 
 // Enqueues one launch, however many tensors the elements are spread over, or copies by an engine.
 void CudaIpcTransport::launch(const ipc::Rows& rows) {
+  if (copies_by_engine(rows)) return copy_by_engine(rows);
   const ipc::Instruction& instruction = rows.instruction();
-  const Stream stream = communicator_->stream();
-  if (copies_by_engine(rows)) {
-    const std::size_t item = item_bytes(launch_.dtype);
-    return communicator_->gpu().on(stream.device, [&](cuda::Api& api) {
-      for (std::size_t i = 0; i < rows.size(); ++i) {
-        const ipc::Rows::RowView row = rows[i];
-        const std::size_t bytes = row.count * item;
-        const auto pitch = static_cast<std::ptrdiff_t>(bytes);
-        api.copy(stream, {.dst = static_cast<std::byte*>(row.at[0]),
-                          .src = static_cast<const std::byte*>(row.at[1]),
-                          .dst_pitch = pitch,
-                          .src_pitch = pitch,
-                          .bytes = bytes,
-                          .rows = 1,
-                          .dst_device = stream.device,
-                          .src_device = stream.device});
-      }
-    });
-  }
   launch_.works.clear();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const ipc::Rows::RowView row = rows[i];
@@ -132,7 +129,8 @@ void CudaIpcTransport::launch(const ipc::Rows& rows) {
   // After an abort, writes to staging buffers are harmless. The guard suppresses writes to tensors:
   // a tensor's owner has received the error by then, and may have freed the memory.
   launch_.guard = instruction.in_staging == instruction.dsts ? nullptr : communicator_->guard();
-  communicator_->gpu().on(stream.device, [&](cuda::Api& api) { api.launch(stream, launch_); });
+  communicator_->gpu().on(communicator_->stream().device,
+                          [&](cuda::Api& api) { api.launch(communicator_->stream(), launch_); });
 }
 
 }  // namespace pycollect::cuda_ipc

@@ -46,6 +46,7 @@ class CudaIpcTransport final : public ipc::Transport {
   }
   std::byte* find(Rank r, ipc::OperandBuffer where) const;
   bool copies_by_engine(const ipc::Rows& rows) const;
+  void copy_by_engine(const ipc::Rows& rows);
 
   const std::shared_ptr<CudaIpcCommunicator> communicator_;
   // The next four members belong to the call that runs.

@@ -37,7 +37,10 @@ py::object run_or_enqueue(PreparedCall prepared, Arg async_op) {
     std::shared_ptr<Work> work;
     {
       std::optional<py::gil_scoped_release> no_gil;
-      if (prepared.on_gpus() && takes_long(prepared)) no_gil.emplace();
+      if (prepared.on_gpus()) {  // not in the queue of host calls, but behind them
+        if (takes_long(prepared) || busy()) no_gil.emplace();
+        drain();
+      }
       work = enqueue(std::move(prepared));
     }
     return py::cast(work);

@@ -1,6 +1,7 @@
 #include "gpu_calls.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "../plan/error.h"
 #include "gpu_work.h"
@@ -58,35 +59,38 @@ std::vector<Stream> GpuCalls::callers_of(const PreparedCall& prepared) const {
 }
 
 // Checks everything that may be refused, before any stream changes.
-GpuCalls::Issue GpuCalls::issue_of(DeviceGuard& device, const PreparedCall& prepared) {
+GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const PreparedCall& prepared) {
   free_graph_memory();
-  Issue issue{callers_of(prepared), {}, 0, {}};
-  issue.distinct = distinct(issue.callers);
-  issue.capture = cuda::capture_of(api_, device, issue.distinct);
-  if (issue.capture != 0) check_transposes(prepared);
-  issue.internal = sets_.of(issue.capture);
-  return issue;
+  EnqueueContext context{callers_of(prepared), {}, 0, {}};
+  context.distinct = distinct(context.callers);
+  context.capture = cuda::capture_of(api_, device, context.distinct);
+  if (context.capture != 0) check_transposes(prepared);
+  context.internal = sets_.of(context.capture);
+  // A replay is ordered only by the stream that replays the graph, so a capture leaves out the
+  // streams of other libraries.
+  if (context.capture == 0) context.producers = prepared.producers;
+  return context;
 }
 
 // Chooses the streams of each part. One device and one caller's stream need no other streams, so a
 // level is one launch, without events. If the caller named the algorithm, each rank of a device has
 // its own worker stream, so that virtual ranks run as independently as ranks on different devices.
-void GpuCalls::prepare_parts(const PreparedCall& prepared, Issue& issue) const {
+void GpuCalls::prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const {
   const std::vector<at::Device>& devices = prepared.devices;
   const bool is_simple =
-      prepared.peer_access && issue.distinct.size() == 1 &&
+      prepared.peer_access && context.distinct.size() == 1 &&
       std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; });
   const bool any_on_host = std::any_of(devices.begin(), devices.end(), on_host);
   for (const DtypePlan& part : prepared.parts) {
     // During a capture the host does not wait: results in host memory are complete after a replay.
     cuda::CallStreams streams{
-        .ranks = {}, .host_waits = issue.capture == 0 && any_on_host, .capture = issue.capture};
+        .ranks = {}, .host_waits = context.capture == 0 && any_on_host, .capture = context.capture};
     const bool on_caller_stream = !part.named && is_simple;
-    issue.uses_internal |= !on_caller_stream;
-    InternalStreams& internal = *issue.internal;
+    context.uses_internal |= !on_caller_stream;
+    InternalStreams& internal = *context.internal;
     std::map<cuda::Device, std::size_t> ranks_on;
     for (std::size_t r = 0; r < devices.size(); ++r) {
-      const Stream caller = issue.callers[r];
+      const Stream caller = context.callers[r];
       const cuda::Device on = caller.device;
       cuda::RankStreams rank{on_host(devices[r]) ? cuda::kHost : on, caller, caller};
       if (!on_caller_stream)
@@ -94,28 +98,28 @@ void GpuCalls::prepare_parts(const PreparedCall& prepared, Issue& issue) const {
                 internal.d2h(on), internal.h2d(on)};
       streams.ranks.push_back(rank);
     }
-    if (!on_caller_stream) streams.join_stream = internal.join(issue.callers[0].device);
+    if (!on_caller_stream) streams.join_stream = internal.join(context.callers[0].device);
     cuda::check_call({*part.compiled, part.bindings, part.dtype, part.op, part.options}, streams);
-    issue.parts.push_back(std::move(streams));
+    context.parts.push_back(std::move(streams));
   }
 }
 
 // Pinned memory of the call itself is not reused before the callers' streams, which wait for all
 // other streams, are done with it. Device memory needs no such mark: it was allocated for them.
 void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
-                             const Issue& issue) {
-  if (issue.capture == 0)
+                             const EnqueueContext& context) {
+  if (context.capture == 0)
     for (const at::Tensor& t : prepared.scratch)
       if (t.is_cpu())
-        for (const Stream& s : issue.distinct) runtime_->record_stream(t, s);
+        for (const Stream& s : context.distinct) runtime_->record_stream(t, s);
   for (std::size_t i = 0; i < prepared.parts.size(); ++i) {
     const DtypePlan& part = prepared.parts[i];
     executor_.run({*part.compiled, part.bindings, part.dtype, part.op, part.options},
-                  issue.parts[i], device);
+                  context.parts[i], device);
   }
   if (prepared.transposes.empty()) return;
   const cuda::ThreadCaptureMode mode(api_);
-  runtime_->with_streams(issue.distinct, [&] {
+  runtime_->with_streams(context.distinct, [&] {
     for (const auto& [dst, src] : prepared.transposes) copy_strided(dst, src);
   });
 }
@@ -124,18 +128,18 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
 // capture. All other memory must live as long as the graph; what else the caller passes in is kept
 // by the caller.
 void GpuCalls::keep_for_graph(DeviceGuard& device, const PreparedCall& prepared,
-                              const Issue& issue) {
-  if (issue.capture == 0) return;
+                              const EnqueueContext& context) {
+  if (context.capture == 0) return;
   auto memory = std::make_unique<GraphMemory>();
   memory->tensors = prepared.scratch;
   const auto is_elsewhere = [&](const Stream& s) { return s.device != device.former(); };
-  if (std::any_of(issue.distinct.begin(), issue.distinct.end(), is_elsewhere))
+  if (std::any_of(context.distinct.begin(), context.distinct.end(), is_elsewhere))
     memory->tensors.insert(memory->tensors.end(), prepared.results.begin(), prepared.results.end());
-  if (issue.uses_internal && StreamSets::must_keep(*issue.internal))
-    memory->streams = issue.internal;
+  if (context.uses_internal && StreamSets::must_keep(*context.internal))
+    memory->streams = context.internal;
   if (memory->tensors.empty() && memory->streams == nullptr) return;
-  device.use(issue.distinct[0].device);
-  api_.at_graph_end(issue.distinct[0], [self = shared_from_this(), m = memory.get()] {
+  device.use(context.distinct[0].device);
+  api_.at_graph_end(context.distinct[0], [self = shared_from_this(), m = memory.get()] {
     m->streams.reset();
     m->next = self->unused_graph_memory_.load();
     while (!self->unused_graph_memory_.compare_exchange_weak(m->next, m)) {
@@ -152,96 +156,81 @@ void GpuCalls::free_graph_memory() {
   }
 }
 
-void GpuCalls::order(DeviceGuard& device, Stream earlier, std::span<const Stream> later,
-                     uint64_t capture) {
-  device.use(earlier.device);
-  const cuda::SharedEvent end(executor_.events(), earlier, capture != 0);
-  for (const Stream& s : later) {
-    if (s == earlier) continue;
-    device.use(s.device);
-    api_.wait(s, end.event());
+// One event for each earlier stream that a later one has to wait for.
+void GpuCalls::order(DeviceGuard& device, const std::vector<Stream>& earlier,
+                     const std::vector<Stream>& later, uint64_t capture) {
+  for (const Stream& from : earlier) {
+    std::optional<cuda::SharedEvent> end;
+    for (const Stream& to : later) {
+      if (to == from || to.device != from.device) continue;
+      device.use(from.device);
+      if (!end) end.emplace(executor_.events(), from, capture != 0);
+      api_.wait(to, end->event());
+    }
   }
-}
-
-namespace {
-
-// The streams of `all` that are on the device.
-std::vector<Stream> on_device(const std::vector<Stream>& all, cuda::Device device) {
-  std::vector<Stream> found;
-  for (const Stream& s : all)
-    if (s.device == device) found.push_back(s);
-  return found;
-}
-
-}  // namespace
-
-// A replay of a graph is ordered only by the stream that replays it, so a capture leaves out the
-// streams of other libraries.
-void GpuCalls::order_after_producers(DeviceGuard& device, const PreparedCall& prepared,
-                                     const Issue& issue) {
-  if (issue.capture != 0) return;
-  for (const Stream& producer : prepared.producers)
-    order(device, producer, on_device(issue.distinct, producer.device), 0);
-}
-
-void GpuCalls::order_producers_after(DeviceGuard& device, const PreparedCall& prepared,
-                                     const Issue& issue) {
-  if (issue.capture != 0) return;
-  for (const Stream& producer : prepared.producers)
-    for (const Stream& caller : on_device(issue.distinct, producer.device))
-      order(device, caller, {&producer, 1}, 0);
 }
 
 void GpuCalls::run(const PreparedCall& prepared) {
   DeviceGuard device(api_);
-  Issue issue = issue_of(device, prepared);
-  prepare_parts(prepared, issue);
-  order_after_producers(device, prepared, issue);
-  for (const Stream& s : issue.distinct)
-    if (const auto end = issue.internal->last_async(s.device)) {
+  EnqueueContext context = context_of(device, prepared);
+  prepare_parts(prepared, context);
+  keep_for_graph(device, prepared, context);
+  order(device, context.producers, context.distinct, context.capture);
+  for (const Stream& s : context.distinct)
+    if (const auto end = context.internal->last_async(s.device)) {
       device.use(s.device);
       api_.wait(s, end->event());
     }
-  enqueue_parts(device, prepared, issue);
-  order_producers_after(device, prepared, issue);
-  keep_for_graph(device, prepared, issue);
+  try {
+    enqueue_parts(device, prepared, context);
+  } catch (...) {  // work may be enqueued already
+    order(device, context.distinct, context.producers, context.capture);
+    throw;
+  }
+  order(device, context.distinct, context.producers, context.capture);
 }
 
 std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   const ProfilerRange range(prepared.call);
   DeviceGuard device(api_);
-  Issue issue = issue_of(device, prepared);
-  const std::vector<Stream> requested_on = std::exchange(issue.distinct, {});
-  for (Stream& s : issue.callers) s = issue.internal->side(s.device);
-  issue.distinct = distinct(issue.callers);
-  issue.uses_internal = true;
-  prepare_parts(prepared, issue);
-  Issue callers{requested_on, requested_on, issue.capture, issue.internal};
-  order_after_producers(device, prepared, callers);
-  for (const Stream& s : requested_on)
-    order(device, s, on_device(issue.distinct, s.device), issue.capture);
-  bool owned = true;  // by torch's allocator
+  EnqueueContext context = context_of(device, prepared);
+  const std::vector<Stream> callers = std::exchange(context.distinct, {});
+  for (Stream& s : context.callers) s = context.internal->side(s.device);
+  context.distinct = distinct(context.callers);
+  context.uses_internal = true;
+  prepare_parts(prepared, context);
+  order(device, context.producers, context.distinct, context.capture);
+  order(device, callers, context.distinct, context.capture);
+  const bool owned = record_side_streams(prepared, *context.internal);
+  std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
+  try {
+    keep_for_graph(device, prepared, context);
+    enqueue_parts(device, prepared, context);
+    for (const Stream& s : context.distinct) {
+      device.use(s.device);
+      ends.push_back(
+          std::make_shared<cuda::SharedEvent>(executor_.events(), s, context.capture != 0));
+      context.internal->set_last_async(s.device, ends.back());
+    }
+  } catch (...) {  // no work is returned that would make these streams wait
+    order(device, context.distinct, callers, context.capture);
+    order(device, context.distinct, context.producers, context.capture);
+    throw;
+  }
+  // Now, because the owner of the memory may destroy its stream before wait().
+  order(device, context.distinct, context.producers, context.capture);
+  return std::make_shared<GpuWork>(shared_from_this(), std::move(prepared), std::move(ends),
+                                   context.capture != 0, owned);
+}
+
+// Returns whether torch's allocator owns all device memory of the call.
+bool GpuCalls::record_side_streams(const PreparedCall& prepared, InternalStreams& internal) const {
+  bool owned = true;
   for (const Tensors* list : {&prepared.held, &prepared.scratch, &prepared.results})
     for (const at::Tensor& t : *list)
       if (!t.is_cpu() && t.numel() > 0)
-        owned &= runtime_->record_stream(t, issue.internal->side(t.device().index()));
-  std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
-  try {
-    enqueue_parts(device, prepared, issue);
-    keep_for_graph(device, prepared, issue);
-    for (const Stream& s : issue.distinct) {
-      device.use(s.device);
-      ends.push_back(
-          std::make_shared<cuda::SharedEvent>(executor_.events(), s, issue.capture != 0));
-      issue.internal->set_last_async(s.device, ends.back());
-    }
-  } catch (...) {  // no work is returned that would make these streams wait
-    for (const Stream& s : issue.distinct)
-      order(device, s, on_device(requested_on, s.device), issue.capture);
-    throw;
-  }
-  return std::make_shared<GpuWork>(shared_from_this(), std::move(prepared), std::move(ends),
-                                   issue.capture != 0, owned);
+        owned &= runtime_->record_stream(t, internal.side(t.device().index()));
+  return owned;
 }
 
 }  // namespace pycollect

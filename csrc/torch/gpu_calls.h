@@ -4,7 +4,7 @@
 #pragma once
 #include <atomic>
 #include <memory>
-#include <span>
+#include <vector>
 
 #include "../cuda/executor.h"
 #include "internal_streams.h"
@@ -37,28 +37,28 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
     std::shared_ptr<InternalStreams> streams = {};
     GraphMemory* next = nullptr;
   };
-  // A call that is about to be enqueued.
-  struct Issue {
+  // The streams of a call, and the capture that it is in.
+  struct EnqueueContext {
     std::vector<cuda::Stream> callers;   // [rank]
     std::vector<cuda::Stream> distinct;  // the same, each once
     uint64_t capture;                    // number of the capture that all of them are in; 0: none
     std::shared_ptr<InternalStreams> internal;
     bool uses_internal = false;
-    std::vector<cuda::CallStreams> parts = {};
+    std::vector<cuda::CallStreams> parts = {};  // [part of the call]
+    std::vector<cuda::Stream> producers = {};   // to be ordered with the call
   };
 
   std::vector<cuda::Stream> callers_of(const PreparedCall& prepared) const;
-  Issue issue_of(cuda::DeviceGuard& device, const PreparedCall& prepared);
-  void prepare_parts(const PreparedCall& prepared, Issue& issue) const;
-  void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared, const Issue& issue);
-  void keep_for_graph(cuda::DeviceGuard& device, const PreparedCall& prepared, const Issue& issue);
-  // Makes the streams in `later`, except `earlier`, wait for the work that is now on `earlier`.
-  void order(cuda::DeviceGuard& device, cuda::Stream earlier, std::span<const cuda::Stream> later,
-             uint64_t capture);
-  void order_after_producers(cuda::DeviceGuard& device, const PreparedCall& prepared,
-                             const Issue& issue);
-  void order_producers_after(cuda::DeviceGuard& device, const PreparedCall& prepared,
-                             const Issue& issue);
+  EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared);
+  void prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const;
+  void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared,
+                     const EnqueueContext& context);
+  void keep_for_graph(cuda::DeviceGuard& device, const PreparedCall& prepared,
+                      const EnqueueContext& context);
+  // Makes each later stream wait for the work that is now on the earlier ones of its device.
+  void order(cuda::DeviceGuard& device, const std::vector<cuda::Stream>& earlier,
+             const std::vector<cuda::Stream>& later, uint64_t capture);
+  bool record_side_streams(const PreparedCall& prepared, InternalStreams& internal) const;
   void free_graph_memory();
 
   const std::shared_ptr<TorchRuntime> runtime_;

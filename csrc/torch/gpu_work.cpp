@@ -18,12 +18,10 @@ GpuWork::GpuWork(std::shared_ptr<GpuCalls> calls, PreparedCall prepared,
       owned_(owned),
       prepared_(std::move(prepared)) {}
 
-// Memory of other allocators may be reused once its tensors are released: on the stream that its
-// library names, or else on the current one.
+// Memory of other allocators may be reused on the current streams once its tensors are released.
 GpuWork::~GpuWork() {
   try {
     if (!owned_ && !waited_) order_current_streams();
-    order_producers();
   } catch (...) {  // the device is broken
   }
 }
@@ -37,17 +35,6 @@ void GpuWork::order_current_streams() {
   }
 }
 
-void GpuWork::order_producers() {
-  if (captured_) return;
-  cuda::DeviceGuard device(calls_->api_);
-  for (const cuda::Stream& producer : prepared_.producers)
-    for (const auto& end : ends_) {
-      if (end->event().device != producer.device) continue;
-      device.use(producer.device);
-      calls_->api_.wait(producer, end->event());
-    }
-}
-
 // Tensors are released at once: their memory is not reused before the side streams are done with
 // it.
 bool GpuWork::wait(std::optional<double> seconds) {
@@ -59,7 +46,6 @@ bool GpuWork::wait(std::optional<double> seconds) {
   PreparedCall done;  // released without the lock
   const std::lock_guard lock(mutex_);
   waited_ = true;
-  order_producers();
   std::swap(done, prepared_);
   return true;
 }

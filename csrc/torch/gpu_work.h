@@ -22,7 +22,6 @@ class GpuWork final : public Work {
  private:
   bool finished_within(double seconds);
   void order_current_streams();
-  void order_producers();
 
   const std::shared_ptr<GpuCalls> calls_;
   const std::vector<std::shared_ptr<cuda::SharedEvent>> ends_;

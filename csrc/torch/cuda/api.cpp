@@ -174,12 +174,16 @@ class CudaApi final : public cuda::Api {
       const std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(data));
       (*owned)();
     };
+    std::function<void()>* const function = owned.get();
+    const cudaGraph_t graph = capture_info(stream).graph;
     cudaUserObject_t object = nullptr;
-    check(cudaUserObjectCreate(&object, owned.get(), act, 1, cudaUserObjectNoDestructorSync));
+    check(cudaUserObjectCreate(&object, function, act, 1, cudaUserObjectNoDestructorSync));
     static_cast<void>(owned.release());  // `object` owns it now
-    const cudaError_t moved =
-        cudaGraphRetainUserObject(capture_info(stream).graph, object, 1, cudaGraphUserObjectMove);
-    if (moved != cudaSuccess) static_cast<void>(cudaUserObjectRelease(object, 1));
+    const cudaError_t moved = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+    if (moved != cudaSuccess) {
+      *function = [] {};  // the caller keeps what `destroyed` would have released
+      static_cast<void>(cudaUserObjectRelease(object, 1));
+    }
     check(moved);
   }
   void synchronize(Stream stream) override { check(cudaStreamSynchronize(handle(stream))); }
