@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -178,8 +179,8 @@ def test_streams_that_occupy_the_gpu_are_not_used(slow_jobs):
     """A stream that waits may keep kernels of other processes from running: staging by the host."""
     pool = slow_jobs["occupied"]
     assert pool.results(60) == [("", 300.0, True, {})] * 3
-    log = (pool.folder / "rank_0.log").read_text()
-    assert "rank 0: the GPU did not finish a self-test within 10 seconds" in log
+    log = (pool.folder / "rank_0.log").read_text()  # the first rank to give up releases the others
+    assert re.search(r"rank [012]: the GPU did not finish a self-test within 10 seconds", log)
 
 
 # --- first calls that do not match ----------------------------------------------------------------
