@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
+from . import _C
+
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
@@ -60,12 +62,22 @@ def producer_stream(array: Any) -> int | None:
     return interface.get("stream") if isinstance(interface, dict) else None
 
 
+def _captures(index: int) -> bool:
+    """Return whether the device's current stream is in the capture of a CUDA graph.
+
+    An exporter must not order it: the stream would wait for work outside of the capture.
+    """
+    with torch.cuda.device(index):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _capsule(array: Any, producer: int | None) -> object:
     kind, index = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
     stream: dict[str, int] = {}
     if kind in _ON_GPUS:
         # The call itself orders a stream that is known, and before that, nothing uses the memory.
-        ours = torch.cuda.current_stream(index).cuda_stream if producer is None else _UNORDERED
+        known = producer is not None or _captures(index)
+        ours = _UNORDERED if known else torch.cuda.current_stream(index).cuda_stream
         stream = {"stream": ours or _LEGACY_STREAM}
     try:
         return array.__dlpack__(max_version=(1, 0), **stream)
@@ -109,6 +121,7 @@ def as_tensor(array: Any, written: bool, where: str, producer: int | None = None
     read_only = getattr(flags, "writeable", True) is False
     try:
         if read_only and not written:
+            _C.drain()  # earlier asynchronous calls may write the array's memory
             array = array.copy()  # torch rejects its capsule; an input may be a copy
         capsule = None if read_only and written else _capsule(array, producer)
         marked, strides = _inspect(capsule) if capsule is not None else (True, [])

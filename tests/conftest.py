@@ -8,8 +8,10 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -185,3 +187,11 @@ def gpus() -> Iterator[Any]:
     yield made
     gc.collect()  # tensors must be gone before their GPUs
     made.close()
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch import DLPack tensors of the emulated kind of device."""
+    module = ModuleType("torch.privateuseone")
+    module._lazy_init = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.privateuseone", module)

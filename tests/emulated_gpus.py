@@ -127,6 +127,25 @@ class Gpus:
         number.append(self.torch.end_capture(stream))
 
 
+class Array:
+    """An array of a library that uses its memory on a stream of its own, as CuPy does."""
+
+    def __init__(self, gpus: Gpus, of: Tensor, stream: Stream, tells: bool = True) -> None:
+        self.memory = gpus.tensor(of, stream=stream)
+        self.stream = stream
+        self.tells = tells  # whether its interface names the stream
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"version": 3} | ({"stream": self.stream.stream_id} if self.tells else {})
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (12, 0)  # DLPack's kDLExtDev is torch's PrivateUse1
+
+    def __dlpack__(self, **_: object) -> object:
+        return torch.utils.dlpack.to_dlpack(self.memory)
+
+
 def values(world: int, *sizes: int, seed: int = 0) -> list[Tensor]:
     """Return each rank's values: small whole numbers, whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)

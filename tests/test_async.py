@@ -100,6 +100,26 @@ def test_a_pending_result_may_be_the_next_calls_input():
     assert_same(out, [torch.cat(values) * 3] * 3)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_inputs_of_unlike_layouts_are_copied_after_earlier_works(async_op):
+    values = randoms(2, (1500, 1001), torch.int32)
+    rows, columns = clones(values), [v.t().contiguous().t() for v in values]
+    total = left_fold(values, "sum")
+    works = [pc.all_reduce(tensors, async_op=True) for tensors in (rows, columns)]
+    got = pc.all_gather([rows[0], columns[0]], async_op=async_op)
+    assert_same(got.wait() if async_op else got, [torch.cat([total] * 2)] * 2)
+    del works
+
+
+def test_sources_that_are_not_dense_are_copied_after_earlier_works():
+    values = randoms(2, (1500, 1001), torch.int32)
+    tensors = [v.clone()[:, ::2] for v in values]
+    work = pc.all_reduce(tensors, async_op=True)
+    got = pc.replicate([tensors[0]], "cpu*2")
+    assert_same([mine[0] for mine in got], [left_fold(values, "sum")[:, ::2]] * 2)
+    del work
+
+
 def test_many_works_are_waited_for_in_any_order():
     values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(200)]
     tensors = [clones(v) for v in values]

@@ -168,7 +168,7 @@ def test_host_waits_and_allocations_in_a_capture_fail() -> None:
     pageable = pair.cuda.allocate("pageable", -1, 64)
     pair.cuda.begin_capture(pair.streams[0])
     assert pair.cuda.capture_id(pair.streams[0])
-    with fails("the host waits during a capture"):
+    with fails("not permitted while a stream is capturing"):
         pair.cuda.synchronize(pair.streams[0])
     with fails("a copy of pageable memory during a capture"):
         pair.cuda.copy(pair.streams[0], (pair.memory[0], 0), (pageable, -1), 64)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from emulated_gpus import Gpus, on_ranks, values
 from torch import Tensor
+
+import pycollect as pc
 
 WORLD = 4
 
@@ -63,23 +68,99 @@ def test_scratch_and_pinned_memory_live_as_long_as_the_graph(gpus: Gpus) -> None
     assert gpus.torch.blocks_in_use() == before
 
 
-def test_memory_on_another_device_than_the_capture_lives_as_long_as_the_graph(gpus: Gpus) -> None:
-    of = values(2)
-    tensors = on_ranks(gpus, of, 2)
+@contextmanager
+def captured_on_both(gpus: Gpus) -> Iterator[list[int]]:
+    """Capture on two devices, from a stream of the first one."""
+    number: list[int] = []
     origin, forked = gpus.stream(0), gpus.stream(1)
     gpus.torch.begin_capture(origin)
     gpus.fork(origin, forked)
     with gpus.on(origin), gpus.on(forked):
-        results = gpus.all_gather(tensors)
+        yield number
     gpus.fork(forked, origin)
-    number = gpus.torch.end_capture(origin)
+    number.append(gpus.torch.end_capture(origin))
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (1, 1)])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_memory_on_another_device_than_the_capture_lives_as_long_as_the_graph(
+    gpus: Gpus, devices: tuple[int, int], async_op: bool
+) -> None:
+    """Also if all of the call is on a device on which the capture has not begun."""
+    tensors = [gpus.tensor(v, device=d) for v, d in zip(values(2), devices, strict=True)]
+    before = gpus.torch.blocks_in_use()
+    with captured_on_both(gpus) as number:
+        gpus.cuda.set_device(devices[0])
+        results = gpus.all_gather(tensors, algorithm="ring", async_op=async_op)
+        if async_op:
+            results = results.wait()
+        gpus.cuda.set_device(0)
     used = gpus.torch.blocks_in_use()
     del results
     gc.collect()
-    assert gpus.torch.blocks_in_use() == used
-    gpus.cuda.destroy_graph(number)
+    assert gpus.torch.blocks_in_use() == used > before
+    assert gpus.torch.recorded() == 0  # its allocator would query an event of the capture
+    gpus.cuda.destroy_graph(number[0])
     gpus.all_reduce(tensors)
-    assert gpus.torch.blocks_in_use() == used - len(tensors)
+    assert gpus.torch.blocks_in_use() == before
+
+
+def test_memory_of_the_graphs_pool_is_not_kept(gpus: Gpus) -> None:
+    """Torch's trees of graphs account for every block of their pools."""
+    tensors = on_ranks(gpus, values(WORLD))
+    before = gpus.torch.blocks_in_use()
+    with gpus.capture(gpus.stream()):
+        gpus.all_gather(tensors, algorithm="ring")
+        for algorithm in pc.algorithms("all_reduce"):
+            gpus.all_reduce(tensors, algorithm=algorithm)
+            gpus.all_reduce(tensors, algorithm=algorithm, async_op=True).wait()
+        gc.collect()
+        assert gpus.torch.blocks_in_use() == before
+
+
+def test_a_work_is_waited_for_in_the_capture_of_its_call(gpus: Gpus) -> None:
+    tensors, others = on_ranks(gpus, values(2), 2), on_ranks(gpus, values(2))
+    origin, outside = gpus.stream(), gpus.torch.current(0)
+    eager = gpus.all_reduce(others, async_op=True)
+    del tensors
+    gpus.cuda.allow_eager_work(True)
+
+    def refused(work: Any, why: str) -> None:
+        with pytest.raises(ValueError, match=why):
+            work.wait()
+
+    with gpus.capture(origin):
+        captured = gpus.all_reduce(others, async_op=True)
+        counted = gpus.count(lambda: refused(eager, "before the capture begins"))
+        with gpus.on(outside):
+            counted += gpus.count(lambda: refused(captured, "during the capture"))
+            eager.wait()
+        captured.wait()
+    refused(captured, "during the capture")
+    assert set(counted) <= {"current_device", "capture_id"}
+
+
+def test_a_dropped_work_leaves_another_capture_as_it_was(gpus: Gpus) -> None:
+    """Its memory is not torch's, so the current stream would have to wait for the call."""
+    tensors = [gpus.torch.foreign(8, 0) for _ in range(2)]
+    works = [gpus.all_reduce(tensors, async_op=True)]
+
+    def drop() -> None:
+        works.clear()
+        gc.collect()
+
+    with gpus.capture(gpus.stream()):
+        assert gpus.count(drop)["wait"] == 0  # CUDA would end the capture
+
+
+def test_the_host_asks_for_other_work_during_its_capture(gpus: Gpus) -> None:
+    of = values(2)
+    tensors, others = on_ranks(gpus, of), on_ranks(gpus, of)
+    work = gpus.all_reduce(others, async_op=True)
+    with gpus.capture(gpus.stream()):
+        gpus.all_reduce(tensors, algorithm="ring", peer_access=False)  # allocates pinned memory
+        while not work.is_completed():
+            pass
 
 
 def test_a_refused_call_leaves_the_capture_as_it_was(gpus: Gpus) -> None:
@@ -98,15 +179,6 @@ def test_a_refused_call_leaves_the_capture_as_it_was(gpus: Gpus) -> None:
         counted += gpus.count(lambda: refused(eager, "on 1 of the 2 current streams"))
     # No stream has joined the capture.
     assert set(counted) <= {"current_device", "capture_id", "create_stream", "streams"}
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_unlike_layouts_in_host_memory_are_refused_in_a_capture(gpus: Gpus, pinned: bool) -> None:
-    host = torch.zeros(4, 2)
-    gpus.torch.adopt(host, pinned)
-    device = gpus.empty(2, 4).t()
-    with gpus.capture(gpus.stream()), pytest.raises(ValueError, match="different layouts"):
-        gpus.copy_(device, host)
 
 
 def test_the_host_waits_although_another_thread_captures(gpus: Gpus) -> None:

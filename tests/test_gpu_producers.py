@@ -3,39 +3,9 @@
 from __future__ import annotations
 
 import gc
-import sys
-from types import ModuleType
 
 import pytest
-import torch
-from emulated_gpus import Gpus, total, values
-from torch import Tensor
-
-
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch import DLPack tensors of the emulated kind of device."""
-    module = ModuleType("torch.privateuseone")
-    module._lazy_init = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.privateuseone", module)
-
-
-class Array:
-    """An array of a library that uses its memory on a stream of its own, as CuPy does."""
-
-    def __init__(self, gpus: Gpus, of: Tensor, stream: object) -> None:
-        self.memory = gpus.tensor(of, stream=stream)
-        self.stream = stream
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {"version": 3, "stream": self.stream.stream_id}
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (12, 0)  # DLPack's kDLExtDev is torch's PrivateUse1
-
-    def __dlpack__(self, **_: object) -> object:
-        return torch.utils.dlpack.to_dlpack(self.memory)
+from emulated_gpus import Array, Gpus, total, values
 
 
 @pytest.mark.usefixtures("exchange")
@@ -79,3 +49,26 @@ def test_memory_that_torch_does_not_own_is_ordered_when_a_work_is_dropped(gpus: 
     for t in tensors:
         gpus.expect(t, total(of))
     gpus.check()
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_array_without_a_stream_is_ordered_with_the_current_one(
+    gpus: Gpus, async_op: bool
+) -> None:
+    """Its library has ordered its work before that stream, but the call is on named streams."""
+    of = values(2)
+    arrays = [Array(gpus, v, gpus.torch.current(0), tells=False) for v in of]
+    named = [gpus.stream() for _ in of]
+    work = gpus.all_reduce(arrays, streams=named, async_op=async_op)
+    if async_op:
+        work.wait()
+    for a in arrays:
+        gpus.expect(a.memory, total(of))
+    gpus.check()
+
+
+def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:
+    tensors = [gpus.torch.foreign(8, 0, offset) for offset in (0, 2)]
+    with pytest.raises(ValueError, match=r"tensors\[1\] .*not aligned"):
+        gpus.all_reduce(tensors)

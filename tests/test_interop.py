@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,6 +86,16 @@ def test_arrays_as_inputs_give_tensors(collective, guard):
     assert_same(got, expected(collective, kept, dim=1))
     assert_same(tensors_of(mine), kept)
     assert all(not np.shares_memory(g.numpy(), m) for g in got for m in mine)
+
+
+def test_read_only_arrays_are_read_after_earlier_asynchronous_calls():
+    mine = arrays(np.int64, (1500, 1001))
+    wanted = left_fold(tensors_of(mine), "sum")
+    view = read_only([mine[0].view()])
+    work = pc.all_reduce(mine, async_op=True)
+    got = pc.all_gather(view, async_op=True)
+    assert_same(got.wait(), [wanted])
+    work.wait()
 
 
 @pytest.mark.filterwarnings("error")
@@ -242,14 +253,19 @@ class OnGpu:
         return torch.utils.dlpack.to_dlpack(self.tensor)
 
 
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize(("handle", "wanted"), [(0, 1), (77, 77)])
-def test_an_unknown_stream_is_ordered_by_dlpack_before_torchs(monkeypatch, handle, wanted):
-    """DLPack's name of the default stream is 1."""
+def test_an_unknown_stream_is_ordered_by_dlpack_before_torchs(
+    monkeypatch, handle, wanted, captures
+):
+    """DLPack's name of the default stream is 1; -1 orders nothing, as a capture needs it."""
     current = SimpleNamespace(cuda_stream=handle)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
     array = OnGpu()
     pc.all_reduce([array, torch.ones(4)])
-    assert array.streams == [wanted]
+    assert array.streams == [-1 if captures else wanted]
 
 
 def test_a_known_stream_is_ordered_by_the_call():

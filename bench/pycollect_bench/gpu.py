@@ -101,7 +101,7 @@ def gpu_time(
 def graph_of(run: Callable[[], object], calls: int) -> Callable[[], None]:
     """Capture `calls` calls of `run`, which must be warm, and return the graph's replay."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may call
         for _ in range(calls):
             run()
     return graph.replay

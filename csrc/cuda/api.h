@@ -61,8 +61,9 @@ struct CopyRect {
 
 // Capture mode of a thread, as in CUDA. On a thread in mode `global`, calls that may synchronize
 // are forbidden while any thread captures in that mode; on one in mode `thread_local_only`, they
-// are forbidden only while the thread itself captures.
-enum class CaptureMode { global, thread_local_only };
+// are forbidden while the thread itself captures; on one in mode `relaxed`, only those are that
+// concern a stream or an event of a capture.
+enum class CaptureMode { global, thread_local_only, relaxed };
 
 // Device memory of this process, exported as a file descriptor. Other processes may map the memory
 // while the descriptor is open.
@@ -72,7 +73,7 @@ struct ExportedMemory {
 };
 
 // Thread-safe. A function that fails throws std::runtime_error with CUDA's reason. The device of a
-// stream or event that is passed must be current.
+// stream or event that is passed must be current, except to destroy an event.
 class Api {
  public:
   virtual ~Api() = default;

@@ -242,8 +242,8 @@ class ExecutorRun {
   const CallStreams& streams_of_ranks_;
   const std::size_t item_;
   const NumberedStreams numbered_;
-  std::vector<bool> touched_;                      // [stream]: work was issued on it
-  std::optional<ThreadCaptureMode> capture_mode_;  // if the host may wait for a stream
+  std::vector<bool> touched_;                       // [stream]: work was issued on it
+  std::optional<RelaxedCaptureMode> capture_mode_;  // if the host may wait for a stream
   DeviceGuard& device_;
   PinnedRingLease ring_lease_;
   RunEvents events_of_run_;

@@ -126,7 +126,7 @@ void Emulator::adopt(MemoryKind kind, std::byte* memory, std::size_t bytes) {
 }
 
 std::byte* Emulator::new_pinned(std::size_t bytes) {
-  demand(may_synchronize(), "allocation during a capture");
+  require_no_capture("allocation of pinned memory");
   enter("new_pinned");
   return allocate(MemoryKind::pinned, kHost, bytes);
 }
@@ -136,6 +136,14 @@ void Emulator::copy(const CopyRect& it) {
   demand(capture_ == 0 || allows_eager_work_, "a host copy during a capture");
   host_work("a copy by the host", accesses(it), [it] { move(it); });
   ++counters_["host_copy"];
+}
+
+// Memory that the emulator does not know is the host's.
+MemoryKind Emulator::kind_of(const std::byte* address) const {
+  const auto after = regions_.upper_bound(address);
+  if (after == regions_.begin()) return MemoryKind::pageable;
+  const auto& [base, r] = *std::prev(after);
+  return address < base + r.bytes ? r.kind : MemoryKind::pageable;
 }
 
 const Emulator::EmulatedAllocation& Emulator::region(const std::byte* begin,

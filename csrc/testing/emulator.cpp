@@ -140,6 +140,7 @@ bool Emulator::query(Event event) {
   enter("query");
   require_no_capture("query");
   EventState& e = state(event, "query");
+  demand(e.capture == 0, "query of an event that was recorded in a capture");
   if (!e.is_recorded) return true;
   return_late("query", lock, e.point);
   if (!lock.owns_lock()) lock.lock();
@@ -158,7 +159,8 @@ void Emulator::synchronize(Event event) {
   const Lock lock = locked();
   enter("synchronize");
   EventState& e = state(event, "synchronize");
-  demand(may_synchronize(), "the host waits during a capture");
+  require_no_capture("synchronize");
+  demand(e.capture == 0, "the host waits for an event that was recorded in a capture");
   if (e.is_recorded)
     trace_.operations.push_back({.kind = Operation::Kind::host_wait, .of = e.recorded});
 }
@@ -166,8 +168,8 @@ void Emulator::synchronize(Event event) {
 void Emulator::synchronize(Stream stream) {
   const Lock lock = locked();
   enter("synchronize");
-  state(stream, "synchronize");
-  demand(may_synchronize(), "the host waits during a capture");
+  require_no_capture("synchronize");
+  demand(state(stream, "synchronize").capture == 0, "the host waits for a stream in a capture");
   trace_.operations.push_back(
       {.kind = Operation::Kind::host_wait, .stream = static_cast<int>(number(stream))});
 }

@@ -92,6 +92,9 @@ class Emulator final : public Api, public HostMemoryOps {
   // From now on a stream that waits for a value occupies the GPU, so that nothing runs in processes
   // that share it. They share the file `path` as a lock.
   void occupy_gpu(const std::string& path);
+  // From now on `current_device` returns this device, which is not the thread's current one, until
+  // the next `set_device`: torch restores a device lazily if it has no context.
+  void report_device(Device device);
   void set_identity(const std::string& gpu);    // the identity of every device
   void set_pause(double seconds);               // pause of the streams' thread between two rounds
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
@@ -105,6 +108,8 @@ class Emulator final : public Api, public HostMemoryOps {
   // For calls outside of `Api`: `enter` counts the call and injects its faults; `synchronize_all`
   // also waits for all streams.
   void enter(const char* call);
+  // For calls that may synchronize: fails in a capture, unless the thread's mode is relaxed.
+  void require_no_capture(const char* call) const;
   void synchronize_all(const char* call);
   // Mark the begin and the end of freeing a tensor's memory. Freeing can block, so it is a
   // violation on the thread "pycollect gpu", which must never block.
@@ -127,7 +132,7 @@ class Emulator final : public Api, public HostMemoryOps {
   void connect(Device from, Device to) { peers_[from][to] = true; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void adopt(MemoryKind kind, std::byte* memory, std::size_t bytes);  // host memory of others
-  MemoryKind kind_of(const std::byte* address) const { return region(address, 1).kind; }
+  MemoryKind kind_of(const std::byte* address) const;
   // Records work outside of the executor: on a stream, or of the host.
   void stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
                    std::function<void()> act);
@@ -176,8 +181,6 @@ class Emulator final : public Api, public HostMemoryOps {
   bool is_gpu_free() const;
   void return_late(const char* call, Lock& lock, Point to);
   [[noreturn]] void violation(const std::string& what);
-  void require_no_capture(const char* call) const;
-  bool may_synchronize() const;  // whether no capture forbids it to the calling thread
   Device thread_device() const;  // current_device(), not counted
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);

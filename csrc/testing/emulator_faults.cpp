@@ -25,6 +25,7 @@ constexpr std::chrono::seconds kLongestDrain(30);
 struct ThreadState {
   std::uint64_t emulator = 0;  // its number
   Device device = 0;
+  std::optional<Device> reported = {};  // by current_device(), in place of `device`
   CaptureMode mode = CaptureMode::global;
 };
 
@@ -70,13 +71,18 @@ Device Emulator::thread_device() const { return thread_state(number_).device; }
 Device Emulator::current_device() {
   const Lock lock = locked();
   ++counters_["current_device"];
-  return thread_state(number_).device;
+  const ThreadState& mine = thread_state(number_);
+  return mine.reported.value_or(mine.device);
 }
 
 void Emulator::set_device(Device device) {
   demand(is_device(device), "no device ", device);
-  thread_state(number_).device = device;
+  ThreadState& mine = thread_state(number_);
+  mine.device = device;
+  mine.reported.reset();
 }
+
+void Emulator::report_device(Device device) { thread_state(number_).reported = device; }
 
 CaptureMode Emulator::exchange_capture_mode(CaptureMode mode) {
   return std::exchange(thread_state(number_).mode, mode);
@@ -107,13 +113,8 @@ void Emulator::enter(const char* call) {
 }
 
 void Emulator::require_no_capture(const char* call) const {
-  demand(records_ || capture_ == 0 || thread_state(number_).mode != CaptureMode::global, call,
+  demand(capture_ == 0 || thread_state(number_).mode == CaptureMode::relaxed, call,
          " is not permitted while a stream is capturing");
-}
-
-bool Emulator::may_synchronize() const {
-  const bool is_local = thread_state(number_).mode == CaptureMode::thread_local_only;
-  return capture_ == 0 || (allows_eager_work_ && is_local);
 }
 
 void Emulator::begin_free() {

@@ -96,6 +96,12 @@ bool has_memory(const at::Tensor& t) {
   return end <= t.storage().nbytes() && t.const_data_ptr() != nullptr;
 }
 
+// CUDA aligns components of complex numbers.
+bool is_aligned(const at::Tensor& t) {
+  const std::size_t unit = t.element_size() / (t.is_complex() ? 2 : 1);
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % unit == 0;
+}
+
 // Returns true if the tensor has a forward-mode tangent, which torch.no_grad does not disable.
 bool has_tangent(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
@@ -131,6 +137,9 @@ void check_memory(const at::Tensor& t, AccessMode access, const ArgumentName& la
       "a plain tensor");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
+  require(t.is_cpu() || t.numel() == 0 || is_aligned(t), label.call, ": ", label, " begins at ",
+          t.const_data_ptr(), ", which is not aligned to its elements of ", t.element_size(),
+          " bytes, as GPUs need it; pass .clone()");
   if (access == AccessMode::read) return;
   require(is_non_overlapping(t), label.call, ": ", label, " of shape ", t.sizes(), " and strides ",
           t.strides(),

@@ -9,7 +9,6 @@
 #include "collectives.h"
 #include "gpus.h"
 #include "tensor_layout.h"
-#include "threads.h"
 
 namespace pycollect {
 namespace {
@@ -98,8 +97,9 @@ void check_outputs(const BlockArgs& args, const Tensors& inputs,
 
 // Returns an order of dimensions in which all inputs and outputs are contiguous. If there is none,
 // returns that of the caller's outputs, or else the row-major one, and replaces the inputs by
-// copies in that order. `first`: the rank of the first input.
-std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Rank first) {
+// tensors in that order, into which the call copies them. `first`: the rank of the first input.
+std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Rank first,
+                                     PreparedCall& prepared) {
   Tensors all = inputs;
   if (args.out) all.insert(all.end(), args.out->begin(), args.out->end());
   std::vector<int64_t> order = common_order(all);
@@ -115,13 +115,13 @@ std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Ran
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     at::Tensor& t = inputs[i];
-    // The copy runs on the stream that produced the input.
-    on_stream_of(args.streams, first + static_cast<Rank>(i), [&] {
-      at::Tensor ordered = empty_in_order(t.sizes(), order, t.options());
-      check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
-      copy_strided(ordered, t);
-      t = std::move(ordered);
-    });
+    const Rank rank = first + static_cast<Rank>(i);
+    at::Tensor ordered;
+    on_stream_of(args.streams, rank,
+                 [&] { ordered = empty_in_order(t.sizes(), order, t.options()); });
+    check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
+    prepared.add_layout_copy(ordered, t, rank);
+    t = std::move(ordered);
   }
   return order;
 }
@@ -204,7 +204,9 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
   DtypePlan part = make_dtype_plan({args.collective, ranks.world(), bytes, dtype, false},
                                    args.algorithm, ranks.root, args.op, prepared);
   if (!prepared.streams.empty()) prepared.streams.resize(ranks.devices.size());
-  const std::vector<int64_t> order = to_common_order(args, inputs, from_root ? ranks.root : 0);
+  prepared.held = inputs;
+  const std::vector<int64_t> order =
+      to_common_order(args, inputs, from_root ? ranks.root : 0, prepared);
   if (args.out) prepared.results = *args.out;
   for (const ResultSpec& w : specs) {
     if (args.out) break;
@@ -221,7 +223,6 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
     prepared.bytes = bytes;
   }
   if (args.out) prepared.written = prepared.results;
-  prepared.held.insert(prepared.held.end(), inputs.begin(), inputs.end());
   return prepared;
 }
 

@@ -7,7 +7,6 @@
 #include "../plan/error.h"
 #include "collectives.h"
 #include "tensor_layout.h"
-#include "threads.h"
 
 namespace pycollect {
 namespace {
@@ -18,8 +17,10 @@ const PlanOffsets* add_offsets(DtypePlan& part, const Sizes& blocks) {
       .get();
 }
 
-// Checks that the tensors are on one device, and replaces those that are not dense by dense copies.
-void check_sources(Tensors& tensors) {
+// Checks that the tensors are on one device, and replaces those that are not dense by dense
+// tensors, into which the call copies them.
+void check_sources(Tensors& tensors, Rank root, PreparedCall& prepared) {
+  prepared.held = tensors;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
     const ArgumentName label{"replicate", "tensors", static_cast<int>(i)};
@@ -30,7 +31,7 @@ void check_sources(Tensors& tensors) {
     if (t.is_non_overlapping_and_dense()) continue;
     const at::Tensor dense = at::empty(t.sizes(), t.options());
     check_tensor(dense, AccessMode::write, {"replicate", "a copy of an input"});
-    copy_strided(dense, t);
+    prepared.add_layout_copy(dense, t, root);
     t = dense;
   }
 }
@@ -53,15 +54,15 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, 
   require(!devices.empty(), "replicate: devices is empty; name one device per rank");
   PreparedCall prepared{.call = "replicate", .devices = devices, .peer_access = peer_access};
   if (tensors.empty()) return prepared;
-  check_sources(tensors);
+  const auto found = std::find(devices.begin(), devices.end(), tensors[0].device());
+  const auto root = static_cast<Rank>(found - devices.begin());
+  if (found == devices.end()) prepared.devices.push_back(tensors[0].device());
+  check_sources(tensors, root, prepared);
   for (const at::Tensor& t : tensors)
     for (const at::Device& d : devices) {
       prepared.results.push_back(at::empty_like(t.detach(), t.options().device(d)));
       check_tensor(prepared.results.back(), AccessMode::write, {"replicate", "a result"});
     }
-  const auto found = std::find(devices.begin(), devices.end(), tensors[0].device());
-  const auto root = static_cast<Rank>(found - devices.begin());
-  if (found == devices.end()) prepared.devices.push_back(tensors[0].device());
   const TensorGrid grid{std::move(tensors), 1};
   for (const DtypeGroup& group : dtype_groups("replicate", grid)) {
     const int world = static_cast<int>(prepared.devices.size());
@@ -76,7 +77,6 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, 
     prepared.parts.push_back(std::move(part));
     prepared.bytes += group.bytes;
   }
-  prepared.held.insert(prepared.held.end(), grid.flat.begin(), grid.flat.end());
   return prepared;
 }
 
@@ -100,7 +100,7 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access
   if (dst.device() != src.device()) prepared.devices.push_back(dst.device());
   prepared.written.push_back(dst);
   if (dst.strides() != src.strides()) {
-    prepared.transposes.emplace_back(dst.detach(), src.detach());
+    prepared.layout_copies.push_back({dst.detach(), src.detach(), 0});
     return prepared;
   }
   const int world = static_cast<int>(prepared.devices.size());

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../plan/error.h"
+#include "gpus.h"
 
 namespace pycollect {
 namespace {
@@ -39,12 +40,18 @@ py::object index_of(py::handle number) {
   return whole;
 }
 
-// Adds the stream on which the array's owner uses it, if there is one. CUDA's handle of the legacy
-// default stream is 1; torch's is null.
+// Adds the stream on which the array's owner uses it: the one it names, or else the current stream,
+// with which the owner's library has ordered its work. CUDA's handle of the legacy default stream
+// is 1; torch's is null.
 void add_producer(py::handle stream, at::Device device, Producers& producers) {
-  if (stream.is_none() || device.is_cpu()) return;
-  const auto handle = stream.cast<uintptr_t>();
-  const cuda::Stream found{device.index(), reinterpret_cast<void*>(handle == 1 ? 0 : handle)};
+  if (device.is_cpu() || !supports(device)) return;
+  cuda::Stream found;
+  if (stream.is_none()) {
+    found = gpu_calls(device.type()).runtime().current_stream(device);
+  } else {
+    const auto handle = stream.cast<uintptr_t>();
+    found = {device.index(), reinterpret_cast<void*>(handle == 1 ? 0 : handle)};
+  }
   if (std::find(producers.begin(), producers.end(), found) == producers.end())
     producers.push_back(found);
 }

@@ -17,14 +17,18 @@ namespace {
 
 bool on_host(const at::Device& device) { return device.is_cpu(); }
 
-// A copy between different layouts in host memory is torch's, which waits for the device.
-void check_transposes(const PreparedCall& prepared) {
-  for (const auto& [dst, src] : prepared.transposes)
-    for (const at::Tensor* t : {&dst, &src})
-      require(
-          !t->is_cpu() || t->numel() == 0,
-          "a copy between different layouts cannot read or write host memory while a CUDA graph "
-          "is captured; give both tensors the same layout");
+// A copy between different layouts is torch's. In host memory it waits for the device, and between
+// two GPUs it uses temporary memory that the graph does not keep.
+void check_layout_copies(const PreparedCall& prepared) {
+  for (const LayoutCopy& copy : prepared.layout_copies) {
+    if (copy.dst.numel() == 0) continue;
+    require(!copy.dst.is_cpu() && !copy.src.is_cpu(), prepared.call,
+            ": a copy between different layouts cannot read or write host memory while a CUDA "
+            "graph is captured; give all tensors the same layout");
+    require(copy.dst.device() == copy.src.device(), prepared.call,
+            ": a copy between different layouts on two GPUs cannot be captured in a CUDA graph; "
+            "give both tensors the same layout");
+  }
 }
 
 std::vector<Stream> distinct(const std::vector<Stream>& streams) {
@@ -64,12 +68,30 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const Prepare
   EnqueueContext context{callers_of(prepared), {}, 0, {}};
   context.distinct = distinct(context.callers);
   context.capture = cuda::capture_of(api_, device, context.distinct);
-  if (context.capture != 0) check_transposes(prepared);
+  if (context.capture != 0) {
+    check_layout_copies(prepared);
+    context.multi_device = is_multi_device(device, context);
+  }
   context.internal = sets_.of(context.capture);
   // A replay is ordered only by the stream that replays the graph, so a capture leaves out the
   // streams of other libraries.
   if (context.capture == 0) context.producers = prepared.producers;
   return context;
+}
+
+// Returns whether the capture is on several devices, as far as can be seen: on which of them it has
+// begun cannot. A default stream is never captured, and its device may not be in use.
+bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& context) const {
+  const cuda::Device first = context.distinct[0].device;
+  for (const Stream& s : context.distinct)
+    if (s.device != first) return true;
+  for (cuda::Device d = 0; d < runtime_->devices(); ++d) {
+    const Stream s = runtime_->current_stream({kind_, static_cast<c10::DeviceIndex>(d)});
+    if (d == first || s.handle == nullptr) continue;
+    device.use(d);
+    if (api_.capture_id(s) == context.capture) return true;
+  }
+  return false;
 }
 
 // Chooses the streams of each part. One device and one caller's stream need no other streams, so a
@@ -112,29 +134,39 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
     for (const at::Tensor& t : prepared.scratch)
       if (t.is_cpu())
         for (const Stream& s : context.distinct) runtime_->record_stream(t, s);
+  if (!prepared.layout_copies.empty()) enqueue_layout_copies(prepared, context);
   for (std::size_t i = 0; i < prepared.parts.size(); ++i) {
     const DtypePlan& part = prepared.parts[i];
     executor_.run({*part.compiled, part.bindings, part.dtype, part.op, part.options},
                   context.parts[i], device);
   }
-  if (prepared.transposes.empty()) return;
-  const cuda::ThreadCaptureMode mode(api_);
-  runtime_->with_streams(context.distinct, [&] {
-    for (const auto& [dst, src] : prepared.transposes) copy_strided(dst, src);
-  });
 }
 
-// Torch returns memory of a capture to the graph's pool, but only on the device that began the
-// capture. All other memory must live as long as the graph; what else the caller passes in is kept
-// by the caller.
+// Torch copies on the current streams of both devices.
+void GpuCalls::enqueue_layout_copies(const PreparedCall& prepared,
+                                     const EnqueueContext& context) const {
+  const cuda::RelaxedCaptureMode mode(api_);
+  for (const LayoutCopy& copy : prepared.layout_copies) {
+    std::vector<Stream> streams{context.callers[copy.rank]};
+    for (const Stream& s : context.distinct)
+      if (std::none_of(streams.begin(), streams.end(),
+                       [&](const Stream& known) { return known.device == s.device; }))
+        streams.push_back(s);
+    runtime_->with_streams(streams, [&] { copy_strided(copy.dst, copy.src); });
+  }
+}
+
+// Torch keeps memory in the graph's pool that is allocated during a capture, but only on the device
+// on which the capture has begun. Pinned memory of the call, and all memory if the capture is on
+// several devices, must live as long as the graph.
 void GpuCalls::keep_for_graph(DeviceGuard& device, const PreparedCall& prepared,
                               const EnqueueContext& context) {
   if (context.capture == 0) return;
   auto memory = std::make_unique<GraphMemory>();
-  memory->tensors = prepared.scratch;
-  const auto is_elsewhere = [&](const Stream& s) { return s.device != device.former(); };
-  if (std::any_of(context.distinct.begin(), context.distinct.end(), is_elsewhere))
-    memory->tensors.insert(memory->tensors.end(), prepared.results.begin(), prepared.results.end());
+  for (const Tensors* list : {&prepared.scratch, &prepared.results, &prepared.held})
+    for (const at::Tensor& t : *list)
+      if (context.multi_device || (t.is_cpu() && list == &prepared.scratch))
+        memory->tensors.push_back(t);
   if (context.uses_internal && StreamSets::must_keep(*context.internal))
     memory->streams = context.internal;
   if (memory->tensors.empty() && memory->streams == nullptr) return;
@@ -201,7 +233,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   prepare_parts(prepared, context);
   order(device, context.producers, context.distinct, context.capture);
   order(device, callers, context.distinct, context.capture);
-  const bool owned = record_side_streams(prepared, *context.internal);
+  const bool owned = record_side_streams(prepared, context);
   std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
   try {
     keep_for_graph(device, prepared, context);
@@ -209,8 +241,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
     for (const Stream& s : context.distinct) {
       device.use(s.device);
       ends.push_back(
-          std::make_shared<cuda::SharedEvent>(executor_.events(), s, context.capture != 0));
-      context.internal->set_last_async(s.device, ends.back());
+          context.internal->record_async(executor_.events(), s.device, context.capture != 0));
     }
   } catch (...) {  // no work is returned that would make these streams wait
     order(device, context.distinct, callers, context.capture);
@@ -220,16 +251,19 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   // Now, because the owner of the memory may destroy its stream before wait().
   order(device, context.distinct, context.producers, context.capture);
   return std::make_shared<GpuWork>(shared_from_this(), std::move(prepared), std::move(ends),
-                                   context.capture != 0, owned);
+                                   context.capture, owned);
 }
 
-// Returns whether torch's allocator owns all device memory of the call.
-bool GpuCalls::record_side_streams(const PreparedCall& prepared, InternalStreams& internal) const {
+// Returns whether torch's allocator owns all device memory of the call. It must not record the
+// streams of a capture that has begun on another device, whose graph keeps the memory.
+bool GpuCalls::record_side_streams(const PreparedCall& prepared,
+                                   const EnqueueContext& context) const {
+  if (context.multi_device) return true;
   bool owned = true;
   for (const Tensors* list : {&prepared.held, &prepared.scratch, &prepared.results})
     for (const at::Tensor& t : *list)
       if (!t.is_cpu() && t.numel() > 0)
-        owned &= runtime_->record_stream(t, internal.side(t.device().index()));
+        owned &= runtime_->record_stream(t, context.internal->side(t.device().index()));
   return owned;
 }
 

@@ -10,39 +10,61 @@ namespace pycollect {
 using cuda::CaptureModeGuard;
 
 GpuWork::GpuWork(std::shared_ptr<GpuCalls> calls, PreparedCall prepared,
-                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, bool captured, bool owned)
+                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, uint64_t capture, bool owned)
     : Work(prepared.results),
       calls_(std::move(calls)),
       ends_(std::move(ends)),
-      captured_(captured),
+      capture_(capture),
       owned_(owned),
       prepared_(std::move(prepared)) {}
 
 // Memory of other allocators may be reused on the current streams once its tensors are released.
 GpuWork::~GpuWork() {
   try {
-    if (!owned_ && !waited_) order_current_streams();
+    if (owned_ || waited_) return;
+    const std::vector<cuda::Stream> streams = current_streams();
+    if (capture_of(streams) == capture_) order(streams);
   } catch (...) {  // the device is broken
   }
 }
 
-void GpuWork::order_current_streams() {
+std::vector<cuda::Stream> GpuWork::current_streams() const {
+  std::vector<cuda::Stream> streams;
+  for (const auto& end : ends_)
+    streams.push_back(calls_->runtime().current_stream(
+        {calls_->kind_, static_cast<c10::DeviceIndex>(end->event().device)}));
+  return streams;
+}
+
+uint64_t GpuWork::capture_of(const std::vector<cuda::Stream>& streams) const {
   cuda::DeviceGuard device(calls_->api_);
-  for (const auto& end : ends_) {
-    const at::Device on(calls_->kind_, static_cast<c10::DeviceIndex>(end->event().device));
-    device.use(end->event().device);
-    calls_->api_.wait(calls_->runtime().current_stream(on), end->event());
+  return cuda::capture_of(calls_->api_, device, streams);
+}
+
+void GpuWork::order(const std::vector<cuda::Stream>& streams) {
+  cuda::DeviceGuard device(calls_->api_);
+  for (std::size_t i = 0; i < streams.size(); ++i) {
+    device.use(streams[i].device);
+    calls_->api_.wait(streams[i], ends_[i]->event());
   }
 }
 
 // Tensors are released at once: their memory is not reused before the side streams are done with
 // it.
 bool GpuWork::wait(std::optional<double> seconds) {
-  require(!seconds || !captured_,
+  require(!seconds || capture_ == 0,
           "wait: the host cannot wait for a collective while a CUDA graph is captured; pass no "
           "timeout");
+  const std::vector<cuda::Stream> streams = current_streams();
+  const uint64_t capture = capture_of(streams);
+  require(capture == capture_ || capture == 0,
+          "wait: the collective is not in the capture of a CUDA graph that is in progress; call "
+          "wait() before the capture begins");
+  require(capture == capture_,
+          "wait: the collective is in the capture of a CUDA graph, and the current stream is not; "
+          "call wait() during the capture, on one of its streams");
   if (seconds && !finished_within(*seconds)) return false;
-  order_current_streams();
+  order(streams);
   PreparedCall done;  // released without the lock
   const std::lock_guard lock(mutex_);
   waited_ = true;
@@ -51,7 +73,7 @@ bool GpuWork::wait(std::optional<double> seconds) {
 }
 
 bool GpuWork::is_completed() {
-  if (captured_) return false;
+  if (capture_ != 0) return false;
   return std::all_of(ends_.begin(), ends_.end(), [&](const auto& end) {
     const CaptureModeGuard guard(calls_->api_, end->event().device);
     return calls_->api_.query(end->event());

@@ -68,8 +68,7 @@ at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
 // The device is current because torch checks its current stream for a capture.
 at::Tensor new_pinned_bytes(int64_t bytes, at::Device device) {
   TorchRuntime& runtime = gpu_calls(device.type()).runtime();
-  cuda::DeviceGuard guard(runtime.cuda());
-  guard.use(device.index());
+  const cuda::CaptureModeGuard guard(runtime.cuda(), device.index());
   return runtime.empty_pinned({bytes}, at::kByte);
 }
 

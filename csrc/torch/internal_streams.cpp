@@ -17,9 +17,16 @@ cuda::Stream InternalStreams::stream(cuda::Device device, std::size_t number) {
   return at->second;
 }
 
-void InternalStreams::set_last_async(cuda::Device device, std::shared_ptr<cuda::SharedEvent> end) {
+// Recorded and stored under one lock, so that the event stored last is the last of the stream.
+std::shared_ptr<cuda::SharedEvent> InternalStreams::record_async(cuda::EventPool& events,
+                                                                 cuda::Device device,
+                                                                 bool for_capture) {
+  const cuda::Stream on = side(device);
+  std::shared_ptr<cuda::SharedEvent> former;  // given back without the lock
   const std::lock_guard lock(mutex_);
-  last_async_[device].swap(end);
+  auto end = std::make_shared<cuda::SharedEvent>(events, on, for_capture);
+  former = std::exchange(last_async_[device], end);
+  return end;
 }
 
 std::shared_ptr<cuda::SharedEvent> InternalStreams::last_async(cuda::Device device) const {

@@ -30,9 +30,11 @@ class InternalStreams {
     return stream(device, 4 + number % kWorkers);
   }
 
-  // The end of the last asynchronous call on the device, for which later calls that are not
+  // Records the end of an asynchronous call on the side stream of the current device `device`.
+  std::shared_ptr<cuda::SharedEvent> record_async(cuda::EventPool& events, cuda::Device device,
+                                                  bool for_capture);
+  // Returns the end of the device's last asynchronous call, for which later calls that are not
   // asynchronous wait; null: there was none.
-  void set_last_async(cuda::Device device, std::shared_ptr<cuda::SharedEvent> end);
   std::shared_ptr<cuda::SharedEvent> last_async(cuda::Device device) const;
 
  private:

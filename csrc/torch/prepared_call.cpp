@@ -83,6 +83,11 @@ void PreparedCall::commit() {
   written.clear();
 }
 
+void PreparedCall::add_layout_copy(const at::Tensor& dst, const at::Tensor& src, Rank rank) {
+  scratch.push_back(dst);
+  layout_copies.push_back({dst, src.detach(), rank});
+}
+
 bool PreparedCall::on_gpus() const { return any_gpu(devices); }
 c10::DeviceType PreparedCall::kind() const { return first_gpu(devices).type(); }
 
@@ -93,9 +98,9 @@ void PreparedCall::run() const {
 }
 
 void PreparedCall::run(const cpu::ParallelFor& parallel_for) const {
+  for (const LayoutCopy& copy : layout_copies) copy_strided(copy.dst, copy.src);
   for (const DtypePlan& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, parallel_for);
-  for (const auto& [dst, src] : transposes) copy_strided(dst, src);
 }
 
 }  // namespace pycollect

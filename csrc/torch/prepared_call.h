@@ -38,25 +38,33 @@ struct DtypePlan {
             PreparedCall& prepared);
 };
 
+// A copy between tensors of different layouts in memory, on the rank's stream. Between the memories
+// of two ranks, it is that of `src`.
+struct LayoutCopy {
+  at::Tensor dst, src;
+  Rank rank;
+};
+
 struct PreparedCall {
   const char* call = "";  // the call's name, for errors and profiles
   std::vector<DtypePlan> parts = {};
-  std::vector<at::Device> devices = {};  // [rank]
-  Tensors held = {};                     // the caller's tensors, which must outlive the run
-  Tensors scratch = {};                  // memory of the call itself
-  Tensors results = {};                  // returned tensors; empty for calls in place
-  // Copies (dst, src) between tensors with different layouts.
-  std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};
-  std::size_t bytes = 0;                     // approximate bytes of one rank
-  Streams streams = {};                      // [rank]; none: the device's current stream
-  std::vector<cuda::Stream> producers = {};  // of memory that is not torch's: its owners' streams
-  bool peer_access = true;                   // whether GPUs may access each other's memory
+  std::vector<at::Device> devices = {};        // [rank]
+  Tensors held = {};                           // the caller's tensors, which must outlive the run
+  Tensors scratch = {};                        // memory of the call itself
+  Tensors results = {};                        // returned tensors; empty for calls in place
+  std::vector<LayoutCopy> layout_copies = {};  // run before the parts
+  std::size_t bytes = 0;                       // approximate bytes of one rank
+  Streams streams = {};                        // [rank]; none: the device's current stream
+  std::vector<cuda::Stream> producers = {};    // of memory that is not torch's: its owners' streams
+  bool peer_access = true;                     // whether GPUs may access each other's memory
   Tensors written = {};  // tensors that the call overwrites; commit() bumps their version
   bool on_gpus() const;
   c10::DeviceType kind() const;  // of the GPUs; the call must be on at least one
   // Bumps the versions of the tensors in `written`, so that autograd detects the change. Called
   // once, after all checks and before the run.
   void commit();
+  // Adds a copy into memory of the call itself.
+  void add_layout_copy(const at::Tensor& dst, const at::Tensor& src, Rank rank);
   void run() const;
   void run(const cpu::ParallelFor& parallel_for) const;  // on host memory
 };

@@ -32,6 +32,7 @@ class TorchRuntime {
 
   virtual bool serves(const at::Tensor& tensor) const = 0;
   virtual bool has(at::Device device) const = 0;  // whether served tensors can be there
+  virtual int devices() const = 0;                // number of the process's devices
   // Returns the device with the current index if it has none.
   virtual at::Device with_index(at::Device device) const = 0;
   virtual cuda::Stream current_stream(at::Device device) = 0;
@@ -40,7 +41,8 @@ class TorchRuntime {
   // torch's allocators may have recorded it.
   virtual cuda::Stream new_stream(at::Device device) = 0;
   virtual void give_back(cuda::Stream stream) = 0;
-  // Calls `act` with `streams` as the calling thread's current streams.
+  // Calls `act` with `streams`, at most one of each device, as the calling thread's current
+  // streams.
   virtual void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) = 0;
   // Like with_streams(), for an `act` that completes a future.
   virtual void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) {

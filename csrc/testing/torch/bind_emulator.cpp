@@ -90,6 +90,7 @@ void bind_api(py::module_& m) {
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
       .def("block", &Emulator::block, py::arg("call"), py::arg("on") = true, kFree)
       .def("occupy_gpu", &Emulator::occupy_gpu, py::arg("path"), kFree)
+      .def("report_device", &Emulator::report_device, py::arg("device"))
       .def("set_identity", &Emulator::set_identity, py::arg("gpu"), kFree)
       .def("set_pause", &Emulator::set_pause, py::arg("seconds"), kFree)
       .def("counters", &Emulator::counters, kFree)

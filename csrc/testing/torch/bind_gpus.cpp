@@ -33,7 +33,8 @@ void bind_gpus(py::module_& m) {
       .def("write", &EmulatedGpus::write, py::arg("tensor"), py::arg("values"))
       .def("read", &EmulatedGpus::read, py::arg("tensor"))
       .def("adopt", &EmulatedGpus::adopt, py::arg("tensor"), py::arg("pinned"))
-      .def("foreign", &EmulatedGpus::foreign, py::arg("count"), py::arg("device"))
+      .def("foreign", &EmulatedGpus::foreign, py::arg("count"), py::arg("device"),
+           py::arg("offset") = 0)
       .def("begin_capture", &EmulatedGpus::begin_capture, py::arg("stream"))
       .def("end_capture", &EmulatedGpus::end_capture, py::arg("stream"))
       .def("run", &EmulatedGpus::run, py::arg("seed"))

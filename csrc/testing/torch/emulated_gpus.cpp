@@ -114,6 +114,8 @@ at::Tensor EmulatedGpus::empty(at::IntArrayRef sizes, at::ScalarType type, at::D
 
 // The tensor is not marked as pinned, because torch asks the accelerator, and there is none.
 at::Tensor EmulatedGpus::empty_pinned(at::IntArrayRef sizes, at::ScalarType type) {
+  emulator_->enter("new_pinned");
+  emulator_->require_no_capture("allocation of pinned memory");
   const at::Device current(kKind, static_cast<c10::DeviceIndex>(emulator_->current_device()));
   return tensor_in(MemoryKind::pinned, sizes, type, at::kCPU, current_stream(current));
 }
@@ -190,10 +192,10 @@ int EmulatedGpus::blocks_in_use() const {
                                         [](const auto& entry) { return entry.second.in_use; }));
 }
 
-at::Tensor EmulatedGpus::foreign(int64_t count, c10::DeviceIndex index) {
+at::Tensor EmulatedGpus::foreign(int64_t count, c10::DeviceIndex index, int64_t offset) {
   const at::Device device(kKind, index);
   const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
-  return at::for_blob(emulator_->allocate(MemoryKind::device, index, bytes), {count})
+  return at::for_blob(emulator_->allocate(MemoryKind::device, index, bytes) + offset, {count})
       .target_device(device)
       .options(at::TensorOptions(at::kFloat).device(device))
       .make_tensor();

@@ -18,6 +18,7 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   bool shares_memory() const override { return false; }
   bool serves(const at::Tensor& tensor) const override { return has(tensor.device()); }
   bool has(at::Device device) const override { return device.type() == kKind; }
+  int devices() const override { return static_cast<int>(current_.size()); }
   at::Device with_index(at::Device device) const override;
   cuda::Stream current_stream(at::Device device) override { return current_.at(device.index()); }
   cuda::Stream stream_of(c10::Stream stream) override;
@@ -45,8 +46,8 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   void write(const at::Tensor& tensor, const at::Tensor& values);
   at::Tensor read(const at::Tensor& tensor);
   void adopt(const at::Tensor& tensor, bool pinned);  // memory of the CPU allocator
-  // Returns a tensor of another allocator, which torch's ignores.
-  at::Tensor foreign(int64_t count, c10::DeviceIndex device);
+  // Returns a tensor of another allocator, which torch's ignores, `offset` bytes into its memory.
+  at::Tensor foreign(int64_t count, c10::DeviceIndex device, int64_t offset);
   void begin_capture(cuda::Stream stream);
   int end_capture(cuda::Stream stream);
   // Runs the trace in a random order, as issued if the seed is negative, and clears it.

@@ -17,6 +17,7 @@ class EmulatedTorch final : public TorchRuntime {
   bool shares_memory() const override { return shares_; }
   bool serves(const at::Tensor& tensor) const override;
   bool has(at::Device device) const override { return device.is_cpu(); }
+  int devices() const override { return 1; }
   at::Device with_index(at::Device) const override { return at::kCPU; }  // there is one device
   cuda::Stream current_stream(at::Device device) override;
   cuda::Stream stream_of(c10::Stream) override { return current_stream(at::kCPU); }

@@ -68,6 +68,11 @@ void copy_rows(cudaStream_t stream, const CopyRect& r) {
   check(cudaMemcpy3DPeerAsync(&parameters, stream));
 }
 
+static_assert(static_cast<int>(cuda::CaptureMode::global) == cudaStreamCaptureModeGlobal &&
+              static_cast<int>(cuda::CaptureMode::thread_local_only) ==
+                  cudaStreamCaptureModeThreadLocal &&
+              static_cast<int>(cuda::CaptureMode::relaxed) == cudaStreamCaptureModeRelaxed);
+
 struct CaptureInfo {
   uint64_t id = 0;  // 0: the stream is not in a capture
   cudaGraph_t graph = nullptr;
@@ -150,13 +155,9 @@ class CudaApi final : public cuda::Api {
     return uuid;
   }
   cuda::CaptureMode exchange_capture_mode(cuda::CaptureMode mode) override {
-    using cuda::CaptureMode;
-    cudaStreamCaptureMode exchanged = mode == CaptureMode::global
-                                          ? cudaStreamCaptureModeGlobal
-                                          : cudaStreamCaptureModeThreadLocal;
+    auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
     check(cudaThreadExchangeStreamCaptureMode(&exchanged));
-    return exchanged == cudaStreamCaptureModeGlobal ? CaptureMode::global
-                                                    : CaptureMode::thread_local_only;
+    return static_cast<cuda::CaptureMode>(exchanged);
   }
 
   Stream create_stream(Device device) override {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <thread>
 
+#include "../../cuda/device_guard.h"
 #include "../../plan/error.h"
 #include "../gpus.h"
 #include "api.h"
@@ -35,21 +36,23 @@ void write_pattern(const at::Tensor& t, uint32_t seed) {
   }
 }
 
+// Uses streams of torch's pool, because the program's work on the current ones may take long.
 class PeerAccessTest {
  public:
   PeerAccessTest(Device from, Device to)
-      : api_(cuda_api()),
-        from_(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(from))),
-        to_(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(to))) {}
+      : api_(cuda_api()), from_(pooled_stream(from)), to_(pooled_stream(to)) {}
 
   std::string run() {
     for (const CUDAStream& s : {from_, to_}) {
       const c10::cuda::CUDAGuard guard(s.device());
-      require(api_.capture_id(api_stream(s)) == 0, "peer access from ", from_.device(), " to ",
-              to_.device(),
+      const CUDAStream current = c10::cuda::getCurrentCUDAStream(s.device_index());
+      require(api_.capture_id(api_stream(current)) == 0, "peer access from ", from_.device(),
+              " to ", to_.device(),
               " has not been tested yet, and cannot be tested while a CUDA graph is captured; make "
               "the call once before the capture");
     }
+    const cuda::RelaxedCaptureMode mode(api_);  // another thread may capture
+    const c10::cuda::CUDAMultiStreamGuard guard({from_, to_});
     allocate();
     if (!finished(write_and_read_back())) {
       static_cast<void>(new auto(std::move(memory_)));  // the GPU may still write there
@@ -59,6 +62,11 @@ class PeerAccessTest {
   }
 
  private:
+  static CUDAStream pooled_stream(Device device) {
+    return c10::cuda::getStreamFromPool(/*isHighPriority=*/true,
+                                        static_cast<c10::DeviceIndex>(device));
+  }
+
   enum TestBuffer { source, remote, returned, pattern, remote_copy, returned_copy, kTestBuffers };
 
   void allocate() {

@@ -8,11 +8,9 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <mutex>
 #include <vector>
 
@@ -35,6 +33,7 @@ class CudaRuntime final : public TorchRuntime {
 
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool has(at::Device device) const override { return device.is_cuda(); }
+  int devices() const override { return c10::cuda::device_count(); }
   at::Device with_index(at::Device device) const override {
     return device.has_index() ? device : at::Device(device.type(), c10::cuda::current_device());
   }
@@ -54,10 +53,7 @@ class CudaRuntime final : public TorchRuntime {
         return found;
       }
     }
-    cuda::DeviceGuard guard(cuda_api());
-    guard.use(device.index());
-    // Creating a stream is no part of a capture, as allocating memory is none for torch.
-    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    const cuda::CaptureModeGuard guard(cuda_api(), device.index());
     return cuda_api().create_stream(device.index());
   }
   void give_back(cuda::Stream stream) override {
@@ -66,12 +62,7 @@ class CudaRuntime final : public TorchRuntime {
   }
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override {
     std::vector<CUDAStream> all;
-    // One stream of each device: torch's guard restores the first former stream first, so a second
-    // stream of a device would end as the current one.
-    for (const cuda::Stream& s : streams)
-      if (std::none_of(all.begin(), all.end(),
-                       [&](const CUDAStream& known) { return known.device_index() == s.device; }))
-        all.push_back(torch_stream(s));
+    for (const cuda::Stream& s : streams) all.push_back(torch_stream(s));
     const c10::cuda::CUDAMultiStreamGuard guard(all);
     act();
   }
@@ -95,8 +86,10 @@ class CudaRuntime final : public TorchRuntime {
       return !tensor.is_pinned() || pinned->record_event(tensor.data_ptr(), memory.get_context(),
                                                          torch_stream(stream).unwrap());
     }
+    // Not asked for other memory, which cudaMallocAsync's allocator does not accept.
+    if (memory.get_deleter() != c10::cuda::CUDACachingAllocator::get()->raw_deleter()) return false;
     c10::cuda::CUDACachingAllocator::recordStream(memory, torch_stream(stream));
-    return memory.get_deleter() == c10::cuda::CUDACachingAllocator::get()->raw_deleter();
+    return true;
   }
 
   cuda::HostMemoryOps& host_memory() override { return torch_host_memory_ops(); }

@@ -1,0 +1,107 @@
+"""Copies between tensors of different layouts in calls on lists of tensors of emulated GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated_gpus import Array, Gpus, on_ranks, total, values
+from torch import Tensor
+
+
+def transposed(gpus: Gpus, of: Tensor, **more: object) -> Tensor:
+    """Return a tensor on a device, in column-major order."""
+    return gpus.tensor(of.t().contiguous(), **more).t()  # type: ignore[arg-type]
+
+
+def test_inputs_of_unlike_layouts_are_copied_on_their_streams(gpus: Gpus) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    streams = [gpus.stream() for _ in of]
+    first = gpus.tensor(of[0], stream=streams[0])
+    second = gpus.tensor(of[1].t().contiguous(), stream=streams[1]).t()
+    found = gpus.all_gather([first, second], streams=streams)
+    for out, s in zip(found, streams, strict=True):
+        gpus.expect(out, torch.cat(of), s)
+    gpus.check()
+
+
+def test_a_copy_between_layouts_leaves_the_current_stream(gpus: Gpus) -> None:
+    """A rank in host memory uses the stream of the GPU, which is then in the list twice."""
+    host = torch.zeros(4, 2)
+    gpus.torch.adopt(host, True)
+    before = gpus.torch.current(0)
+    gpus.copy_(host, gpus.tensor(torch.ones(2, 4)).t(), async_op=True).wait()
+    assert gpus.torch.current(0) == before
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_inputs_are_copied_behind_the_streams_of_other_libraries(
+    gpus: Gpus, async_op: bool
+) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    theirs = gpus.stream()
+    array = Array(gpus, of[0], theirs)
+    found = gpus.all_gather([array, transposed(gpus, of[1])], async_op=async_op)
+    if async_op:
+        found = found.wait()
+    with gpus.on(theirs):
+        gpus.torch.write(array.memory, torch.zeros(4, 16))
+    for out in found:
+        gpus.expect(out, torch.cat(of))
+    gpus.check()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_inputs_are_copied_behind_earlier_asynchronous_calls(gpus: Gpus, async_op: bool) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    rows, columns = on_ranks(gpus, of), [transposed(gpus, v) for v in of]
+    works = [gpus.all_reduce(tensors, async_op=True) for tensors in (rows, columns)]
+    found = gpus.all_gather([rows[0], columns[0]], async_op=async_op)
+    if async_op:
+        found = found.wait()
+    for out in found:
+        gpus.expect(out, torch.cat([total(of)] * 2))
+    gpus.check()
+    del works
+
+
+def test_copies_of_inputs_are_freed_with_the_call(gpus: Gpus) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    tensors = [gpus.tensor(of[0]), transposed(gpus, of[1])]
+    before = gpus.torch.blocks_in_use()
+    gpus.all_gather(tensors)
+    assert gpus.torch.blocks_in_use() == before
+
+
+def test_copies_of_inputs_are_captured(gpus: Gpus) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    tensors = [gpus.tensor(of[0]), transposed(gpus, of[1])]
+    origin = gpus.stream()
+    gpus.fork(gpus.torch.current(0), origin)
+    with gpus.capture(origin):
+        for out in gpus.all_gather(tensors):
+            gpus.expect(out, torch.cat(of))
+    gpus.check()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_is_refused_in_a_capture(gpus: Gpus, pinned: bool) -> None:
+    host = torch.zeros(4, 2)
+    gpus.torch.adopt(host, pinned)
+    device = gpus.empty(2, 4).t()
+    with gpus.capture(gpus.stream()):
+        with pytest.raises(ValueError, match="different layouts"):
+            gpus.copy_(device, host)
+        with pytest.raises(ValueError, match="different layouts"):
+            gpus.all_gather([device, host], out=[gpus.empty(8, 2), torch.zeros(8, 2)])
+
+
+def test_two_devices_are_refused_in_a_capture(gpus: Gpus) -> None:
+    tensors = [gpus.empty(4, 2), gpus.empty(2, 4, device=1).t()]
+    origin, forked = gpus.stream(0), gpus.stream(1)
+    gpus.torch.begin_capture(origin)
+    gpus.fork(origin, forked)
+    with gpus.on(origin), gpus.on(forked), pytest.raises(ValueError, match="two GPUs"):
+        gpus.copy_(*tensors)
+    gpus.fork(forked, origin)
+    gpus.torch.end_capture(origin)
