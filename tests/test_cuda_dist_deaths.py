@@ -39,9 +39,13 @@ def test_a_death_before_a_tensor_is_mapped():
             assert "rank 1 (pid " in error.text
 
 
-def lost_rank_after_return(me: RankContext, calls_again: bool) -> tuple[list[float], str, Caught]:
+def lost_rank_after_return(
+    me: RankContext, calls_again: bool, refused_before: bool
+) -> tuple[list[float], str, Caught]:
     """A rank dies after a call returned on all hosts; with `calls_again` survivors make another."""
     dist.all_reduce(torch.ones(3))
+    if refused_before:
+        assert caught(dist.all_reduce, torch.ones(3 + me.rank)).kind == "ValueError"
     me.site.run_ahead()
     x = torch.full((5,), me.rank + 1.0)
     if me.rank == FAULTY_RANK:
@@ -55,12 +59,14 @@ def lost_rank_after_return(me: RankContext, calls_again: bool) -> tuple[list[flo
     return x.tolist(), later_kind.kind if later_kind else "", caught(dist.destroy_process_group)
 
 
-@pytest.mark.parametrize("calls_again", [False, True])
-def test_missing_results_are_reported(calls_again):
+@pytest.mark.parametrize(
+    ("calls_again", "refused_before"), [(False, False), (False, True), (True, False)]
+)
+def test_missing_results_are_reported(calls_again, refused_before):
     """Without another call, destroying the group reports the missing results."""
     with fresh(3, site="late:cuda_ipc") as pool:
         for rank, (values, later_kind, error) in zip(
-            (0, 2), survivors(pool, lost_rank_after_return, calls_again), strict=True
+            (0, 2), survivors(pool, lost_rank_after_return, calls_again, refused_before), strict=True
         ):
             assert values == [rank + 1.0] * 5
             assert (later_kind, error.kind) == (

@@ -186,6 +186,26 @@ def test_a_late_rank_times_out(site, stream_only, zero_copy):
             assert kept
 
 
+def late_after_its_entry(me: RankContext) -> tuple[str, bool]:
+    """The rank that launches the kernel is late, with all tensors exposed to it."""
+    x = warm(me, zero_copy=True)
+    if me.rank == 0:
+        me.fake.gpu.delay("launch", 2 * me.spec.timeout)
+    me.site.run_ahead()
+    error = caught(dist.all_reduce, x)
+    before = me.site.usage().used
+    del x
+    time.sleep(0.1)
+    return error.kind, me.site.usage().used == before
+
+
+def test_exposed_memory_of_a_failed_call_is_not_reused():
+    """Rank 0 may launch its kernel after its peers have timed out."""
+    with fresh(3, site="eager:cuda_ipc", timeout=1.0) as pool:
+        pool.outcomes(warm)
+        assert pool.run(late_after_its_entry)[1:] == [("Timeout", True)] * 2
+
+
 # --- devices that fail ----------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ RegisteredHostMemory::~RegisteredHostMemory() {
   try {
     gpu_.unregister_host(device_, host_);
   } catch (...) {  // the device is broken
+    leak(segment_);
   }
 }
 

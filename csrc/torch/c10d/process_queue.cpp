@@ -13,6 +13,18 @@ void ProcessQueue::require_open(const Call& call) const {
   if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
 }
 
+// Returns the current exception. After one of the call's arguments, the group works on.
+std::exception_ptr ProcessQueue::failure() {
+  const std::exception_ptr error = std::current_exception();
+  try {
+    std::rethrow_exception(error);
+  } catch (const CollectiveError&) {
+    failed_ = true;
+  } catch (...) {
+  }
+  return error;
+}
+
 CollectiveWorkPtr ProcessQueue::run(Call call) {
   Lock lock(mutex_);
   require_open(call);
@@ -26,8 +38,7 @@ CollectiveWorkPtr ProcessQueue::run(Call call) {
   try {
     runner_->run(call);
   } catch (...) {
-    error = std::current_exception();
-    failed_ = true;
+    error = failure();
   }
   lock.lock();
   running_ = false;
@@ -94,8 +105,7 @@ void ProcessQueue::run_next(Lock& lock, bool continues) {
   try {
     runner_->run(work->call());
   } catch (...) {
-    error = std::current_exception();
-    failed_ = true;
+    error = failure();
   }
   work->release();
   lock.lock();

@@ -31,7 +31,7 @@ class ProcessQueue final : public CallQueue {
   // when the queue is empty and its threads have ended.
   void close(ipc::Deadline deadline);
 
-  bool has_failed() const { return failed_; }  // true: a call has failed and reported its error
+  bool has_failed() const { return failed_; }  // true: a caller knows that the group has failed
   std::mutex& mutex() override { return mutex_; }
 
  private:
@@ -42,6 +42,7 @@ class ProcessQueue final : public CallQueue {
   bool try_ensure_thread();
   void serve();
   void require_open(const Call& call) const;
+  std::exception_ptr failure();
 
   std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
   const ipc::ForkGuard fork_guard_;

@@ -86,10 +86,12 @@ class CudaRuntime final : public TorchRuntime {
       return !tensor.is_pinned() || pinned->record_event(tensor.data_ptr(), memory.get_context(),
                                                          torch_stream(stream).unwrap());
     }
-    // Not asked for other memory, which cudaMallocAsync's allocator does not accept.
-    if (memory.get_deleter() != c10::cuda::CUDACachingAllocator::get()->raw_deleter()) return false;
-    c10::cuda::CUDACachingAllocator::recordStream(memory, torch_stream(stream));
-    return true;
+    // Not asked for other memory, which cudaMallocAsync's allocator does not accept. A pluggable
+    // allocator may do nothing.
+    auto* const allocator = c10::cuda::CUDACachingAllocator::get();
+    if (memory.get_deleter() != allocator->raw_deleter()) return false;
+    allocator->recordStream(memory, torch_stream(stream));
+    return allocator->name() != "pluggable";
   }
 
   cuda::HostMemoryOps& host_memory() override { return torch_host_memory_ops(); }

@@ -22,7 +22,7 @@ class CudaIpcStaging final : public TensorStaging {
   void begin_copy_in() override;
   bool inputs_ready() override;
   void begin_copy_out(const ipc::OpContext& context) override { finish(context, out_); }
-  void abort_copies(const ipc::OpContext& context) override { finish(context, {}); }
+  void abort_copies(const ipc::OpContext& context) override;
   bool outputs_ready() override { return pending_->ended(); }
   std::exception_ptr failure() const override { return pending_ ? pending_->report() : nullptr; }
   void wait_on_current_streams() override;
@@ -113,6 +113,13 @@ void CudaIpcStaging::finish(const ipc::OpContext& context,
   }
   pending_ = communicator_->end_call(context, [end = end_] { return end->reached(); }, symmetric);
   release();
+}
+
+// In a group that has failed, peers may still launch accesses to exposed memory, whatever this
+// rank's stream has done.
+void CudaIpcStaging::abort_copies(const ipc::OpContext& context) {
+  if (!communicator_->group().is_healthy()) cuda_ipc::leak(symmetric_tensors());
+  finish(context, {});
 }
 
 // Includes the devices whose tensors are copied from the staging buffer's device at the end.
