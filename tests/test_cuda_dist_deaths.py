@@ -66,7 +66,9 @@ def test_missing_results_are_reported(calls_again, refused_before):
     """Without another call, destroying the group reports the missing results."""
     with fresh(3, site="late:cuda_ipc") as pool:
         for rank, (values, later_kind, error) in zip(
-            (0, 2), survivors(pool, lost_rank_after_return, calls_again, refused_before), strict=True
+            (0, 2),
+            survivors(pool, lost_rank_after_return, calls_again, refused_before),
+            strict=True,
         ):
             assert values == [rank + 1.0] * 5
             assert (later_kind, error.kind) == (

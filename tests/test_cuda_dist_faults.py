@@ -186,24 +186,35 @@ def test_a_late_rank_times_out(site, stream_only, zero_copy):
             assert kept
 
 
-def late_after_its_entry(me: RankContext) -> tuple[str, bool]:
-    """The rank that launches the kernel is late, with all tensors exposed to it."""
-    x = warm(me, zero_copy=True)
+def stopped_after_its_entry(me: RankContext) -> tuple[str, bool]:
+    """The rank that launches the kernel, with all tensors exposed to it, is stopped before that."""
+    x, store = warm(me, zero_copy=True), dist.distributed_c10d._get_default_store()
     if me.rank == 0:
-        me.fake.gpu.delay("launch", 2 * me.spec.timeout)
+        store.set("pid", str(os.getpid()))
+        me.fake.gpu.delay("launch", 0.5)
+    else:
+        pid = int(store.get("pid"))
     me.site.run_ahead()
-    error = caught(dist.all_reduce, x)
-    before = me.site.usage().used
-    del x
+    work = dist.all_reduce(x, async_op=True)
+    if me.rank == 1:
+        time.sleep(0.25)
+        os.kill(pid, signal.SIGSTOP)
+    error = caught(work.wait)
+    used = me.site.usage().used
+    del x, work
     time.sleep(0.1)
-    return error.kind, me.site.usage().used == before
+    kept = me.site.usage().used == used
+    if me.rank == 1:
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGCONT)
+    return error.kind, kept
 
 
 def test_exposed_memory_of_a_failed_call_is_not_reused():
-    """Rank 0 may launch its kernel after its peers have timed out."""
+    """Rank 0 launches its kernel after its peers have timed out."""
     with fresh(3, site="eager:cuda_ipc", timeout=1.0) as pool:
         pool.outcomes(warm)
-        assert pool.run(late_after_its_entry)[1:] == [("Timeout", True)] * 2
+        assert pool.run(stopped_after_its_entry)[1:] == [("Timeout", True)] * 2
 
 
 # --- devices that fail ----------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def test_a_tensor_outlives_its_group(site):
 
 
 def memory_of_groups() -> int:
+    """Return the number of mappings of memory that the processes of groups share."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return sum("/memfd:pycollect " in line for line in maps)
 

@@ -11,7 +11,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
 from test_cuda_dist_faults import FAULTY_RANK
-from test_cuda_dist_lifecycle import connect
+from test_cuda_dist_lifecycle import connect, memory_of_groups
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests the staging buffers of pycollect")
 
@@ -121,8 +120,7 @@ def bootstrap_on_a_broken_device(me: RankContext) -> tuple[dict[str, int], int, 
         site.fake.gpu.fail("query", 0)
     caught(dist.all_reduce, torch.ones(100))
     dist.destroy_process_group()
-    mappings = Path("/proc/self/maps").read_text().count("memfd:pycollect")  # of the group's memory
-    return site.alive(), mappings, site.violations()
+    return site.alive(), memory_of_groups(), site.violations()
 
 
 def test_memory_that_a_device_may_still_access_stays_mapped():

@@ -123,8 +123,9 @@ class Api {
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;
   virtual ExportedMemory export_memory(std::byte* memory) = 0;
   virtual std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) = 0;
-  // Unmaps memory that `allocate` or `map` returned. The memory is freed when no process maps it
-  // and no descriptor of it is open.
+  // Unmaps memory that `allocate` or `map` returned, and that no work uses any more: unlike
+  // cudaFree, it does not wait for such work. The memory is freed when no process maps it and no
+  // descriptor of it is open.
   virtual void unmap(std::byte* memory) = 0;
 
   // Registers (pins) whole pages of host memory, and returns their address on the current device.

@@ -1,7 +1,13 @@
 #include "communicator.h"
 
+#include <thread>
+
 namespace pycollect::cuda_ipc {
 namespace {
+
+// Time for a stream to end on which no work of a call is pending, and the interval of queries.
+constexpr std::chrono::seconds kStreamTimeout{5};
+constexpr std::chrono::microseconds kPollInterval{50};
 
 // Ranks that must act before `r` enqueues its signal: `r` itself if it is gone, otherwise the ranks
 // furthest behind, because the others may only be waiting for them.
@@ -101,9 +107,35 @@ void CudaIpcCommunicator::end_call(std::exception_ptr error) {
     work->lose(std::move(error), true);
 }
 
-std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds timeout) {
+// Also finds work of calls that have failed on this rank, whose end is not marked.
+bool CudaIpcCommunicator::stream_has_ended() noexcept {
+  const auto deadline = ipc::Clock::now() + kStreamTimeout;
+  try {
+    return gpu().on(stream().device, [&](cuda::Api& api) {
+      const Event end = api.create_event(stream().device);
+      const std::shared_ptr<void> destroyed(nullptr, [&](void*) { api.destroy(end); });
+      api.record(end, stream());
+      while (!api.query(end)) {
+        if (ipc::Clock::now() >= deadline) return false;
+        std::this_thread::sleep_for(kPollInterval);
+      }
+      return true;
+    });
+  } catch (...) {  // the device is broken
+    return false;
+  }
+}
+
+std::exception_ptr CudaIpcCommunicator::close(ipc::Deadline deadline) {
   if (std::exchange(closed_, true)) return nullptr;
-  std::exception_ptr unreported = resources_.watchdog->close(timeout);
+  std::exception_ptr unreported = resources_.watchdog->close(deadline);
+  const bool stuck = resources_.watchdog->is_stuck();
+  if (stuck) static_cast<void>(resources_.watchdog.release());
+  if (stuck || !stream_has_ended()) {
+    resources_.staging_buffer->abandon();
+    resources_.registered->abandon();
+    resources_.symmetric_memory->abandon_peer_segments();
+  }
   resources_.staging_buffer.reset();
   resources_.registered.reset();
   return unreported;

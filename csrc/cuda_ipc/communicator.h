@@ -97,15 +97,17 @@ class CudaIpcCommunicator {
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
   void free_returned() { resources_.watchdog->free_returned(); }
 
-  // Shuts down: gives pending work the time `timeout`, then releases all memory. Returns the first
-  // error that no caller has received.
-  std::exception_ptr close(std::chrono::milliseconds timeout);
+  // Shuts down: gives pending work time until the deadline, then aborts the group, and releases all
+  // memory. If this rank's stream does not end even then, its memory is never freed. Returns the
+  // first error that no caller has received.
+  std::exception_ptr close(ipc::Deadline deadline);
 
  private:
   std::byte* word(Rank r) const {
     return resources_.registered->base() + resources_.signal_pad.offset(r);
   }
   void begin_work(const ipc::OpContext& context);
+  bool stream_has_ended() noexcept;
 
   Resources resources_;
   std::vector<uint64_t> awaited_;      // [rank]: its latest signal that this stream waits for

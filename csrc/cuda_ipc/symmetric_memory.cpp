@@ -176,6 +176,12 @@ std::byte* SymmetricMemory::open(Device device, Rank owner, int number) {
   return found;
 }
 
+void SymmetricMemory::abandon_peer_segments() {
+  const std::lock_guard lock(open_mutex_);
+  closed_to_peers_ = true;
+  opened_.clear();
+}
+
 void SymmetricMemory::close_peer_segments() {
   const std::lock_guard lock(open_mutex_);
   closed_to_peers_ = true;

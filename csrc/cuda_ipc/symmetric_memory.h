@@ -49,6 +49,9 @@ class SymmetricMemory {
   // segment on first use. Throws std::runtime_error with CUDA's reason if that fails.
   std::byte* at(Device device, Rank owner, RemoteOffset offset);
 
+  // Leaves the peers' memory mapped until the process ends, because a device of this process may
+  // still access it. Call before close().
+  void abandon_peer_segments();
   // Shuts down, when no device of this process accesses the peers' memory any more: unmaps that
   // memory, and frees segments that contain no tensors.
   void close();

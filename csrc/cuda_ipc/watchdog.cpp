@@ -15,6 +15,8 @@ constexpr std::chrono::milliseconds kPollInterval{2};
 // Interval of queries for a device's error, after which work never ends: it is noticed within a
 // second, too, and a query, which takes a lock that other threads' calls need, is rare.
 constexpr std::chrono::milliseconds kDeviceCheckInterval{500};
+// Time for this rank's stream to end after the group is aborted, which releases its waits.
+constexpr std::chrono::seconds kReleaseTimeout{5};
 // Added to an awaited signal to release the stream: the sum is beyond every value that a stream
 // waits for, and still ahead of it in the wrap-around comparison of counters.
 constexpr uint64_t kReleaseOffset = uint64_t{1} << 62;
@@ -40,6 +42,11 @@ std::exception_ptr PendingWork::report() {
   const std::lock_guard lock(mutex_);
   reported_ = reported_ || error_;
   return error_;
+}
+
+bool PendingWork::is_reported() const {
+  const std::lock_guard lock(mutex_);
+  return reported_;
 }
 
 void PendingWork::fail(std::exception_ptr error) {
@@ -259,22 +266,32 @@ void Watchdog::release(const std::shared_ptr<PendingWork>& work) {
   }
 }
 
-std::exception_ptr Watchdog::close(std::chrono::milliseconds timeout) {
+std::exception_ptr Watchdog::close(ipc::Deadline deadline) {
   Lock lock(mutex_);
   closed_ = true;
   changed_.notify_all();
-  if (!changed_.wait_for(lock, timeout, [&] { return open_.empty(); })) {
+  const auto is_done = [&] { return open_.empty(); };
+  if (!changed_.wait_until(lock, deadline, is_done)) {
     lock.unlock();
     group_->abort("it was destroyed while collectives were under way on a GPU");
     lock.lock();
-    changed_.wait(lock, [&] { return open_.empty(); });
+    changed_.wait_for(lock, kReleaseTimeout, is_done);
   }
+  std::vector<std::shared_ptr<PendingWork>> all = failed_;
+  all.insert(all.end(), open_.begin(), open_.end());
   lock.unlock();
-  end();
-  free_returned();
-  for (const auto& work : failed_)
-    if (!work->reported_) return work->error();
+  if (!is_stuck()) {
+    end();
+    free_returned();
+  }
+  for (const auto& work : all)
+    if (const auto error = work->error(); error && !work->is_reported()) return error;
   return nullptr;
+}
+
+bool Watchdog::is_stuck() const {
+  const Lock lock(mutex_);
+  return !open_.empty();
 }
 
 }  // namespace pycollect::cuda_ipc

@@ -49,6 +49,7 @@ class PendingWork {
   friend class Watchdog;
   ipc::OpContext context() const { return {info_.operation.c_str(), info_.call, info_.deadline}; }
   void fail(std::exception_ptr error);
+  bool is_reported() const;
   bool is_through() const;  // whether the stream does no more for this work
   void check_device();      // calls CUDA; loses the work if the device has failed
   std::vector<uint64_t> awaited() const;
@@ -79,9 +80,12 @@ class Watchdog {
   // Releases what calls that have ended used. From any thread but the watchdog's: freeing memory,
   // or an event, may wait for all streams, and only the watchdog releases blocked ones.
   void free_returned();
-  // Waits until all pending work has ended. Aborts the group if that takes longer than `timeout`.
-  // Accepts no more work. Returns the first error that no caller has received.
-  std::exception_ptr close(std::chrono::milliseconds timeout);
+  // Waits until all pending work has ended, and accepts no more. Aborts the group at the deadline;
+  // the work ends then, unless the stream waits for something else than the group's ranks. Returns
+  // the first error that no caller has received.
+  std::exception_ptr close(ipc::Deadline deadline);
+  // After close(): whether work is pending. Then the watchdog must not be destroyed.
+  bool is_stuck() const;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -96,7 +100,7 @@ class Watchdog {
 
   const std::shared_ptr<ipc::Group> group_;
   const SignalPad signal_pad_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_, check_requested_;
   std::deque<std::shared_ptr<PendingWork>> open_;
   std::shared_ptr<PendingWork> to_check_;  // null: no check is requested

@@ -74,8 +74,8 @@ std::byte* Emulator::map(Device, const UniqueFd& descriptor, std::size_t bytes) 
 }
 
 void Emulator::unmap(std::byte* base) {
-  synchronize_all("unmap");
   const Lock lock = locked();
+  enter("unmap");
   const auto found = shared_.find(base);
   if (found == shared_.end()) violation("unmap of memory that is not mapped");
   const SharedAllocation memory = std::move(found->second);

@@ -14,6 +14,8 @@
 namespace pycollect::dist {
 namespace {
 
+constexpr std::chrono::milliseconds kCapturePoll{1};
+
 using cuda::Emulator;
 using cuda::Stream;
 
@@ -43,7 +45,13 @@ class EmulatedPool final : public SharedTensorPool {
           emulator->begin_free();
           std::thread([symmetric_memory = std::move(symmetric_memory),
                        emulator = std::move(emulator), memory]() mutable {
-            symmetric_memory->give_back(memory);
+            try {
+              // torch frees no memory during a capture.
+              while (emulator->captures()) std::this_thread::sleep_for(kCapturePoll);
+              emulator->synchronize_all("free");
+              symmetric_memory->give_back(memory);
+            } catch (const std::exception&) {  // a stream does not end: the memory stays in use
+            }
             symmetric_memory.reset();
             emulator->end_free();
           }).detach();

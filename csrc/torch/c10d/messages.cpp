@@ -272,9 +272,12 @@ void Messages::close(ipc::Deadline deadline) {
     while (settle_done(lock)) continue;
   }
   std::vector<c10::intrusive_ptr<MessageWork>> staged;  // released without the lock
-  const std::lock_guard lock(staged_mutex_);
-  staged.swap(staged_);
-  any_staged_ = any_device_send_ = false;
+  {
+    const std::lock_guard lock(staged_mutex_);
+    staged.swap(staged_);
+    any_staged_ = any_device_send_ = false;
+  }
+  devices_->await_held(device_deadline());
 }
 
 // The functions below are for messages of device tensors. Sends are posted in order, once their

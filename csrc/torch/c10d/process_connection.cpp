@@ -15,8 +15,6 @@ namespace {
 constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a timeout of its own
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
-// Time for device work to end after the group's calls have ended.
-constexpr std::chrono::milliseconds kDeviceTimeout{5000};
 
 ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
@@ -127,7 +125,8 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
 
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   queue_->close(deadline);
-  const std::exception_ptr unreported = selector_->close(kDeviceTimeout);
+  const std::exception_ptr unreported = selector_->close(device_deadline());
+  devices()->await_held(device_deadline());
   std::shared_ptr<Messages> messages;
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricHeapAllocator> allocator;

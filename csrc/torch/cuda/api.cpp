@@ -263,12 +263,7 @@ class CudaApi final : public cuda::Api {
   std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override {
     return map_shareable(device, memory, bytes);
   }
-  // Synchronizes first, because cuMemUnmap, unlike cudaFree, does not wait for work that uses the
-  // memory.
-  void unmap(std::byte* memory) override {
-    check(cudaDeviceSynchronize());
-    unmap_shareable(memory);
-  }
+  void unmap(std::byte* memory) override { unmap_shareable(memory); }
 
   std::byte* register_host(std::byte* memory, std::size_t bytes) override {
     check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));

@@ -10,6 +10,10 @@
 
 #include <thread>
 
+#include "../../cuda/check.h"
+#include "../../cuda/device_guard.h"
+#include "api.h"
+
 namespace pycollect {
 namespace {
 
@@ -25,14 +29,26 @@ void* allocate(cuda_ipc::SymmetricMemory& symmetric_memory, int device, std::siz
   }
 }
 
+// torch waits for the streams that were recorded, but not for the one the memory was allocated for,
+// as cudaFree does. Memory that cannot be waited for is never reused.
+void free(cuda_ipc::SymmetricMemory& symmetric_memory, int device, void* memory) {
+  try {
+    const cuda::CaptureModeGuard guard(cuda_api(), device);
+    cuda::check(cudaDeviceSynchronize());
+  } catch (const std::exception&) {
+    return;
+  }
+  symmetric_memory.give_back(static_cast<std::byte*>(memory));
+}
+
 std::shared_ptr<caching::CUDAAllocator> allocator_over(
     std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory) {
   return torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
       [symmetric_memory](std::size_t bytes, int device, cudaStream_t) {
         return allocate(*symmetric_memory, device, bytes);
       },
-      [symmetric_memory](void* memory, std::size_t, int, cudaStream_t) {
-        symmetric_memory->give_back(static_cast<std::byte*>(memory));
+      [symmetric_memory](void* memory, std::size_t, int device, cudaStream_t) {
+        free(*symmetric_memory, device, memory);
       });
 }
 
@@ -64,7 +80,17 @@ SymmetricPool::SymmetricPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetri
   const c10::cuda::CUDAGuard guard(device);  // MemPool belongs to the current device
   // A first segment, so that the way to export memory is found now, not while torch holds its lock.
   symmetric_memory->give_back(symmetric_memory->add(device.index(), 1));
-  pool_.emplace(allocator_over(std::move(symmetric_memory)));
+  pool_ = new at::cuda::MemPool(allocator_over(std::move(symmetric_memory)));
+}
+
+// Does what the destructor of MemPool does. That one ends the process if torch refuses to free
+// memory, because a thread captures a graph or allocates from another pool.
+SymmetricPool::~SymmetricPool() {
+  try {
+    caching::releasePool(device_.index(), pool_->id());
+    caching::emptyCache(pool_->id());
+  } catch (const std::exception&) {  // torch frees the memory when it next empties its cache
+  }
 }
 
 at::Tensor SymmetricPool::empty(int64_t count, at::ScalarType type) {

@@ -7,7 +7,6 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 
 #include "../torch_runtime.h"
 
@@ -17,6 +16,7 @@ class SymmetricPool final : public SharedTensorPool {
  public:
   // Throws std::runtime_error if no symmetric memory can be allocated.
   SymmetricPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device);
+  ~SymmetricPool() override;
   SymmetricPool(const SymmetricPool&) = delete;
   SymmetricPool& operator=(const SymmetricPool&) = delete;
 
@@ -24,8 +24,8 @@ class SymmetricPool final : public SharedTensorPool {
 
  private:
   const at::Device device_;
-  std::mutex mutex_;  // torch allows one thread at a time to allocate from a pool
-  std::optional<at::cuda::MemPool> pool_;
+  std::mutex mutex_;         // torch allows one thread at a time to allocate from a pool
+  at::cuda::MemPool* pool_;  // never destroyed: it holds no memory itself
 };
 
 }  // namespace pycollect

@@ -1,10 +1,14 @@
 // See device_ops.h.
 #include "device_ops.h"
 
+#include <thread>
+
 #include "../../../plan/error.h"
 #include "../../log.h"
 
 namespace pycollect::dist {
+
+constexpr std::chrono::microseconds kPollInterval{200};
 
 using cuda::CaptureModeGuard;
 using cuda::Stream;
@@ -47,7 +51,9 @@ std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_of(const std::shared_ptr<TorchRunti
 DeviceOps::DeviceOps(std::shared_ptr<TorchRuntime> torch)
     : torch_(std::move(torch)), gpu_(gpu_of(torch_)) {}
 
+// Held tensors that await_held() has not released are leaked, because a device may still use them.
 DeviceOps::~DeviceOps() {
+  if (!held_.empty()) static_cast<void>(new auto(std::move(held_)));
   for (const auto& [device, stream] : streams_) torch_->give_back(stream);
 }
 
@@ -96,11 +102,26 @@ void DeviceOps::hold(HeldTensors more) {
     if (held_.empty() && more.tensors.empty()) return;
     all.swap(held_);
   }
-  std::erase_if(all, [](const HeldTensors& held) { return held.until->reached(); });
+  std::erase_if(all, [](const HeldTensors& held) {
+    try {
+      return held.until->reached();
+    } catch (...) {  // the device has failed, but other work may still use the memory
+      return false;
+    }
+  });
   if (!more.tensors.empty()) all.push_back(std::move(more));
   const std::lock_guard lock(mutex_);
   held_.insert(held_.end(), std::make_move_iterator(all.begin()),
                std::make_move_iterator(all.end()));
+}
+
+void DeviceOps::await_held(ipc::Deadline deadline) {
+  const auto is_empty = [&] {
+    const std::lock_guard lock(mutex_);
+    return held_.empty();
+  };
+  for (hold({}); !is_empty() && ipc::Clock::now() < deadline; hold({}))
+    std::this_thread::sleep_for(kPollInterval);
 }
 
 // A copy to another device occupies the current streams of both devices, so the group's stream
@@ -114,14 +135,20 @@ std::shared_ptr<DeviceEvent> DeviceOps::finish(at::Device device,
   const auto keep = [&](const at::Tensor& t) {
     if (!torch_->record_stream(t, own)) held.tensors.push_back(t);
   };
-  for (const at::Tensor& t : kept) keep(t);
-  torch_->with_streams(own, [&] {
-    for (const CopyPair& pair : pairs) {
-      keep(pair.tensor);
-      torch_->copy(pair.tensor, pair.dense);
-    }
-  });
-  auto end = std::make_shared<DeviceEvent>(torch_, own);
+  std::shared_ptr<DeviceEvent> end;
+  try {
+    for (const at::Tensor& t : kept) keep(t);
+    torch_->with_streams(own, [&] {
+      for (const CopyPair& pair : pairs) {
+        keep(pair.tensor);
+        torch_->copy(pair.tensor, pair.dense);
+      }
+    });
+    end = std::make_shared<DeviceEvent>(torch_, own);
+  } catch (...) {  // no event tells when the device is done with the memory
+    static_cast<void>(new auto(std::move(held.tensors)));
+    throw;
+  }
   held.until = end;
   hold(std::move(held));
   for (const CopyPair& pair : pairs)

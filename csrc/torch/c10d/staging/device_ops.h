@@ -37,6 +37,9 @@ struct CopyPair {
   at::Tensor tensor, dense;
 };
 
+// Deadline for device work to end after the calls of a group that is being destroyed.
+inline ipc::Deadline device_deadline() { return ipc::Clock::now() + std::chrono::seconds(5); }
+
 class DeviceOps {
  public:
   // If `torch` is null (a build without CUDA), there are no devices, and serves() is always false.
@@ -82,6 +85,8 @@ class DeviceOps {
   // that event is reached; tensors whose memory is not torch's are held until a later call.
   std::shared_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
                                       const std::vector<at::Tensor>& kept);
+  // Waits, up to the deadline, until no tensors are held. Call at the end of the group.
+  void await_held(ipc::Deadline deadline);
   // Calls `act` with the group's streams as the current ones. An event that `act` records on them
   // is reached after all results that were enqueued before.
   void with_group_streams(const std::vector<at::Device>& devices, c10::function_ref<void()> act);

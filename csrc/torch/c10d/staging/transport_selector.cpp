@@ -133,14 +133,14 @@ void TransportSelector::rendezvous(const std::shared_ptr<ipc::Group>& group, at:
   rendezvous_done_ = true;
 }
 
-std::exception_ptr TransportSelector::close(std::chrono::milliseconds timeout) {
+std::exception_ptr TransportSelector::close(ipc::Deadline deadline) {
   const std::lock_guard closing(closing_);
   std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator;
   {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
   }
-  return communicator ? communicator->close(timeout) : nullptr;
+  return communicator ? communicator->close(deadline) : nullptr;
 }
 
 void check_no_capture(const TensorStaging& staging, const char* operation) {

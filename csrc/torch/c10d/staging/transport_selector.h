@@ -65,9 +65,9 @@ class TransportSelector {
   // alike, if the requested transport does not work.
   std::shared_ptr<TensorStaging> begin();
   const std::shared_ptr<DeviceOps>& devices() const { return devices_; }
-  // Frees device resources, after pending device work had `timeout` to finish. Returns the first
-  // device error that was reported to no caller.
-  std::exception_ptr close(std::chrono::milliseconds timeout);
+  // Frees device resources, after pending device work had time until the deadline to finish.
+  // Returns the first device error that was reported to no caller.
+  std::exception_ptr close(ipc::Deadline deadline);
   // Call after close(): unmaps the peers' symmetric memory and frees that of this rank.
   void leave();
 

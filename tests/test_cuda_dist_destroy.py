@@ -1,0 +1,119 @@
+"""Destroying groups on emulated devices: while device work is pending that ends late or never,
+while another thread captures a graph, and after errors of the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_sites import sites
+from test_cuda_dist_faults import FAULTY_RANK, warm
+from test_cuda_dist_lifecycle import memory_of_groups
+
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
+LIMIT = 25.0  # seconds within which a group is destroyed, whatever its devices do
+
+
+def destroyed_with_a_stuck_stream(
+    me: RankContext, zero_copy: bool
+) -> tuple[float, Caught, int, list[float], list[str]]:
+    """One rank's stream waits for work of another library, which ends after the group."""
+    x = warm(me, zero_copy)
+    if me.rank == FAULTY_RANK:
+        me.site.stall()
+    me.site.run_ahead()
+    work = dist.all_reduce(x, async_op=True)
+    del x
+    begin = time.monotonic()
+    error = caught(dist.destroy_process_group)
+    took = time.monotonic() - begin
+    del work
+    mappings = memory_of_groups()
+    y = torch.full((1000,), 7.0)
+    me.site.resume()
+    me.site.synchronize()
+    time.sleep(0.3)
+    return took, error, mappings, y.unique().tolist(), me.site.violations()
+
+
+@pytest.mark.slow  # waits for the limits of the device's work
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["staged", "zero-copy"])
+def test_a_stream_that_does_not_end(zero_copy):
+    with fresh(3, site="eager:cuda_ipc") as pool:
+        found = pool.run(destroyed_with_a_stuck_stream, zero_copy, seconds=2 * LIMIT)
+    for rank, (took, error, mappings, values, violations) in enumerate(found):
+        assert took < LIMIT
+        assert "CollectiveError" in error.kinds, error
+        assert (mappings > 0) == (rank == FAULTY_RANK)  # the stream accesses its counters later
+        assert values == [7.0]
+        assert violations == []
+
+
+def foreign_memory(me: RankContext, call: str) -> list[float]:
+    """Memory of another library is released, and its owner uses it again, after the group's end."""
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    me.site.run_ahead(0.002)
+    y = me.fake.empty_foreign(64).fill_(1.0 + me.rank)
+    if call == "all_reduce":
+        dist.all_reduce(y, async_op=True).wait()
+    elif me.rank == 0:
+        dist.send(y, 1)
+    elif me.rank == 1:
+        dist.irecv(y, 0).wait()
+    del y
+    dist.destroy_process_group()
+    z = me.fake.empty_foreign(64).fill_(-1.0)
+    me.site.resume()
+    me.site.synchronize()
+    time.sleep(0.2)
+    return z.unique().tolist()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+@pytest.mark.parametrize("site", ["late", "late:cuda_ipc"])
+def test_foreign_memory_is_held_until_the_device_is_done(site, call):
+    with fresh(3, site=site) as pool:
+        assert pool.run(foreign_memory, call) == [[-1.0]] * 3
+
+
+def beside_a_capture(me: RankContext) -> tuple[Caught, dict[str, int], list[str]]:
+    """Another thread captures meanwhile, as the emulator does for all threads."""
+    x = warm(me, zero_copy=True)
+    dist.all_reduce(x)
+    me.site.synchronize()
+    del x
+    errors: list[Caught] = []
+    with me.site.capturing():
+        thread = threading.Thread(target=lambda: errors.append(caught(dist.destroy_process_group)))
+        thread.start()
+        thread.join()
+    time.sleep(0.3)
+    return errors[0], me.site.unreleased(), me.site.violations()
+
+
+@pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc", stands_in=False))
+def test_a_group_ends_beside_a_capture(site):
+    """Nothing is left, and nothing waits for the whole device, which would end the capture."""
+    with fresh(3, site=site) as pool:
+        for error, left, violations in pool.run(beside_a_capture):
+            assert (error.kind, left, violations) == ("", {}, []), error
+
+
+def failing_unregister(me: RankContext) -> tuple[Caught, int]:
+    warm(me)
+    me.fake.gpu.fail("unregister_host", 0)
+    return caught(dist.destroy_process_group), memory_of_groups()
+
+
+def test_memory_that_stays_registered_stays_mapped():
+    """Other memory must not get its addresses."""
+    with fresh(3, site="eager:cuda_ipc") as pool:
+        for error, mappings in pool.run(failing_unregister):
+            assert error.kind == ""
+            assert mappings > 0
