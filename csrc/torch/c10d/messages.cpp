@@ -277,7 +277,7 @@ void Messages::close(ipc::Deadline deadline) {
     staged.swap(staged_);
     any_staged_ = any_device_send_ = false;
   }
-  devices_->await_held(device_deadline());
+  devices_->await_held(device_deadline(deadline));
 }
 
 // The functions below are for messages of device tensors. Sends are posted in order, once their

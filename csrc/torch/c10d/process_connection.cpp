@@ -125,8 +125,8 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
 
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   queue_->close(deadline);
-  const std::exception_ptr unreported = selector_->close(device_deadline());
-  devices()->await_held(device_deadline());
+  const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
+  devices()->await_held(device_deadline(deadline));
   std::shared_ptr<Messages> messages;
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricHeapAllocator> allocator;

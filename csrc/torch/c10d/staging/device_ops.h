@@ -3,6 +3,7 @@
 // stream". The "current stream" of a device is torch's, for the calling thread: the stream of the
 // caller.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -37,8 +38,11 @@ struct CopyPair {
   at::Tensor tensor, dense;
 };
 
-// Deadline for device work to end after the calls of a group that is being destroyed.
-inline ipc::Deadline device_deadline() { return ipc::Clock::now() + std::chrono::seconds(5); }
+// Deadline for device work to end after the calls of a group that is being destroyed by `deadline`:
+// the same, because groups that are closed one after another share it, but not at once.
+inline ipc::Deadline device_deadline(ipc::Deadline deadline) {
+  return std::max(deadline, ipc::Clock::now() + std::chrono::seconds(1));
+}
 
 class DeviceOps {
  public:
