@@ -7,6 +7,7 @@ call leaves the capture and the library usable.
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 
 import pytest
@@ -189,6 +190,31 @@ def test_async_in_a_capture():
     assert_same([t.cpu() for t in tensors], [left_fold(values, "sum") * 2] * 3)
 
 
+def test_inputs_of_unlike_layouts_are_copied_in_every_replay():
+    rows = torch.zeros(300, 200, dtype=torch.int32, device="cuda:0")
+    columns = torch.zeros(200, 300, dtype=torch.int32, device="cuda:0").t()
+    graph, got = capture(lambda: pc.all_gather([rows, columns]))
+    for seed in range(3):
+        values = randoms(2, (300, 200), torch.int32, seed=seed)
+        write([rows, columns], values)
+        graph.replay()
+        assert_same([t.cpu() for t in got], [torch.cat(values)] * 2)
+
+
+def test_the_host_asks_for_other_work_during_a_capture():
+    eager, tensors = empties(3, 1_001), empties(3, 1_001)
+    work = pc.all_reduce(eager, async_op=True)
+
+    def ask():
+        pc.all_reduce(tensors, algorithm="ring", peer_access=False)
+        deadline = time.monotonic() + 10
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+
+    capture(ask, warm=False)[0].replay()
+    work.wait()
+
+
 # --- calls that are refused in a capture ----------------------------------------------------------
 
 
@@ -218,6 +244,14 @@ def test_pageable_memory_is_refused_in_a_capture():
 
 def test_a_barrier_is_refused_in_a_capture():
     assert_refused_in_capture(lambda: pc.barrier("cuda:0*2"), "(?i)captur")
+
+
+def test_a_wait_for_an_eager_call_is_refused_in_a_capture():
+    tensors = [torch.ones(5, device="cuda:0") for _ in range(3)]
+    work = pc.all_reduce(tensors, async_op=True)
+    assert_refused_in_capture(work.wait, "before the capture begins")
+    work.wait()
+    assert tensors[0].tolist() == [3.0] * 5
 
 
 def test_invalid_arguments_are_refused_in_a_capture():
