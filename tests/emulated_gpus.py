@@ -118,10 +118,10 @@ class Gpus:
         return Counter({name: n for name, n in counted.items() if n and name != "works"})
 
     @contextmanager
-    def capture(self, stream: Stream) -> Iterator[list[int]]:
+    def capture(self, stream: Stream, by_torch: bool = True) -> Iterator[list[int]]:
         """Capture the work of a stream; the yielded list gets the capture's number."""
         number: list[int] = []
-        self.torch.begin_capture(stream)
+        self.torch.begin_capture(stream, by_torch)
         with self.on(stream):
             yield number
         number.append(self.torch.end_capture(stream))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, fresh
-from dist_sites import sites
+from dist_sites import sites, until
 from test_cuda_dist_faults import FAULTY_RANK, warm
 from test_cuda_dist_lifecycle import memory_of_groups
 
@@ -22,8 +22,13 @@ LIMIT = 25.0  # seconds within which a group is destroyed, whatever its devices 
 def destroyed_with_a_stuck_stream(
     me: RankContext, zero_copy: bool
 ) -> tuple[float, Caught, int, list[float], list[str]]:
-    """One rank's stream waits for work of another library, which ends after the group."""
+    """One rank's stream waits for work of another library, which ends after the group.
+
+    An earlier call that has ended is waited for only then.
+    """
     x = warm(me, zero_copy)
+    earlier = dist.all_reduce(torch.ones(1000), async_op=True)
+    until(earlier.is_completed)
     if me.rank == FAULTY_RANK:
         me.site.stall()
     me.site.run_ahead()
@@ -32,7 +37,8 @@ def destroyed_with_a_stuck_stream(
     begin = time.monotonic()
     error = caught(dist.destroy_process_group)
     took = time.monotonic() - begin
-    del work
+    earlier.wait()
+    del work, earlier
     mappings = memory_of_groups()
     y = torch.full((1000,), 7.0)
     me.site.resume()

@@ -118,6 +118,21 @@ def test_memory_of_the_graphs_pool_is_not_kept(gpus: Gpus) -> None:
         assert gpus.torch.blocks_in_use() == before
 
 
+def test_memory_is_kept_if_another_library_captures(gpus: Gpus) -> None:
+    """Torch knows nothing of the capture, so no pool keeps the memory."""
+    tensors = on_ranks(gpus, values(WORLD))
+    before = gpus.torch.blocks_in_use()
+    with gpus.capture(gpus.stream(), by_torch=False) as number:
+        gpus.all_reduce(tensors, algorithm="one_shot")
+        gpus.all_gather(tensors, async_op=True, algorithm="ring").wait()
+    gc.collect()
+    assert gpus.torch.blocks_in_use() > before + WORLD  # scratch and results
+    assert gpus.torch.recorded() == 0
+    gpus.cuda.destroy_graph(number[0])
+    gpus.all_reduce(tensors)
+    assert gpus.torch.blocks_in_use() == before
+
+
 def test_a_work_is_waited_for_in_the_capture_of_its_call(gpus: Gpus) -> None:
     tensors, others = on_ranks(gpus, values(2), 2), on_ranks(gpus, values(2))
     origin, outside = gpus.stream(), gpus.torch.current(0)

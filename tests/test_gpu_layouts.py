@@ -105,3 +105,17 @@ def test_two_devices_are_refused_in_a_capture(gpus: Gpus) -> None:
         gpus.copy_(*tensors)
     gpus.fork(forked, origin)
     gpus.torch.end_capture(origin)
+
+
+def test_the_host_copies_behind_the_stream(gpus: Gpus) -> None:
+    """A pinned input may still be written by a copy that does not wait."""
+    host, out = torch.zeros(2, 4), torch.zeros(8, 2)
+    for memory in (host, out):
+        gpus.torch.adopt(memory, True)
+    tensors = [gpus.empty(4, 2), host.t()]
+
+    def call() -> None:
+        gpus.all_gather(tensors, out=[gpus.empty(8, 2), out])
+
+    counted = gpus.count(call)
+    assert counted["synchronize"] >= 2  # before the copy, and for the result

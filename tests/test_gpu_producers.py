@@ -72,3 +72,31 @@ def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:
     tensors = [gpus.torch.foreign(8, 0, offset) for offset in (0, 2)]
     with pytest.raises(ValueError, match=r"tensors\[1\] .*not aligned"):
         gpus.all_reduce(tensors)
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_stream_in_a_capture_is_refused_outside(gpus: Gpus, tells: bool) -> None:
+    """The named streams would join the capture: the call would run in replays only."""
+    named, origin = gpus.stream(), gpus.stream()
+    gpus.cuda.allow_eager_work(True)
+    arrays = [Array(gpus, v, named, tells) for v in values(2)]
+    with gpus.capture(origin):
+        for a in arrays:
+            a.stream = origin
+        with pytest.raises(ValueError, match="stream of an array's library is in the capture"):
+            gpus.all_reduce(arrays, streams=[named] * 2)
+        assert gpus.cuda.capture_id(named) == 0
+
+
+@pytest.mark.usefixtures("exchange")
+def test_arrays_are_ordered_with_a_stream_of_the_same_capture(gpus: Gpus) -> None:
+    of = values(2)
+    origin, named = gpus.stream(), gpus.stream()
+    with gpus.capture(origin):
+        gpus.fork(origin, named)
+        arrays = [Array(gpus, v, origin, tells=False) for v in of]
+        gpus.all_reduce(arrays, streams=[named] * 2)
+        for a in arrays:
+            gpus.expect(a.memory, total(of), origin)
+    gpus.check()

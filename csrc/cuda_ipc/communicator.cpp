@@ -130,8 +130,9 @@ std::exception_ptr CudaIpcCommunicator::close(ipc::Deadline deadline) {
   if (std::exchange(closed_, true)) return nullptr;
   std::exception_ptr unreported = resources_.watchdog->close(deadline);
   const bool stuck = resources_.watchdog->is_stuck();
-  if (stuck) static_cast<void>(resources_.watchdog.release());
-  if (stuck || !stream_has_ended()) {
+  if (stuck) leak(resources_.watchdog);  // its threads go on
+  abandoned_ = stuck || !stream_has_ended();
+  if (abandoned_) {
     resources_.staging_buffer->abandon();
     resources_.registered->abandon();
     resources_.symmetric_memory->abandon_peer_segments();

@@ -51,7 +51,7 @@ class CudaIpcCommunicator {
     std::shared_ptr<SymmetricMemory> symmetric_memory;
     std::unique_ptr<StagingBuffer> staging_buffer;
     std::unique_ptr<RegisteredHostMemory> registered;
-    std::unique_ptr<Watchdog> watchdog;
+    std::shared_ptr<Watchdog> watchdog;
     bool multi_gpu;  // the ranks use several GPUs
   };
   explicit CudaIpcCommunicator(Resources resources);
@@ -101,6 +101,7 @@ class CudaIpcCommunicator {
   // memory. If this rank's stream does not end even then, its memory is never freed. Returns the
   // first error that no caller has received.
   std::exception_ptr close(ipc::Deadline deadline);
+  bool has_abandoned() const { return abandoned_; }  // after close(): whether memory is not freed
 
  private:
   std::byte* word(Rank r) const {
@@ -114,7 +115,7 @@ class CudaIpcCommunicator {
   uint64_t run_ = 1;                   // counters begin at zero, which is before every run
   uint64_t works_ = 0;                 // number of calls that have begun work, see Counter::ended
   std::shared_ptr<PendingWork> work_;  // of the call that runs; null: it has not waited yet
-  bool closed_ = false;
+  bool closed_ = false, abandoned_ = false;
 };
 
 }  // namespace pycollect::cuda_ipc

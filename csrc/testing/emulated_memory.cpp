@@ -138,12 +138,16 @@ void Emulator::copy(const CopyRect& it) {
   ++counters_["host_copy"];
 }
 
-// Memory that the emulator does not know is the host's.
-MemoryKind Emulator::kind_of(const std::byte* address) const {
+const Emulator::EmulatedAllocation* Emulator::find(const std::byte* address) const {
   const auto after = regions_.upper_bound(address);
-  if (after == regions_.begin()) return MemoryKind::pageable;
+  if (after == regions_.begin()) return nullptr;
   const auto& [base, r] = *std::prev(after);
-  return address < base + r.bytes ? r.kind : MemoryKind::pageable;
+  return address < base + r.bytes ? &r : nullptr;
+}
+
+MemoryKind Emulator::kind_of(const std::byte* address) const {
+  const EmulatedAllocation* const known = find(address);
+  return known != nullptr ? known->kind : MemoryKind::pageable;
 }
 
 const Emulator::EmulatedAllocation& Emulator::region(const std::byte* begin,
@@ -194,7 +198,8 @@ std::vector<MemoryAccess> Emulator::accesses(const CopyRect& it) const {
     const auto row = static_cast<std::ptrdiff_t>(r);
     for (bool writes : {false, true}) {
       const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
-      demand(region(at, it.bytes).device == (writes ? it.dst_device : it.src_device),
+      const Device owner = find(at) != nullptr ? region(at, it.bytes).device : kHost;
+      demand(owner == (writes ? it.dst_device : it.src_device),
              "a copy names a device that does not own the address");
       all.push_back({at, it.bytes, writes, 0});
     }

@@ -132,7 +132,7 @@ class Emulator final : public Api, public HostMemoryOps {
   void connect(Device from, Device to) { peers_[from][to] = true; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void adopt(MemoryKind kind, std::byte* memory, std::size_t bytes);  // host memory of others
-  MemoryKind kind_of(const std::byte* address) const;
+  MemoryKind kind_of(const std::byte* address) const;  // memory that is not known is pageable
   // Records work outside of the executor: on a stream, or of the host.
   void stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
                    std::function<void()> act);
@@ -186,6 +186,7 @@ class Emulator final : public Api, public HostMemoryOps {
   EventState& state(Event event, const char* call);
   void log(const char* call, const StreamState& stream);
   void enqueue(Stream stream, Operation operation);
+  const EmulatedAllocation* find(const std::byte* address) const;  // null: unknown
   const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
   bool is_registered(const std::byte* word) const;

@@ -17,7 +17,7 @@ namespace {
 
 bool on_host(const at::Device& device) { return device.is_cpu(); }
 
-// A copy between different layouts is torch's. In host memory it waits for the device, and between
+// A copy between different layouts is torch's. In host memory the host waits for it, and between
 // two GPUs it uses temporary memory that the graph does not keep.
 void check_layout_copies(const PreparedCall& prepared) {
   for (const LayoutCopy& copy : prepared.layout_copies) {
@@ -70,13 +70,28 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const Prepare
   context.capture = cuda::capture_of(api_, device, context.distinct);
   if (context.capture != 0) {
     check_layout_copies(prepared);
-    context.multi_device = is_multi_device(device, context);
+    context.keeps_memory =
+        !runtime_->keeps_memory_of(context.capture) || is_multi_device(device, context);
   }
   context.internal = sets_.of(context.capture);
-  // A replay is ordered only by the stream that replays the graph, so a capture leaves out the
-  // streams of other libraries.
-  if (context.capture == 0) context.producers = prepared.producers;
+  context.producers = producers_of(device, prepared, context.capture);
   return context;
+}
+
+// Returns the streams of the owners of memory that are to be ordered with the call. A replay is
+// ordered only by the stream that replays the graph, so a capture leaves out streams outside of it.
+std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const PreparedCall& prepared,
+                                           uint64_t capture) const {
+  std::vector<Stream> found;
+  for (const Stream& s : prepared.producers) {
+    device.use(s.device);
+    const uint64_t theirs = api_.capture_id(s);
+    require(theirs == capture || theirs == 0, prepared.call,
+            ": the stream of an array's library is in the capture of a CUDA graph, and the streams "
+            "of this call are not; capture on all of them, or on none");
+    if (theirs == capture) found.push_back(s);
+  }
+  return found;
 }
 
 // Returns whether the capture is on several devices, as far as can be seen: on which of them it has
@@ -134,7 +149,7 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
     for (const at::Tensor& t : prepared.scratch)
       if (t.is_cpu())
         for (const Stream& s : context.distinct) runtime_->record_stream(t, s);
-  if (!prepared.layout_copies.empty()) enqueue_layout_copies(prepared, context);
+  if (!prepared.layout_copies.empty()) enqueue_layout_copies(device, prepared, context);
   for (std::size_t i = 0; i < prepared.parts.size(); ++i) {
     const DtypePlan& part = prepared.parts[i];
     executor_.run({*part.compiled, part.bindings, part.dtype, part.op, part.options},
@@ -142,12 +157,18 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
   }
 }
 
-// Torch copies on the current streams of both devices.
-void GpuCalls::enqueue_layout_copies(const PreparedCall& prepared,
+// Torch copies on the current streams of both devices. Between two tensors in host memory the host
+// copies, when the work on the rank's stream is done, because that may access them.
+void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const PreparedCall& prepared,
                                      const EnqueueContext& context) const {
   const cuda::RelaxedCaptureMode mode(api_);
   for (const LayoutCopy& copy : prepared.layout_copies) {
-    std::vector<Stream> streams{context.callers[copy.rank]};
+    const Stream own = context.callers[copy.rank];
+    if (copy.dst.is_cpu() && copy.src.is_cpu()) {
+      device.use(own.device);
+      api_.synchronize(own);
+    }
+    std::vector<Stream> streams{own};
     for (const Stream& s : context.distinct)
       if (std::none_of(streams.begin(), streams.end(),
                        [&](const Stream& known) { return known.device == s.device; }))
@@ -156,16 +177,19 @@ void GpuCalls::enqueue_layout_copies(const PreparedCall& prepared,
   }
 }
 
-// Torch keeps memory in the graph's pool that is allocated during a capture, but only on the device
-// on which the capture has begun. Pinned memory of the call, and all memory if the capture is on
-// several devices, must live as long as the graph.
+// Torch keeps memory in the graph's pool that is allocated during its own captures, but only on the
+// device on which the capture has begun. All other memory of the call, and pinned memory in any
+// case, must live as long as the graph. What the caller passes in is the caller's to keep, but
+// after an asynchronous call not before its end, of which no allocator knows.
 void GpuCalls::keep_for_graph(DeviceGuard& device, const PreparedCall& prepared,
                               const EnqueueContext& context) {
   if (context.capture == 0) return;
   auto memory = std::make_unique<GraphMemory>();
   for (const Tensors* list : {&prepared.scratch, &prepared.results, &prepared.held})
     for (const at::Tensor& t : *list)
-      if (context.multi_device || (t.is_cpu() && list == &prepared.scratch))
+      if (list == &prepared.held
+              ? context.keeps_memory && context.is_async
+              : context.keeps_memory || (t.is_cpu() && list == &prepared.scratch))
         memory->tensors.push_back(t);
   if (context.uses_internal && StreamSets::must_keep(*context.internal))
     memory->streams = context.internal;
@@ -229,7 +253,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   const std::vector<Stream> callers = std::exchange(context.distinct, {});
   for (Stream& s : context.callers) s = context.internal->side(s.device);
   context.distinct = distinct(context.callers);
-  context.uses_internal = true;
+  context.uses_internal = context.is_async = true;
   prepare_parts(prepared, context);
   order(device, context.producers, context.distinct, context.capture);
   order(device, callers, context.distinct, context.capture);
@@ -254,11 +278,11 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
                                    context.capture, owned);
 }
 
-// Returns whether torch's allocator owns all device memory of the call. It must not record the
-// streams of a capture that has begun on another device, whose graph keeps the memory.
+// Returns whether torch's allocator owns all device memory of the call. It must not record
+// streams of a capture of which it does not know; the graph keeps the memory then.
 bool GpuCalls::record_side_streams(const PreparedCall& prepared,
                                    const EnqueueContext& context) const {
-  if (context.multi_device) return true;
+  if (context.keeps_memory) return true;
   bool owned = true;
   for (const Tensors* list : {&prepared.held, &prepared.scratch, &prepared.results})
     for (const at::Tensor& t : *list)

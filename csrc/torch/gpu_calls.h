@@ -43,7 +43,8 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
     std::vector<cuda::Stream> distinct;  // the same, each once
     uint64_t capture;                    // number of the capture that all of them are in; 0: none
     std::shared_ptr<InternalStreams> internal;
-    bool multi_device = false;  // whether the capture is on several devices
+    bool is_async = false;
+    bool keeps_memory = false;  // whether the graph must keep the call's memory on devices
     bool uses_internal = false;
     std::vector<cuda::CallStreams> parts = {};  // [part of the call]
     std::vector<cuda::Stream> producers = {};   // to be ordered with the call
@@ -52,10 +53,13 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   std::vector<cuda::Stream> callers_of(const PreparedCall& prepared) const;
   EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared);
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
+  std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const PreparedCall& prepared,
+                                         uint64_t capture) const;
   void prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const;
   void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared,
                      const EnqueueContext& context);
-  void enqueue_layout_copies(const PreparedCall& prepared, const EnqueueContext& context) const;
+  void enqueue_layout_copies(cuda::DeviceGuard& device, const PreparedCall& prepared,
+                             const EnqueueContext& context) const;
   void keep_for_graph(cuda::DeviceGuard& device, const PreparedCall& prepared,
                       const EnqueueContext& context);
   // Makes each later stream wait for the work that is now on the earlier ones of its device.

@@ -23,7 +23,10 @@ GpuWork::~GpuWork() {
   try {
     if (owned_ || waited_) return;
     const std::vector<cuda::Stream> streams = current_streams();
-    if (capture_of(streams) == capture_) order(streams);
+    if (capture_of(streams) == capture_)
+      order(streams);
+    else  // the current streams cannot wait, so the memory is never reused
+      static_cast<void>(new PreparedCall(std::move(prepared_)));
   } catch (...) {  // the device is broken
   }
 }

@@ -57,6 +57,9 @@ class TorchRuntime {
   virtual std::unique_ptr<SharedTensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
   virtual void empty_cache() = 0;
+  // Returns whether torch has begun this capture, so that its allocator keeps the memory that it
+  // allocates meanwhile, on one device, until the graph is destroyed. False if that is not known.
+  virtual bool keeps_memory_of(uint64_t capture) = 0;
   // Prevents reuse of the tensor's memory, on a device or pinned, after the tensor is freed and
   // before the stream's work at that time is done. copy() does the same with pinned memory. Returns
   // false if it has no effect because another allocator, such as CuPy's, owns the memory: keep the

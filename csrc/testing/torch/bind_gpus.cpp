@@ -35,7 +35,8 @@ void bind_gpus(py::module_& m) {
       .def("adopt", &EmulatedGpus::adopt, py::arg("tensor"), py::arg("pinned"))
       .def("foreign", &EmulatedGpus::foreign, py::arg("count"), py::arg("device"),
            py::arg("offset") = 0)
-      .def("begin_capture", &EmulatedGpus::begin_capture, py::arg("stream"))
+      .def("begin_capture", &EmulatedGpus::begin_capture, py::arg("stream"),
+           py::arg("by_torch") = true)
       .def("end_capture", &EmulatedGpus::end_capture, py::arg("stream"))
       .def("run", &EmulatedGpus::run, py::arg("seed"))
       .def("recorded", &EmulatedGpus::recorded)

@@ -201,8 +201,8 @@ at::Tensor EmulatedGpus::foreign(int64_t count, c10::DeviceIndex index, int64_t 
       .make_tensor();
 }
 
-void EmulatedGpus::begin_capture(Stream stream) {
-  capture_device_ = stream.device;
+void EmulatedGpus::begin_capture(Stream stream, bool by_torch) {
+  if (by_torch) capture_device_ = stream.device;
   emulator_->begin_capture(stream);
 }
 

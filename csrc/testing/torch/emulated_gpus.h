@@ -30,6 +30,7 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   std::unique_ptr<SharedTensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory>,
                                              at::Device) override;
   void empty_cache() override {}
+  bool keeps_memory_of(uint64_t) override { return capture_device_ != cuda::kHost; }
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
   bool is_pageable(const void* address) override;
@@ -48,7 +49,8 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   void adopt(const at::Tensor& tensor, bool pinned);  // memory of the CPU allocator
   // Returns a tensor of another allocator, which torch's ignores, `offset` bytes into its memory.
   at::Tensor foreign(int64_t count, c10::DeviceIndex device, int64_t offset);
-  void begin_capture(cuda::Stream stream);
+  // `by_torch`: torch keeps memory that it allocates meanwhile on the stream's device.
+  void begin_capture(cuda::Stream stream, bool by_torch);
   int end_capture(cuda::Stream stream);
   // Runs the trace in a random order, as issued if the seed is negative, and clears it.
   void run(int64_t seed);
@@ -73,7 +75,7 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   std::vector<cuda::Stream> current_;  // [device]
   std::map<std::byte*, GpuBlock> blocks_;
   std::vector<at::Tensor> adopted_;
-  cuda::Device capture_device_ = cuda::kHost;  // on which the last capture has begun
+  cuda::Device capture_device_ = cuda::kHost;  // on which torch has begun a capture
   int recorded_ = 0;
   bool connected_ = true;
 };

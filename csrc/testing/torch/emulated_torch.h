@@ -18,6 +18,7 @@ class EmulatedTorch final : public TorchRuntime {
   bool serves(const at::Tensor& tensor) const override;
   bool has(at::Device device) const override { return device.is_cpu(); }
   int devices() const override { return 1; }
+  bool keeps_memory_of(uint64_t) override { return false; }
   at::Device with_index(at::Device) const override { return at::kCPU; }  // there is one device
   cuda::Stream current_stream(at::Device device) override;
   cuda::Stream stream_of(c10::Stream) override { return current_stream(at::kCPU); }

@@ -51,7 +51,6 @@ class PeerAccessTest {
               " has not been tested yet, and cannot be tested while a CUDA graph is captured; make "
               "the call once before the capture");
     }
-    const cuda::RelaxedCaptureMode mode(api_);  // another thread may capture
     const c10::cuda::CUDAMultiStreamGuard guard({from_, to_});
     allocate();
     if (!finished(write_and_read_back())) {
@@ -137,6 +136,7 @@ class PeerAccessTest {
   }
 
   cuda::Api& api_;
+  const cuda::RelaxedCaptureMode mode_{api_};  // another thread may capture
   const CUDAStream from_, to_;
   std::vector<at::Tensor> memory_;
 };

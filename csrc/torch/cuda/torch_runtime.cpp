@@ -5,11 +5,13 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
+#include <torch/version.h>
 
 #include <mutex>
 #include <vector>
@@ -77,6 +79,13 @@ class CudaRuntime final : public TorchRuntime {
   std::unique_ptr<SharedTensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override {
     return std::make_unique<SymmetricPool>(std::move(symmetric_memory), device);
+  }
+  bool keeps_memory_of([[maybe_unused]] uint64_t capture) override {
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 14)
+    return at::cuda::get_graph_from_capture_id(capture) != nullptr;
+#else
+    return false;  // torch does not tell
+#endif
   }
   void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override {

@@ -122,6 +122,10 @@ void DeviceOps::await_held(ipc::Deadline deadline) {
   };
   for (hold({}); !is_empty() && ipc::Clock::now() < deadline; hold({}))
     std::this_thread::sleep_for(kPollInterval);
+  std::vector<HeldTensors> rest;
+  const std::lock_guard lock(mutex_);
+  rest.swap(held_);
+  if (!rest.empty()) static_cast<void>(new auto(std::move(rest)));  // a device may still use them
 }
 
 // A copy to another device occupies the current streams of both devices, so the group's stream
@@ -209,10 +213,11 @@ std::shared_ptr<SharedTensorPool> DeviceOps::pool_on(
   return pools_.emplace(device.index(), made).first->second;
 }
 
-void DeviceOps::drop_pools() {
+void DeviceOps::drop_pools(bool abandoned) {
   std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>> gone;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   gone.swap(pools_);
+  if (abandoned) static_cast<void>(new auto(std::move(gone)));
 }
 
 }  // namespace pycollect::dist

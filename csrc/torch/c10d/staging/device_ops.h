@@ -89,7 +89,8 @@ class DeviceOps {
   // that event is reached; tensors whose memory is not torch's are held until a later call.
   std::shared_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
                                       const std::vector<at::Tensor>& kept);
-  // Waits, up to the deadline, until no tensors are held. Call at the end of the group.
+  // Waits, up to the deadline, until no tensors are held, and leaks the others. Call at the end of
+  // the group.
   void await_held(ipc::Deadline deadline);
   // Calls `act` with the group's streams as the current ones. An event that `act` records on them
   // is reached after all results that were enqueued before.
@@ -105,8 +106,9 @@ class DeviceOps {
   // same object in every call. A device without an index stands for the current one.
   at::Tensor new_symmetric(const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory,
                            at::Device device, int64_t count, at::ScalarType type);
-  // Frees the symmetric memory that no tensor uses. Call at the end of the group.
-  void drop_pools();
+  // Frees the symmetric memory that no tensor uses, which waits for the device; with `abandoned`,
+  // does not free it. Call at the end of the group.
+  void drop_pools(bool abandoned);
 
  private:
   struct HeldTensors {

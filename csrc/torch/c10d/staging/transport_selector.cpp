@@ -92,7 +92,7 @@ void TransportSelector::free_returned() {
 }
 
 void TransportSelector::leave() {
-  devices_->drop_pools();
+  devices_->drop_pools(abandoned_);
   if (symmetric_memory_) symmetric_memory_->close();
 }
 
@@ -140,7 +140,10 @@ std::exception_ptr TransportSelector::close(ipc::Deadline deadline) {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
   }
-  return communicator ? communicator->close(deadline) : nullptr;
+  if (!communicator) return nullptr;
+  const std::exception_ptr unreported = communicator->close(deadline);
+  abandoned_ = communicator->has_abandoned();
+  return unreported;
 }
 
 void check_no_capture(const TensorStaging& staging, const char* operation) {

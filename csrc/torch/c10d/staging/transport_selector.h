@@ -3,6 +3,7 @@
 // device tensors.
 // PYCOLLECT_CUDA_TRANSPORT requests one, which then must work.
 #pragma once
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -77,8 +78,9 @@ class TransportSelector {
   const std::shared_ptr<DeviceOps> devices_;
   const TransportSettings settings_;
   std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
-  std::mutex closing_;  // makes a second close() wait for the first one
-  std::mutex mutex_;    // guards the members below
+  std::mutex closing_;                  // makes a second close() wait for the first one
+  std::atomic<bool> abandoned_{false};  // by close(): a stream does not end
+  std::mutex mutex_;                    // guards the members below
   bool rendezvous_done_ = false, logged_ = false;
   std::string failed_;  // error if the requested transport does not work
   std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator_;  // null: host staging
