@@ -97,6 +97,20 @@ def on_another_gpu(me: RankContext) -> bool:
     return bool((y == me.world * (me.world - 1)).all())
 
 
+def freed_on_the_buffers_gpu(me: RankContext) -> bool:
+    """The copy of a tensor that is only written gets memory that pending work still reads."""
+    placement, other = several_gpus()[:2]
+    dist.all_reduce(torch.ones(LARGE, device=placement))
+    y = torch.full((LARGE,), float(me.rank + 3), device=other)
+    torch.cuda.synchronize(other)
+    before = torch.ones(LARGE, device=placement)
+    me.site.stall()
+    read = before * 2
+    del before
+    dist.broadcast(y, 0)
+    return bool((read == 2).all() & (y == 3).all().to(placement))
+
+
 @cuda
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("site", REAL)
@@ -106,6 +120,7 @@ def test_several_gpus(site, world):
         assert pool.run(on_all_gpus) == [wanted] * world
         if torch.cuda.device_count() > 1:
             assert pool.run(on_another_gpu) == [True] * world
+            assert pool.run(freed_on_the_buffers_gpu) == [True] * world
 
 
 def first_call_on_a_full_gpu(me: RankContext) -> tuple[int, float]:
