@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 from emulated_gpus import Array, Gpus, total, values
 
 
@@ -66,6 +67,17 @@ def test_an_array_without_a_stream_is_ordered_with_the_current_one(
     for a in arrays:
         gpus.expect(a.memory, total(of))
     gpus.check()
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_asynchronous_call_on_arrays_overlaps_with_later_work(gpus: Gpus, tells: bool) -> None:
+    """The current stream waits in wait(), although the arrays' library uses it, too."""
+    arrays = [Array(gpus, v, gpus.torch.current(0), tells) for v in values(2)]
+    work = gpus.all_reduce(arrays, async_op=True)
+    gpus.torch.write(arrays[0].memory, torch.zeros(8))  # before wait(): a mistake of the caller
+    assert gpus.cuda.race is not None
+    work.wait()
 
 
 def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:

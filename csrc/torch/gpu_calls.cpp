@@ -74,22 +74,25 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const Prepare
         !runtime_->keeps_memory_of(context.capture) || is_multi_device(device, context);
   }
   context.internal = sets_.of(context.capture);
-  context.producers = producers_of(device, prepared, context.capture);
+  context.producers = producers_of(device, prepared, context);
   return context;
 }
 
-// Returns the streams of the owners of memory that are to be ordered with the call. A replay is
-// ordered only by the stream that replays the graph, so a capture leaves out streams outside of it.
+// Returns the streams of the owners of memory that are to be ordered with the call, besides the
+// callers' streams. A replay is ordered only by the stream that replays the graph, so a capture
+// leaves out streams outside of it.
 std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const PreparedCall& prepared,
-                                           uint64_t capture) const {
+                                           const EnqueueContext& context) const {
   std::vector<Stream> found;
   for (const Stream& s : prepared.producers) {
     device.use(s.device);
     const uint64_t theirs = api_.capture_id(s);
-    require(theirs == capture || theirs == 0, prepared.call,
+    require(theirs == context.capture || theirs == 0, prepared.call,
             ": the stream of an array's library is in the capture of a CUDA graph, and the streams "
             "of this call are not; capture on all of them, or on none");
-    if (theirs == capture) found.push_back(s);
+    const std::vector<Stream>& callers = context.distinct;
+    if (theirs == context.capture && std::find(callers.begin(), callers.end(), s) == callers.end())
+      found.push_back(s);
   }
   return found;
 }
@@ -185,12 +188,13 @@ void GpuCalls::keep_for_graph(DeviceGuard& device, const PreparedCall& prepared,
                               const EnqueueContext& context) {
   if (context.capture == 0) return;
   auto memory = std::make_unique<GraphMemory>();
-  for (const Tensors* list : {&prepared.scratch, &prepared.results, &prepared.held})
-    for (const at::Tensor& t : *list)
-      if (list == &prepared.held
-              ? context.keeps_memory && context.is_async
-              : context.keeps_memory || (t.is_cpu() && list == &prepared.scratch))
-        memory->tensors.push_back(t);
+  const auto keep = [&](const Tensors& list) {
+    memory->tensors.insert(memory->tensors.end(), list.begin(), list.end());
+  };
+  for (const at::Tensor& t : prepared.scratch)
+    if (context.keeps_memory || t.is_cpu()) memory->tensors.push_back(t);
+  if (context.keeps_memory) keep(prepared.results);
+  if (context.keeps_memory && context.is_async) keep(prepared.held);
   if (context.uses_internal && StreamSets::must_keep(*context.internal))
     memory->streams = context.internal;
   if (memory->tensors.empty() && memory->streams == nullptr) return;
@@ -278,8 +282,8 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
                                    context.capture, owned);
 }
 
-// Returns whether torch's allocator owns all device memory of the call. It must not record
-// streams of a capture of which it does not know; the graph keeps the memory then.
+// Returns whether torch's allocator owns all device memory of the call. The allocator must not
+// record streams of a capture of which it does not know; the graph keeps the memory then.
 bool GpuCalls::record_side_streams(const PreparedCall& prepared,
                                    const EnqueueContext& context) const {
   if (context.keeps_memory) return true;

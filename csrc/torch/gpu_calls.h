@@ -54,7 +54,7 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared);
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
   std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const PreparedCall& prepared,
-                                         uint64_t capture) const;
+                                         const EnqueueContext& context) const;
   void prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const;
   void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared,
                      const EnqueueContext& context);
