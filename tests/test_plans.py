@@ -24,6 +24,7 @@ def test_algorithms_are_listed_by_collective() -> None:
         "chain",
         "fused",
         "halving_doubling",
+        "host_chain",
         "leader",
         "one_shot",
         "ring",

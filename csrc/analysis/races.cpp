@@ -39,9 +39,9 @@ std::string words(const ReplayAccess& a) {
 }
 
 std::string place(const Plan& plan, int cell) {
-  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp", "host"};
   const int buffer = cell / plan.chunks;
-  return text(kNames[buffer % kBuffers], "[", cell % plan.chunks, "] of rank ", buffer / kBuffers);
+  return text(kBufferNames[buffer % kBuffers], "[", cell % plan.chunks, "] of rank ",
+              buffer / kBuffers);
 }
 
 class Replaying {

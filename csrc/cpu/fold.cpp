@@ -37,6 +37,42 @@ Fold find_fold(DType dtype, ReduceOp op) {
   return chosen().folds->of[static_cast<std::size_t>(dtype)].of[static_cast<std::size_t>(op)];
 }
 
+AccumulatorFold::AccumulatorFold(DType dtype, ReduceOp op)
+    : dtype_(dtype),
+      finishing_(find_fold(DType::f32, op)),
+      adding_(find_fold(DType::f32, op == ReduceOp::avg ? ReduceOp::sum : op)) {}
+
+// Adds one source at a time to a block of accumulators, which stays in the L1 cache.
+void AccumulatorFold::run(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
+                          int partial_srcs, std::size_t count, const FoldOptions& options) const {
+  constexpr std::size_t kBlock = 1024;
+  alignas(64) float sum[kBlock], next[kBlock];
+  const Conversions& convert = chosen().folds->conversions[static_cast<std::size_t>(dtype_)];
+  const auto load = [&](float* to, int i, std::size_t from, std::size_t n) {
+    const auto* const src = static_cast<const std::byte*>(srcs.at[i]);
+    if (i < partial_srcs)
+      std::memcpy(to, src + from * sizeof(float), n * sizeof(float));
+    else
+      convert.widen(to, src + from * item_bytes(dtype_), n, options);
+  };
+  for (std::size_t at = 0; at < count; at += kBlock) {
+    const std::size_t n = std::min(kBlock, count - at);
+    load(sum, 0, at, n);
+    for (int i = 1; i < srcs.n; ++i) {
+      load(next, i, at, n);
+      void* const both[] = {sum, next};
+      (finishes && i + 1 == srcs.n ? finishing_ : adding_)({both, 1}, {both, 2}, n, options);
+    }
+    for (int d = 0; d < dsts.n; ++d) {
+      auto* const dst = static_cast<std::byte*>(dsts.at[d]);
+      if (partial_dsts)
+        std::memcpy(dst + at * sizeof(float), sum, n * sizeof(float));
+      else
+        convert.narrow(dst + at * item_bytes(dtype_), sum, n, options);
+    }
+  }
+}
+
 const char* instruction_set() { return chosen().name; }
 
 void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal) {

@@ -21,6 +21,22 @@ Fold find_fold(DType dtype, ReduceOp op);
 // Copies the bytes to every destination that is not the source itself.
 void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal);
 
+// Folds narrow floats from and to accumulators (float32), whose sum it continues without rounding.
+// Does what find_fold's kernel does with sources and destinations of one type.
+class AccumulatorFold {
+ public:
+  // `dtype` does not accumulate in itself, and reduces by `op`.
+  AccumulatorFold(DType dtype, ReduceOp op);
+  // `partial_srcs`: number of sources that are accumulators, the first ones. `partial_dsts`: the
+  // destinations are accumulators. `finishes`: `avg` divides.
+  void run(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs, int partial_srcs,
+           std::size_t count, const FoldOptions& options) const;
+
+ private:
+  const DType dtype_;
+  const Fold finishing_, adding_;
+};
+
 const char* instruction_set();  // "avx512", "avx2" or "portable": for `pycollect info`
 
 }  // namespace pycollect::cpu

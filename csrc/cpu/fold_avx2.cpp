@@ -21,7 +21,7 @@ template <>
 struct Element<Half> {
   using Acc = Vector<float>;
   static constexpr int kParts = 2;
-  static constexpr bool kSlow = false;
+  static constexpr bool kSlow = false, kConsecutive = true;
   explicit Element(const FoldOptions&) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
     const __m256i halves = as<__m256i>(raw);

@@ -21,7 +21,7 @@ template <>
 struct Element<Half> {
   using Acc = Vector<float>;
   static constexpr int kParts = 2;
-  static constexpr bool kSlow = false;
+  static constexpr bool kSlow = false, kConsecutive = true;
   explicit Element(const FoldOptions&) {}
   // Masks of all lanes and shuffles instead of the plain intrinsics, whose undefined operands make
   // GCC 12 warn.

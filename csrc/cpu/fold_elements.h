@@ -38,6 +38,7 @@ struct Element<BFloat16> {
   using Words = Vector<uint32_t>;
   static constexpr int kParts = 2;
   static constexpr bool kSlow = false;
+  static constexpr bool kConsecutive = false;  // true: a part has consecutive elements
   explicit Element(const FoldOptions&) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
     const Words words = as<Words>(raw);
@@ -64,6 +65,7 @@ struct SmallFloat {
   static constexpr int kBits = 8 * sizeof(T);
   static constexpr int kParts = 32 / kBits;  // elements in a 32-bit word
   static constexpr bool kSlow = true;        // more arithmetic than memory access
+  static constexpr bool kConsecutive = false;
   static constexpr int kSign = 1 << (kBits - 1);
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kRebias = (127 - kBias) << 23;

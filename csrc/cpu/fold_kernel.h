@@ -2,6 +2,7 @@
 // the namespace of an instruction set (see fold_vectors.h), after its definitions of Element<Half>
 // and of the functions for parts of vectors (see fold_tail.h) and for non-temporal stores.
 #pragma once
+#include "fold_convert.h"
 #include "fold_loop.h"
 
 // The first bytes of a vector, at the end of a row.
@@ -99,6 +100,6 @@ constexpr FoldsByOp row(TypeList<Op...>) {
 }
 template <class... T>
 constexpr FoldTable table(TypeList<T...>) {
-  return {{row<T>(ReduceOps{})...}};
+  return {{row<T>(ReduceOps{})...}, {conversions_of<T>()...}};
 }
 constexpr FoldTable kFolds = table(DTypes{});

@@ -10,8 +10,14 @@ namespace pycollect::cpu {
 struct FoldsByOp {  // the kernels of one dtype, by op
   Fold of[ReduceOps::size];
 };
+// Convert elements to accumulators and back; null for types that accumulate in themselves.
+struct Conversions {
+  void (*widen)(float* to, const std::byte* from, std::size_t count, const FoldOptions& options);
+  void (*narrow)(std::byte* to, const float* from, std::size_t count, const FoldOptions& options);
+};
 struct FoldTable {
   FoldsByOp of[DTypes::size];  // a kernel is null if `reduces(dtype, op)` is false
+  Conversions conversions[DTypes::size];
 };
 
 // The last two functions return null if the program was compiled for another architecture.

@@ -67,8 +67,11 @@ bool writes_scratch(const Step& step) {
 
 RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
     : item_(item_bytes(dtype)),
+      accumulator_item_(item_bytes(accumulator(dtype))),
       finishing_(find_fold(dtype, op)),
       partial_(find_fold(dtype, op == ReduceOp::avg ? ReduceOp::sum : op)),
+      dtype_(dtype),
+      op_(op),
       options_(options) {
   require_type(finishing_ != nullptr, name(op), " is not defined for ", name(dtype));
 }
@@ -79,6 +82,15 @@ void RowRunner::run(bool finishes, Pointers dsts, Pointers srcs, std::size_t cou
   FoldOptions options = options_;
   options.non_temporal = non_temporal && keeps_apart(dsts, srcs);
   (finishes ? finishing_ : partial_)(dsts, srcs, count, options);
+}
+
+void RowRunner::run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
+                                 int partial_srcs, std::size_t count) const {
+  if (srcs.n == 1 && partial_srcs == 1)
+    return copy(dsts, srcs.at[0], count * accumulator_item_, false);
+  if (accumulates_in_itself(dtype_)) return run(finishes, dsts, srcs, count, false);
+  AccumulatorFold(dtype_, op_)
+      .run(finishes, dsts, partial_dsts, srcs, partial_srcs, count, options_);
 }
 
 StepRunner::StepRunner(const BoundPlan& call)

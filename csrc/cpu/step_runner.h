@@ -24,11 +24,17 @@ class RowRunner {
   // `finishes`: the step completes the reduction. `non_temporal`: the result will not be read soon;
   // ignored in place.
   void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool non_temporal) const;
+  // The same if the first `partial_srcs` sources, or all destinations, are accumulators.
+  void run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
+                        int partial_srcs, std::size_t count) const;
   std::size_t item() const { return item_; }
+  std::size_t accumulator_item() const { return accumulator_item_; }
 
  private:
-  const std::size_t item_;
+  const std::size_t item_, accumulator_item_;
   const Fold finishing_, partial_;  // `avg` divides only in the step that completes it
+  const DType dtype_;
+  const ReduceOp op_;
   const FoldOptions options_;
 };
 

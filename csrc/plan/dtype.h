@@ -118,6 +118,8 @@ constexpr std::size_t item_bytes(DType t) {
 constexpr bool accumulates_in_itself(DType t) {
   return detail::kFacts[static_cast<std::size_t>(t)].accumulates_in_itself;
 }
+// Returns the dtype that holds accumulators without rounding: the dtype itself, or float32.
+constexpr DType accumulator(DType t) { return accumulates_in_itself(t) ? t : DType::f32; }
 constexpr bool reduces(DType t, ReduceOp op) {
   return detail::kFacts[static_cast<std::size_t>(t)].reduces[static_cast<std::size_t>(op)];
 }

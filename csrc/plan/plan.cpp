@@ -2,6 +2,7 @@
 // plan.
 #include "plan.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "error.h"
@@ -9,10 +10,7 @@
 namespace pycollect {
 namespace {
 
-const char* name(Buffer b) {
-  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp", "host"};
-  return kNames[static_cast<int>(b)];
-}
+const char* name(Buffer b) { return kBufferNames[static_cast<std::size_t>(b)]; }
 
 // "out[2:4] of rank 1"
 std::string words(const Slice& s) {
@@ -38,6 +36,7 @@ class Checking {
         for (const Slice& s : *side) inside(s, step.dsts.front().count);
       for (const Slice& d : step.dsts) destination(d);
       for (const Slice& s : step.srcs) source(s);
+      accumulators(step);
     }
   }
 
@@ -52,7 +51,7 @@ class Checking {
     if (s.rank < 0 || s.rank >= plan_.world)
       refuse("names ", words(s), ", but the world has ", plan_.world, " ranks");
     if (static_cast<int>(s.buffer) >= kBuffers)
-      refuse("names a buffer that is not in, out, tmp or host");
+      refuse("names a buffer that is not in, out, tmp, host or acc");
     if (s.count < 1 || s.first < 0 || s.first > plan_.chunks - s.count)
       refuse("names ", words(s), ", but a buffer has ", plan_.chunks, " chunks");
     if (s.count != count) refuse("moves ", count, " chunks, but ", words(s), " has ", s.count);
@@ -75,6 +74,19 @@ class Checking {
         refuse("reads ", words(s), ", which overlaps one of its destinations without being it");
       ++position;
     });
+  }
+
+  // All destinations of a step have one type. A fold may read accumulators before other sources,
+  // whose sum with them it then continues.
+  void accumulators(const Step& step) const {
+    const auto is_partial = [](const Slice& s) { return s.buffer == Buffer::partial; };
+    const auto dsts = std::count_if(step.dsts.begin(), step.dsts.end(), is_partial);
+    if (dsts != 0 && dsts != static_cast<std::ptrdiff_t>(step.dsts.size()))
+      refuse("writes accumulators and other buffers; all destinations must be of one kind");
+    if (dsts == 0 && step.srcs.size() == 1 && is_partial(step.srcs[0]))
+      refuse("copies accumulators to another buffer, without a fold that rounds them");
+    if (!std::is_partitioned(step.srcs.begin(), step.srcs.end(), is_partial))
+      refuse("reads accumulators after other sources; they must come first");
   }
 
   template <class... Parts>

@@ -2,6 +2,7 @@
 // whole world, so it cannot contain a race; `lower` finds the waits that preserve this on several
 // ranks. No pointers, types, sizes or streams.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -9,10 +10,12 @@
 namespace pycollect {
 
 using Rank = int;
-// `host` is memory of the rank's host, which every rank reaches. Plans are written without it;
-// `stage` adds it where ranks do not reach each other.
-enum class Buffer : uint8_t { input, output, scratch, host };
-inline constexpr int kBuffers = 4;
+// `partial` is scratch that holds accumulators: a fold that writes it does not round. `host` is
+// memory of the rank's host, which every rank reaches. Plans are written without it; `stage` adds
+// it where ranks do not reach each other.
+enum class Buffer : uint8_t { input, output, scratch, host, partial };
+inline constexpr int kBuffers = 5;
+inline constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host", "acc"};
 
 // Chunks [first, first + count) of one buffer of one rank. `PlanOffsets` binds the number of
 // elements of a chunk per call.
@@ -48,6 +51,7 @@ struct Plan {
 inline Slice in(Rank r, int chunk, int count = 1) { return {r, Buffer::input, chunk, count}; }
 inline Slice out(Rank r, int chunk, int count = 1) { return {r, Buffer::output, chunk, count}; }
 inline Slice tmp(Rank r, int chunk, int count = 1) { return {r, Buffer::scratch, chunk, count}; }
+inline Slice acc(Rank r, int chunk, int count = 1) { return {r, Buffer::partial, chunk, count}; }
 inline Slice host(Rank r, int chunk, int count = 1) { return {r, Buffer::host, chunk, count}; }
 
 // The same chunks on every rank, in rank order.

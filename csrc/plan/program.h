@@ -19,7 +19,7 @@ struct TaskId {
 
 // The `step` of a boundary task, the first and the last task of every rank. It moves no data, and
 // counts as a write of the rank's buffers: all accesses to them are ordered after the first and
-// before the last task. kAllBuffers: all four buffers. kInOutBuffers: only input and output, for an
+// before the last task. kAllBuffers: all buffers. kInOutBuffers: only input and output, for an
 // executor whose next run uses other scratch and host memory (two staging buffers, alternately).
 inline constexpr int kAllBuffers = -1;
 inline constexpr int kInOutBuffers = -2;
@@ -52,7 +52,8 @@ inline const Slices& reads(const Plan& p, const Task& t) {
 inline Slices writes(const Plan& p, const Task& t, Rank r) {
   if (t.step >= 0) return p.steps[t.step].dsts;
   Slices all{in(r, 0, p.chunks), out(r, 0, p.chunks)};
-  if (t.step == kAllBuffers) all.insert(all.end(), {tmp(r, 0, p.chunks), host(r, 0, p.chunks)});
+  if (t.step == kAllBuffers)
+    all.insert(all.end(), {tmp(r, 0, p.chunks), host(r, 0, p.chunks), acc(r, 0, p.chunks)});
   return all;
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "error.h"
+#include "hosts.h"
 
 namespace pycollect {
 namespace {
@@ -83,6 +84,9 @@ Plan Algorithm::operator()(const AlgorithmParams& params) const {
   require(params.world >= 1, "a world has at least one rank, not ", params.world);
   require(params.root >= 0 && params.root < params.world, "root ", params.root,
           " is not a rank of a world of ", params.world);
+  require(params.hosts == nullptr || params.hosts->world() == params.world, "the hosts have ",
+          params.hosts == nullptr ? 0 : params.hosts->world(), " ranks, and the world has ",
+          params.world);
   require(params.pieces >= 1, "a pipeline has at least one piece, not ", params.pieces);
   if (params.world > 1) return make(params);
   Plan alone{1, 1};

@@ -38,11 +38,14 @@ enum class Order : uint8_t {
 inline constexpr std::array kOrderNames{"exact", "native", "other"};
 constexpr const char* name(Order o) { return kOrderNames[static_cast<std::size_t>(o)]; }
 
+class Hosts;
+
 // The parameters from which an algorithm makes a plan.
 struct AlgorithmParams {
   int world;
   Rank root = 0;
-  int pieces = 4;  // number of pieces, for algorithms with a pipeline
+  int pieces = 4;                // number of pieces, for algorithms with a pipeline
+  const Hosts* hosts = nullptr;  // null: all ranks are on one host
 };
 
 struct Algorithm {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 
+#include "host_view.h"
 #include "registry.h"
 
 namespace pycollect {
@@ -21,8 +22,9 @@ enum class Topology : uint8_t {
   cuda_ipc_symmetric,          // processes on one GPU whose tensors lie in symmetric GPU memory
   cuda_ipc_symmetric_multi_gpu,  // processes on several GPUs whose tensors lie in symmetric GPU
                                  // memory
+  hosts,  // processes on several hosts, with private tensors and staging buffers on each host
 };
-inline constexpr std::size_t kTopologies = 9;
+inline constexpr std::size_t kTopologies = 10;
 
 // Returns whether every process reaches every other process's tensors in place.
 constexpr bool is_zero_copy(Topology g) {
@@ -38,13 +40,18 @@ struct SelectionKey {
   DType dtype;
   bool in_place;
   Topology topology = Topology::shared;
+  const Hosts* hosts = nullptr;  // must outlive the process; null unless the topology is `hosts`
   bool operator==(const SelectionKey&) const = default;
 };
 
+// Most bytes of a host's data that go from host to host in one message with the agreement.
+inline constexpr std::size_t kMessageBetweenHosts = 32 * 1024;
+
 struct Choice {
   const Algorithm* algorithm;
-  int pieces;          // number of pieces of a pipeline
-  std::string reason;  // for display; empty unless `explain` is set
+  int pieces;           // number of pieces of a pipeline
+  HostSenders senders;  // between hosts
+  std::string reason;   // for display; empty unless `explain` is set
 };
 
 // `named`: the algorithm that the caller wants, or empty. Throws ValueError for an unknown name,

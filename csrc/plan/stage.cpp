@@ -247,7 +247,7 @@ void check(const Plan& plan, const MemoryReach& reach, int pieces) {
 }  // namespace
 
 MemoryReach MemoryReach::processes(int world, bool input, bool output, bool push_to_all) {
-  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true}, push_to_all};
+  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true, true}, push_to_all};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }

@@ -30,13 +30,12 @@ using SliceTuple = std::tuple<int, std::string, int, int>;
 using StepTuple = std::tuple<std::vector<SliceTuple>, std::vector<SliceTuple>, int>;
 using TaskTuple = std::tuple<int, int, std::vector<std::pair<int, int>>>;
 using TimeSpanTuple = std::tuple<int, int, double, double>;
-constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host"};
 
 Buffer buffer_of(const std::string& name) {
   for (int b = 0; b < kBuffers; ++b)
     if (name == kBufferNames[b]) return static_cast<Buffer>(b);
   throw std::invalid_argument(
-      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp', 'host'"));
+      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp', 'host', 'acc'"));
 }
 
 Slice slice_of(const SliceTuple& t) {
