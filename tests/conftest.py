@@ -33,6 +33,7 @@ MISSING = {
     NO_GPU: "no CUDA GPU here (PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
     "needs two CUDA GPUs": "there are fewer than two CUDA GPUs here",
     "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
+    "needs network namespaces": "no network namespaces here (they need root, and iproute2)",
     "needs mypy": "mypy is not installed (pip install -e '.[test]')",
     "of GPU memory": "the GPU has too little free memory for them",
     "of free memory": "this machine has too little free memory for them",

@@ -117,8 +117,8 @@ class DistCollective:
 
 
 # Newer names of these functions. If torch has them, its older names warn at every call.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _op(buffers: Buffers) -> Any:
@@ -162,7 +162,7 @@ COLLECTIVES: dict[str, DistCollective] = {
         in_place=True,
     ),
     "all_gather_into_tensor": DistCollective(
-        call=lambda b, group: partial(_all_gather, b.output, b.input, group),
+        call=lambda b, group: partial(all_gather, b.output, b.input, group),
         mpi=_mpi("Allgather"),
         parts=lambda case, rank: _of_each(case, 0),
         buffers_moved=lambda world: world + 1,
@@ -170,7 +170,7 @@ COLLECTIVES: dict[str, DistCollective] = {
         gathers=True,
     ),
     "reduce_scatter_tensor": DistCollective(
-        call=lambda b, group: partial(_reduce_scatter, b.output, b.input, _op(b), group),
+        call=lambda b, group: partial(reduce_scatter, b.output, b.input, _op(b), group),
         mpi=_mpi("Reduce_scatter_block"),
         parts=lambda case, rank: [
             (None, rank * (case.count // case.world), case.count // case.world)

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -44,8 +45,8 @@ def _work(job: PoolJob, rank: int, parent: Connection[Any, Any]) -> None:
     dist.destroy_process_group()
 
 
-def main(address: str) -> int:
-    """Run the job received from the socket at `address`; return the exit status."""
+def main(address: str, work: Callable[[Any, int, Connection[Any, Any]], None] = _work) -> int:
+    """Run `work` on the job received from the socket at `address`; return the exit status."""
     rank = int(os.environ.get(RANK) or os.environ["OMPI_COMM_WORLD_RANK"])
     with socket.socket(socket.AF_UNIX) as end:
         try:
@@ -54,7 +55,7 @@ def main(address: str) -> int:
             return 1  # the parent process has ended, and has reported why
         parent: Connection[Any, Any] = Connection(end.detach())
     try:
-        _work(parent.recv(), rank, parent)
+        work(parent.recv(), rank, parent)
     except Exception:
         parent.send(Failure(f"rank {rank}: {traceback.format_exc()}"))
         return 1
@@ -62,4 +63,4 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))

@@ -34,7 +34,6 @@ from .spin_barrier import page_bytes
 
 dist: Any = import_module("torch.distributed")  # torch has no type annotations for its stores
 RANK = "PYCOLLECT_BENCH_RANK"
-_WORKER = "pycollect_bench.processes.worker"
 HOST = "127.0.0.1"
 # Timeouts in seconds: until all ranks have imported torch on a slow machine, and until they have
 # ended after their last result.
@@ -108,6 +107,8 @@ class WorkerPool:
         RuntimeError: if a rank failed or died, with its error.
     """
 
+    worker = "pycollect_bench.processes.worker"  # the module that each rank runs
+
     def __init__(self, job: PoolJob) -> None:
         self._job = job
         self._folder = tempfile.TemporaryDirectory()
@@ -135,15 +136,18 @@ class WorkerPool:
             raise
         return self
 
-    def _start(self, address: str) -> None:
-        job = self._job
+    def _environ(self) -> dict[str, str]:
+        """Return the environment of all ranks, in which they find this package."""
         packages = [*pycollect.__path__, *pycollect_bench.__path__]
         folders = [str(Path(package).resolve().parent) for package in packages]
         path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
         # Loopback is gloo's fastest interface on one host, whatever the host's name resolves to.
         about = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
-        about |= {"OMP_NUM_THREADS": str(job.threads), **dict(job.environ)}
-        worker = [sys.executable, "-m", _WORKER, address]
+        return about | {"OMP_NUM_THREADS": str(self._job.threads), **dict(self._job.environ)}
+
+    def _start(self, address: str) -> None:
+        job, about = self._job, self._environ()
+        worker = [sys.executable, "-m", self.worker, address]
         if not job.no_mpi:
             self._processes = [subprocess.Popen([*mpirun(job.world), *worker], env=about)]
             return
