@@ -23,12 +23,19 @@ CORE_FOLDERS = (
     "bootstrap",
     "group",
     "rank_executor",
+    "hosts",
     "send_recv",
     "rank_threads",
     "cuda_ipc",
     "analysis",
 )
-TORCH_FOLDERS = ("torch", "torch/c10d", "torch/c10d/staging", "torch/c10d/threads")
+TORCH_FOLDERS = (
+    "torch",
+    "torch/c10d",
+    "torch/c10d/staging",
+    "torch/c10d/threads",
+    "torch/c10d/hosts",
+)
 CUDA_FOLDER = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
 # Files that register with Python and torch, once in a process.

@@ -1,5 +1,6 @@
 """The compiled extension, called only by this package and with all arguments."""
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -7,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry of algorithms, and the analysis of plans (csrc/torch/bind_plan.cpp).
-SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host, first, count
+SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host | acc, first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end
@@ -204,14 +205,17 @@ def time_all_reduce(
 class Options(Backend.Options):
     """The options of a group; ``pycollect.distributed.options`` checks and describes them.
 
-    Defaults: algorithm "" (the library selects one for each call), buffer_bytes 524288 (512 KiB),
-    symmetric_heap_bytes None (by the host's memory and the number of ranks), cuda_buffer_bytes
-    16777216 (16 MiB), cuda_transport "auto". An unknown cuda_transport raises ValueError; the other
-    values are first checked when a group or a call uses them.
+    Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB, or
+    4 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
+    the number of ranks), cuda_buffer_bytes 16777216 (16 MiB), cuda_transport "auto", hosts "exact".
+    An unknown cuda_transport raises ValueError; the other values are first checked when a group or
+    a call uses them.
     """
 
     algorithm: str
-    buffer_bytes: int
+    hosts: str
+    _between_hosts: Callable[[Any, int, int, datetime.timedelta], Any] | None
+    buffer_bytes: int | None
     symmetric_heap_bytes: int | None
     cuda_buffer_bytes: int
     cuda_transport: str

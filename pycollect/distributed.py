@@ -1,8 +1,8 @@
 """One process per rank: the torch.distributed backend "pycollect".
 
-`import pycollect` registers it. All ranks are processes of one host. Tensors are on the CPU or, in
-a build with CUDA, on one or several GPUs. Another backend can be chosen for CUDA tensors:
-`init_process_group("cpu:pycollect,cuda:nccl")`. `options` sets what a group may use.
+`import pycollect` registers it. The ranks are processes of one host or of several. Tensors are on
+the CPU or, in a build with CUDA, on one or several GPUs. Another backend can be chosen for CUDA
+tensors: `init_process_group("cpu:pycollect,cuda:nccl")`. `options` sets what a group may use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import copy
 import datetime
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -24,6 +25,11 @@ from .plans import algorithms
 __all__ = ["options"]
 
 NAME = "pycollect"
+HOSTS = ("exact", "one")  # values of the option `hosts`
+# Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
+# left the group, and must fit into its clock.
+_LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
 # Environment variables that replace the value "auto" of an option, and their allowed values.
@@ -40,6 +46,7 @@ def options(
     symmetric_heap_bytes: int | None = None,
     cuda_buffer_bytes: int | None = None,
     cuda_transport: str = "auto",
+    hosts: str = "exact",
 ) -> Any:
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
@@ -47,12 +54,13 @@ def options(
     `pycollect.algorithms`); None (default) leaves the selection to the library.
 
     Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
-    buffers of `buffer_bytes` bytes (default 512 KiB, at least 4096) in shared memory, through which
-    its data moves piece by piece, and a symmetric heap of `symmetric_heap_bytes` bytes of address
-    space for CPU tensors in shared memory (at least 0, which means no heap). The heap's default for
-    W ranks is the host's memory, rounded up to a power of two, but at most 4 TiB / W, and at most
-    1/8 of the limit of `ulimit -v`, if there is one, divided by W. File descriptors of the shared
-    memory are sent through a Unix socket, so containers must share a network namespace.
+    buffers of `buffer_bytes` bytes (default 512 KiB, or 4 MiB if the group's ranks are on several
+    hosts; at least 4096) in shared memory, through which its data moves piece by piece, and a
+    symmetric heap of `symmetric_heap_bytes` bytes of address space for CPU tensors in shared memory
+    (at least 0, which means no heap). The heap's default for W ranks is the host's memory, rounded
+    up to a power of two, but at most 4 TiB / W, and at most 1/8 of the limit of `ulimit -v`, if
+    there is one, divided by W. File descriptors of the shared memory are sent through a Unix
+    socket, so containers must share a network namespace.
 
     `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses two staging
     buffers per rank of `cuda_buffer_bytes` bytes of GPU memory (default 16 MiB, at least 8192),
@@ -69,14 +77,20 @@ def options(
     If all CUDA tensors of a collective are in symmetric memory (`pycollect.symmetric_empty(...,
     device="cuda")`), peers read and write them in place, without staging.
 
-    All options must be the same on all ranks; a group has at most 64. Raises ValueError for an
-    unknown algorithm or transport and for a size out of range, and TypeError for a size that is not
-    an int and for an algorithm or transport that is not a string.
+    `hosts` says how ranks on several hosts work together. "exact" (default): they exchange data
+    through a Gloo process group of torch, and reductions have the same bits as on one host. "one":
+    such a group raises ValueError. Ranks are on one host if they run on the same boot of a
+    machine in the same network namespace; the environment variable PYCOLLECT_HOST replaces this
+    test by a name of the host. Ranks of one host must be able to share memory.
+
+    All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
+    ValueError for an unknown algorithm, transport or value of `hosts` and for a size out of range,
+    and TypeError for a size that is not an int and for another option that is not a string.
 
     >>> options(algorithm="fused").algorithm
     'fused'
     """
-    made = _C.Options()
+    made = _new_options()
     if algorithm is not None:
         _check_algorithm(algorithm)
         made.algorithm = algorithm
@@ -92,6 +106,22 @@ def options(
             f"cuda_transport is a {type(cuda_transport).__name__}; pass one of {allowed}"
         )
     made.cuda_transport = cuda_transport
+    made.hosts = _choice("hosts", hosts, HOSTS)
+    return made
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    listed = ", ".join(map(repr, allowed))
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass one of {listed}")
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {listed}")
+    return value
+
+
+def _new_options() -> Any:
+    made = _C.Options()
+    made._between_hosts = _process_group
     return made
 
 
@@ -130,10 +160,52 @@ def _own(given: Any) -> Any:
     if isinstance(given, _C.Options):
         return copy.copy(given)
     if given is None or isinstance(given, _Base.Options):
-        return _C.Options()
+        return _new_options()
     raise TypeError(
         f"pg_options is a {type(given).__name__}; pass pycollect.distributed.options(...)"
     )
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """Return Gloo's devices: the interfaces that GLOO_SOCKET_IFNAME names, or the one through which
+    this host reaches MASTER_ADDR, because Gloo's default may be an address of this host only."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    address = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    if address and address.startswith("127.") and "PYCOLLECT_HOST" not in os.environ:
+        address = _address_towards(_ELSEWHERE) or address  # the name of this host, in /etc/hosts
+    if address:
+        return [gloo.create_device(hostname=address, lazy_init=True)]
+    return [gloo.create_default_device(lazy_init=True)]
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this host's address on the way to another; None if there is no way. Sends nothing."""
+    if not host:
+        return None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _process_group(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
+    """Return the process group for what goes between hosts. It connects two ranks when they first
+    exchange data, because most ranks never do."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("a group over several hosts needs Gloo, which this torch does not have")
+    from torch._C import _distributed_c10d
+
+    gloo: Any = _distributed_c10d.ProcessGroupGloo
+    made = gloo._Options()
+    made._timeout = min(max(timeout, _LEAST_TIMEOUT), _MOST_TIMEOUT)
+    made._devices = _devices(gloo)
+    made._threads = 2 * len(made._devices)  # as torch does; used by Gloo's collectives only
+    return gloo(store, rank, world, made)
 
 
 def _create(request: Any, given: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import dist_sites
 import torch
 import torch.distributed as dist
+from dist_ranks import HOSTS, PLACEMENTS
 
 BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # "gloo" checks the harness
 OURS = BACKEND == "pycollect"
@@ -31,7 +32,13 @@ class Spec:
     second_backend: str | None = None  # of a second group of the same ranks, for comparison
     group: bool = True  # False: the job creates the default group itself
     site: str = ""  # site of the tensors (dist_sites.py); "" is host memory
-    ranks_as: str = "processes"  # or "threads"
+    ranks_as: str = "processes"  # or "threads", or "hosts": processes placed by PLACEMENTS
+    placement: str = ""  # a letter per rank: ranks with equal letters are on one host; "": all are
+
+    @property
+    def host_of(self) -> str:
+        """The placement; empty if all ranks are on this host."""
+        return self.placement or (PLACEMENTS[self.world] if self.ranks_as == HOSTS else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +68,7 @@ class RankContext:
 
     def be_late(self, seconds: float) -> None:
         """Let the other ranks go first. Threads take turns, so sleeping would stop all of them."""
-        if self.spec.ranks_as == "processes":
+        if self.spec.ranks_as != "threads":
             time.sleep(seconds)
 
     def with_groups(self) -> RankContext:
@@ -102,6 +109,8 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(dict(spec.environ), OMP_NUM_THREADS="1")
+    if spec.host_of:
+        os.environ["PYCOLLECT_HOST"] = spec.host_of[rank]
     torch.set_num_threads(1)
     me = RankContext(rank, spec, folder)
     while True:

@@ -1,4 +1,5 @@
-"""What the ranks of a test are: a test that requests `ranks_as` runs on threads and on processes.
+"""What the ranks of a test are: a test that requests `ranks_as` runs on threads, on processes, and
+on processes that count as those of several hosts.
 
 The id says which. Marks, for a module, a test or a parameter, make exceptions.
 """
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 
-THREADS, PROCESSES = "threads", "processes"
+THREADS, PROCESSES, HOSTS = "threads", "processes", "hosts"
 # PYCOLLECT_TEST_RANKS=threads leaves out the tests on processes.
-KINDS = os.environ.get("PYCOLLECT_TEST_RANKS", f"{THREADS},{PROCESSES}").split(",")
+KINDS = os.environ.get("PYCOLLECT_TEST_RANKS", f"{THREADS},{PROCESSES},{HOSTS}").split(",")
+# World size -> the placement of its ranks on hosts, a letter per rank.
+PLACEMENTS = {1: "a", 2: "ab", 3: "aab", 4: "aabb", 8: "aaabbbcc"}
 MARKS = {
+    "on_one_host(why)": "does not run on several hosts",
+    "quick_on_hosts": "on several hosts, the test is not slow",
     "between_processes(why)": "does not run on threads",
     "between_threads(why)": "does not run on processes",
     "slow_on_processes": "with processes as ranks, the test is slow",
@@ -27,14 +32,23 @@ def between_processes(why: str) -> pytest.MarkDecorator:
     return pytest.mark.between_processes(why)
 
 
+def on_one_host(why: str) -> pytest.MarkDecorator:
+    """The test's subject exists within one host only."""
+    return pytest.mark.on_one_host(why)
+
+
+receives_from_any = on_one_host("a receive from any rank is refused")
 slow_on_processes = pytest.mark.slow_on_processes
+quick_on_hosts = pytest.mark.quick_on_hosts
 
 
 def site_marks(name: str) -> list[pytest.MarkDecorator]:
     """Marks of a site of dist_sites.py: one that names a transport is for processes."""
     if name == "cuda":
         return [pytest.mark.between_threads("processes name a transport")]
-    return [between_processes(NO_TRANSPORTS)] if ":" in name else []
+    if ":" not in name:
+        return []
+    return [between_processes(NO_TRANSPORTS), on_one_host("hosts use host staging only")]
 
 
 def staged(*names: str) -> list[Any]:
@@ -44,7 +58,7 @@ def staged(*names: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def ranks_as(request: pytest.FixtureRequest) -> Iterator[str]:
-    """ "threads" or "processes"."""
+    """ "threads", "processes" or "hosts"."""
     return request.param
 
 
@@ -58,7 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     ours = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect") == "pycollect"
     only = metafunc.definition.get_closest_marker("between_processes") or not ours
-    kinds = [kind for kind in KINDS if kind == PROCESSES or not only]
+    kinds = [kind for kind in KINDS if kind != THREADS or not only]
+    if not ours or metafunc.definition.get_closest_marker("on_one_host"):
+        kinds = [kind for kind in kinds if kind != HOSTS]
     metafunc.parametrize("ranks_as", kinds, indirect=True, scope="module")
 
 
@@ -69,6 +85,10 @@ def _kind(item: pytest.Item) -> str:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if _kind(item) == PROCESSES and item.get_closest_marker("slow_on_processes"):
         item.add_marker(pytest.mark.slow)
+    if _kind(item) == HOSTS and not item.get_closest_marker("quick_on_hosts"):
+        item.add_marker(pytest.mark.slow)
+    if _kind(item) == HOSTS and item.get_closest_marker("slow_on_processes"):
+        item.add_marker(pytest.mark.slow)
     if _kind(item) == THREADS:  # torch's warnings, which processes write into their logs
         item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
 
@@ -76,6 +96,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def _runs(item: pytest.Item) -> bool:
     if item.get_closest_marker("between_threads"):
         return _kind(item) == THREADS
+    if _kind(item) == HOSTS and item.get_closest_marker("on_one_host"):
+        return False
     return _kind(item) != THREADS or not item.get_closest_marker("between_processes")
 
 

@@ -59,7 +59,7 @@ def around_a_ring(me: RankContext, counts: list[int]) -> list[str]:
     """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    staged = me.fake and me.spec.ranks_as == "processes"
+    staged = me.fake and me.spec.ranks_as != "threads"
     for count in counts:
         for stride in (1, 2):
             y = torch.full((count * stride,), -1.0)[::stride]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
-from dist_ranks import THREADS, between_processes, staged
+from dist_ranks import THREADS, between_processes, on_one_host, staged
 
 import pycollect as pc
 
@@ -75,6 +75,7 @@ def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped
     assert words in results[0][0].text
 
 
+@on_one_host("names a rank of the first host whose ranks differ")
 def test_the_rank_with_another_number_of_requests_is_named(pools):
     jobs = [[[(4, F), (4, D)]], [[(4, F), (4, L)]], [[(4, F)]]]
     for raised, _ in pools(3).run(coalesced_jobs, jobs):

@@ -105,7 +105,7 @@ def blocked_stream(
 
 @between_processes("the streams of all ranks are stalled")
 @pytest.mark.parametrize("layout", ["dense", "strided"])
-@pytest.mark.parametrize("site", DEVICES)
+@pytest.mark.parametrize("site", staged(*DEVICES))
 def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
     """With stream-ordered transport, no host waits for the earlier work of the stream."""
     for seen, both, violations in pools(2, site=site).run(

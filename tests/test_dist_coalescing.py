@@ -200,7 +200,7 @@ def failures_outside_the_block(me: RankContext) -> list[Caught]:
     """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
     raised = []
     devices: list[object] = ["cpu"]
-    if me.spec.ranks_as == "processes":  # for threads "cpu:pycollect" has all devices
+    if me.spec.ranks_as != "threads":  # for threads "cpu:pycollect" has all devices
         devices.append(torch.device("cuda"))
     for device in devices:
         with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):

@@ -168,7 +168,7 @@ def test_mismatched_asynchronous_calls_raise(pools):
     for errors in pools(WORLD).run(asynchronous):
         assert [e.kind for e in errors[:3]] == ["", "ValueError", ""], errors
         assert "6" in errors[1].text
-        assert "7" in errors[1].text
+        assert "7" in errors[1].text or "8" in errors[1].text  # the first host that differs
         assert errors[3].kind, errors
 
 

@@ -22,6 +22,7 @@ from dist_waits import (
     DESTROYED,
     FAULTY_RANK,
     NOTICE_SECONDS,
+    PLACEMENTS,
     WAITS,
     after_failure,
     calls_before_failure,
@@ -74,8 +75,8 @@ def check_loss(found: LossResult, operation: str) -> None:
     assert destroyed < DESTROYED
 
 
-def run_with_lost_rank(wait: str, how: str = "kill") -> None:
-    with fresh(3) as pool:
+def run_with_lost_rank(wait: str, how: str = "kill", placement: str = "") -> None:
+    with fresh(3, placement=placement) as pool:
         outcomes = pool.outcomes(lost_rank_in_wait, wait, how, seconds=15)
     for rank, outcome in enumerate(outcomes):
         if rank == FAULTY_RANK:
@@ -88,6 +89,17 @@ def run_with_lost_rank(wait: str, how: str = "kill") -> None:
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_rank_is_killed(wait):
     run_with_lost_rank(wait)
+
+
+QUICK_WAITS = ("all_reduce", "large all_reduce", "irecv")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "wait", [pytest.param(w, marks=[] if w in QUICK_WAITS else [pytest.mark.slow]) for w in WAITS]
+)
+def test_a_rank_of_several_hosts_is_killed(wait, placement):
+    run_with_lost_rank(wait, placement=placement)
 
 
 @pytest.mark.parametrize("how", ["exit", "crash"])

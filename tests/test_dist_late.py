@@ -18,6 +18,7 @@ from dist_waits import (
     DESTROYED,
     FAULTY_RANK,
     NOTICE_SECONDS,
+    PLACEMENTS,
     WAITS,
     after_failure,
     calls_before_failure,
@@ -57,8 +58,9 @@ LATE_CALLS = [
 
 
 @pytest.mark.parametrize("wait", LATE_CALLS)
-def test_a_late_rank_times_out(wait):
-    with fresh(3) as pool:
+@pytest.mark.parametrize("placement", ["", *PLACEMENTS])
+def test_a_late_rank_times_out(wait, placement):
+    with fresh(3, placement=placement) as pool:
         found = pool.run(peers_time_out, wait)
     for rank, (error, seconds, (refusal, _, destroyed)) in enumerate(found):
         assert "CollectiveError" in error.kinds, error

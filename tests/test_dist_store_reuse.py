@@ -38,9 +38,10 @@ def pools() -> Iterator[Pools]:
 
 def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     """Make a group on the store as torch does, run one all_reduce, and shut the group down."""
+    import pycollect
     from pycollect import _C
 
-    options = _C.Options()
+    options = pycollect.distributed.options()
     options._timeout = datetime.timedelta(seconds=seconds)
     options.group_name = "again"
     backend = _C.make_backend(store, rank, world, options)
@@ -107,11 +108,12 @@ def test_a_subgroup_whose_size_changes_with_the_next_initialization(pools):
 
 def one_after_the_other(me: RankContext) -> None:
     """Make and shut down 30 groups on one store, without synchronisation in between."""
+    import pycollect
     from pycollect import _C
 
     store = dist.FileStore(f"{me.folder}/many", me.world)
     for _ in range(30):
-        _C.make_backend(store, me.rank, me.world, _C.Options()).shutdown()
+        _C.make_backend(store, me.rank, me.world, pycollect.distributed.options()).shutdown()
 
 
 def test_many_groups_one_after_the_other(pools):
@@ -280,9 +282,10 @@ def test_a_timeout_that_torch_cannot_represent():
 
 
 def test_set_timeout_refuses_negative_timeouts():
+    import pycollect
     from pycollect import _C
 
-    backend = _C.make_backend(dist.HashStore(), 0, 1, _C.Options())
+    backend = _C.make_backend(dist.HashStore(), 0, 1, pycollect.distributed.options())
     with pytest.raises(ValueError, match="set_timeout: -1000 ms; it must not be negative"):
         backend.set_timeout(datetime.timedelta(seconds=-1))
     backend.shutdown()

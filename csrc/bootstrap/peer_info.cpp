@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -21,7 +22,7 @@ namespace pycollect::ipc {
 namespace {
 
 // First line of an encoded PeerInfo. Ranks with different versions are incompatible.
-constexpr char kVersion[] = "pycollect-3";
+constexpr char kVersion[] = "pycollect-4";
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -32,6 +33,14 @@ std::string boot_id() {
   std::string id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
   return id.empty() ? "of " + host_name() : id;
+}
+
+// Returns PYCOLLECT_HOST; empty if it is not set.
+std::string host_override() {
+  const char* const given = std::getenv("PYCOLLECT_HOST");
+  std::string name = given == nullptr ? "" : given;
+  require(name.find('\n') == name.npos, "PYCOLLECT_HOST has more than one line");
+  return name;
 }
 
 uint64_t space_of(const char* what) {
@@ -73,26 +82,30 @@ std::string differences(const std::vector<PeerInfo>& ranks) {
 }  // namespace
 
 PeerInfo describe_self(const GroupSettings& settings, int world) {
-  const std::string common_settings =
-      text("ranks=", world, " buffer_bytes=", settings.buffer_bytes,
-           " mailbox_bytes=", settings.mailbox_bytes,
-           " symmetric_heap_bytes=", settings.symmetric_heap_bytes, settings.common_settings);
-  return {.host = host_name(),
-          .boot = boot_id(),
-          .pid = getpid(),
-          .user = geteuid(),
-          .user_space = space_of("user"),
-          .network_space = space_of("net"),
-          .nonce = random_number(),
-          .ticket = {},
-          .cores = own_cores(),
-          .common_settings = common_settings,
-          .failure = {}};
+  PeerInfo mine;
+  mine.host = host_name();
+  mine.boot = boot_id();
+  mine.pid = getpid();
+  mine.user = geteuid();
+  mine.user_space = space_of("user");
+  mine.network_space = space_of("net");
+  mine.nonce = random_number();
+  mine.cores = own_cores();
+  mine.common_settings =
+      text("ranks=", world, " buffer_bytes=", settings.buffer_bytes, settings.common_settings);
+  mine.host_settings = text("mailbox_bytes=", settings.mailbox_bytes,
+                            " symmetric_heap_bytes=", settings.symmetric_heap_bytes);
+  const std::string given = host_override();
+  if (!given.empty()) mine.host = given;
+  mine.domain = !given.empty() ? text("PYCOLLECT_HOST=", given)
+                               : text(mine.boot, " network ", mine.network_space);
+  return mine;
 }
 
 std::string PeerInfo::encode() const {
   std::ostringstream out;
-  out << kVersion << '\n' << host << '\n' << boot << '\n' << common_settings << '\n';
+  out << kVersion << '\n' << host << '\n' << boot << '\n' << domain << '\n';
+  out << common_settings << '\n' << host_settings << '\n';
   out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
       << ticket.fd_server << ' ' << ticket.number;
   for (uint64_t word : cores) out << ' ' << word;
@@ -105,7 +118,8 @@ PeerInfo PeerInfo::decode(const std::string& posted) {
   PeerInfo it;
   std::string version;
   std::getline(in, version);
-  for (std::string* line : {&it.host, &it.boot, &it.common_settings}) std::getline(in, *line);
+  for (std::string* line : {&it.host, &it.boot, &it.domain, &it.common_settings, &it.host_settings})
+    std::getline(in, *line);
   in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce;
   in >> it.ticket.fd_server >> it.ticket.number;
   for (uint64_t& word : it.cores) in >> word;
@@ -115,38 +129,58 @@ PeerInfo PeerInfo::decode(const std::string& posted) {
   return it;
 }
 
+Hosts hosts_of(const std::vector<PeerInfo>& ranks) {
+  std::map<std::string, int> numbers;
+  std::vector<int> host_of;
+  for (const PeerInfo& it : ranks)
+    host_of.push_back(numbers.emplace(it.domain, static_cast<int>(numbers.size())).first->second);
+  return Hosts(host_of);
+}
+
+std::vector<std::string> names_of(const Hosts& hosts, const std::vector<PeerInfo>& ranks) {
+  std::vector<std::string> names;
+  const auto first = [&](int h) -> const PeerInfo& { return ranks[hosts.ranks(h)[0]]; };
+  for (int h = 0; h < hosts.count(); ++h) {
+    int alike = 0, same_boot = 0, before = 0;
+    for (int other = 0; other < hosts.count(); ++other) {
+      if (first(other).host != first(h).host) continue;
+      ++alike;
+      same_boot += first(other).boot == first(h).boot;
+      before += other <= h && first(other).boot == first(h).boot;
+    }
+    names.push_back(text(first(h).host,
+                         alike > same_boot ? text(" (boot ", first(h).boot.substr(0, 8), ")") : "",
+                         same_boot > 1 ? text(" (container ", before, ")") : ""));
+  }
+  return names;
+}
+
 void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group) {
-  std::vector<std::pair<const PeerInfo*, std::vector<Rank>>> hosts;
-  for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r) {
-    const auto known = std::ranges::find_if(
-        hosts, [&](const auto& host) { return host.first->boot == ranks[r].boot; });
-    if (known != hosts.end())
-      known->second.push_back(r);
-    else
-      hosts.push_back({&ranks[r], {r}});
-  }
-  if (hosts.size() == 1) return;
+  const Hosts hosts = hosts_of(ranks);
+  if (hosts.count() == 1) return;
+  const std::vector<std::string> names = names_of(hosts, ranks);
   std::string places;
-  for (const auto& [host, there] : hosts) {
-    const bool unique = std::ranges::count_if(hosts, [&, of = host](const auto& other) {
-                          return other.first->host == of->host;
-                        }) == 1;
-    places +=
-        text(places.empty() ? "" : ", ", name(there), there.size() == 1 ? " is on " : " are on ",
-             host->host, unique ? "" : text(" (boot ", host->boot.substr(0, 8), ")"));
-  }
-  throw std::invalid_argument(text("all ranks of a pycollect group must be on one host; in group '",
-                                   group, "' ", places,
-                                   ": use gloo (CPU) or nccl (CUDA) between hosts, and a pycollect "
-                                   "group within each"));
+  for (int h = 0; h < hosts.count(); ++h)
+    places += text(places.empty() ? "" : ", ", name(hosts.ranks(h)),
+                   hosts.ranks(h).size() == 1 ? " is on " : " are on ", names[h]);
+  throw std::invalid_argument(
+      text("all ranks of group '", group, "' must be on one host, because its options have ",
+           "hosts='one', but ", places, differences(ranks),
+           ": pass hosts='exact', or use a pycollect group within each host"));
 }
 
 void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group) {
-  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
-    require(ranks[r].common_settings == ranks[0].common_settings, "the ranks of group '", group,
-            "' have different settings: rank 0 has ", ranks[0].common_settings, ", rank ", r,
-            " has ", ranks[r].common_settings,
+  const auto check = [&](Rank r, Rank other, const std::string PeerInfo::* settings) {
+    require(ranks[r].*settings == ranks[other].*settings, "the ranks of group '", group,
+            "' have different settings: rank ", other, " has ", ranks[other].*settings, ", rank ",
+            r, " has ", ranks[r].*settings,
             "; options and PYCOLLECT_ variables must be the same on all");
+  };
+  const Hosts hosts = hosts_of(ranks);
+  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r) {
+    check(r, 0, &PeerInfo::common_settings);
+    check(r, hosts.ranks(hosts.of(r))[0], &PeerInfo::host_settings);
+  }
 }
 
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../group/group_settings.h"
-#include "../plan/plan.h"
+#include "../plan/hosts.h"
 #include "fd_server.h"
 
 namespace pycollect::ipc {
@@ -18,6 +18,9 @@ struct PeerInfo {
   static constexpr int kCoreWords = 16;  // size of the C library's cpu_set_t: 1024 bits
 
   std::string host, boot;  // host name, for messages; random id that the kernel made at boot
+  // Ranks with equal domains are on one host, and have to share memory. It is PYCOLLECT_HOST, or
+  // else the boot and the network namespace, in which descriptors can be passed.
+  std::string domain;
   pid_t pid = 0;
   uid_t user = 0;
   // Ids of namespaces; 0: unknown. User ids and socket names are comparable only within one.
@@ -26,6 +29,7 @@ struct PeerInfo {
   FdServer::FdTicket ticket = {};               // rank 0's offered descriptor of the shared memory
   std::array<uint64_t, kCoreWords> cores = {};  // cores on which the rank may run; 0: unknown
   std::string common_settings;                  // settings that must be equal on all ranks
+  std::string host_settings;                    // settings that must be equal on all of a host
   std::string failure;                          // why the rank cannot share memory; empty: it can
 
   std::string encode() const;
@@ -35,9 +39,14 @@ struct PeerInfo {
 // Returns the bootstrap information of this process; `ticket` and `failure` are filled in later.
 PeerInfo describe_self(const GroupSettings& settings, int world);
 
+// Returns the hosts of the ranks.
+Hosts hosts_of(const std::vector<PeerInfo>& ranks);
+// Returns a name for each host: host names, or PYCOLLECT_HOST, made different.
+std::vector<std::string> names_of(const Hosts& hosts, const std::vector<PeerInfo>& ranks);
 // Throws std::invalid_argument, naming hosts and ranks, if the ranks are on several hosts.
 void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group);
-// Throws std::invalid_argument, naming both settings, if a rank's settings differ from rank 0's.
+// Throws std::invalid_argument, naming both settings, if a rank's settings differ from rank 0's, or
+// from those of the first rank on its host.
 void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Throws CollectiveError, naming ranks, reasons and remedies, if a rank cannot share the memory.
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group);

@@ -51,8 +51,13 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
   }
   std::vector<PeerInfo> ranks;
   for (const std::string& record : read_all()) ranks.push_back(PeerInfo::decode(record));
-  require_one_host(ranks, settings_.name);
   require_same_settings(ranks, settings_.name);
+  if (hosts_of(ranks).count() > 1) {
+    if (settings_.one_host) require_one_host(ranks, settings_.name);
+    throw SeveralHosts{std::move(ranks)};
+  }
+  require(world_ <= kMaxRanks, "a pycollect group has at most ", kMaxRanks,
+          " ranks on one host, not ", world_);
   require_shared(ranks, settings_.name);
   return ranks;
 }
@@ -61,6 +66,7 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
 // shows why it cannot be fetched: another host, other settings, or a failure.
 std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t bytes) {
   if (settings_.segment) return settings_.segment;
+  if (world_ > kMaxRanks) return nullptr;  // a world of several hosts, or an error
   if (rank_ == 0) {
     auto segment = Segment::create(bytes);
     if (world_ == 1) return segment;
@@ -76,8 +82,8 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
     time_out({0});
   }
   const PeerInfo owner = PeerInfo::decode(record);
-  if (owner.boot != mine.boot || owner.common_settings != mine.common_settings ||
-      !owner.failure.empty())
+  if (owner.domain != mine.domain || owner.common_settings != mine.common_settings ||
+      owner.host_settings != mine.host_settings || !owner.failure.empty())
     return nullptr;
   return Segment::adopt(fetch_from(owner), bytes);
 }

@@ -17,6 +17,12 @@
 
 namespace pycollect::ipc {
 
+// Thrown by a rendezvous whose ranks are on several hosts: each host then needs a group of its own.
+// Not an std::exception, because it is not an error.
+struct SeveralHosts {
+  std::vector<PeerInfo> ranks;
+};
+
 class Rendezvous {
  public:
   // Abort state and failure detector in the shared memory; null until the preparation creates them.
@@ -30,8 +36,8 @@ class Rendezvous {
   // Sets up the rank in the shared memory and writes its nonce there.
   using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
   // Returns every rank's PeerInfo when all ranks have mapped the memory and are set up in it.
-  // Throws as Group's constructor does; CollectiveError, naming ranks and reasons, if a rank cannot
-  // map it; PeerLost if a rank dies or fails meanwhile.
+  // Throws as Group's constructor does; SeveralHosts, on all ranks alike; CollectiveError, naming
+  // ranks and reasons, if a rank cannot map it; PeerLost if a rank dies or fails meanwhile.
   std::vector<PeerInfo> share(std::size_t bytes, const Preparation& preparation);
 
  private:

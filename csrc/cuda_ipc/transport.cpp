@@ -42,7 +42,7 @@ void CudaIpcTransport::begin(const ipc::CollectiveRequest& request, const ipc::O
 }
 
 ipc::Agreement CudaIpcTransport::agree(const ipc::CallFingerprint& mine, ipc::ChunkLoop& loop) {
-  const ipc::Agreement agreed = ipc::publish_and_agree(group(), mine, *request_, *context_);
+  const ipc::Agreement agreed = ipc::publish_and_agree(*this, mine, *request_, *context_);
   if (agreed.zero_copy) return agreed;
   ipc::abort_on_error(group(), *context_, [&] {
     wait_for_previous(next_run());
@@ -72,7 +72,7 @@ void CudaIpcTransport::check_exposed(const ipc::RankProgram& rank_program, std::
   reached_.assign(2 * static_cast<std::size_t>(world()), nullptr);
   for (const ipc::Instruction& instruction : rank_program.instructions)
     for (const ipc::Operand& o : instruction.operands) {
-      if (o.where == ipc::OperandBuffer::staging || o.rank == rank()) continue;
+      if (ipc::is_staging(o.where) || o.rank == rank()) continue;
       std::byte*& at = reached_[index(o.rank, o.where)];
       if (at == nullptr) at = find(o.rank, o.where);
     }

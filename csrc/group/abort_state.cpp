@@ -43,6 +43,12 @@ void AbortState::rethrow(const OpContext& context) const {
        is_known ? "" : text("broken since ", found_in, " #", record_.call, ": "));
 }
 
+AbortCause AbortState::cause() const {
+  const uint32_t kind = wait_for_cause();
+  if (kind == AbortRecord::being_written) return {AbortRecord::lost, "a rank died"};
+  return {kind, read_text(record_.cause)};
+}
+
 void AbortState::rethrow() const { fail(wait_for_cause(), text("group '", group_, "'"), ""); }
 
 // Waits for the cause text. Returns the kind of failure, or `being_written` if the text has not

@@ -8,6 +8,11 @@
 
 namespace pycollect::ipc {
 
+struct AbortCause {
+  uint32_t kind;  // AbortRecord::lost or timed_out
+  std::string text;
+};
+
 class AbortState {
  public:
   AbortState(AbortRecord& record, std::string group) : record_(record), group_(std::move(group)) {}
@@ -21,6 +26,7 @@ class AbortState {
   // Throws the published cause as PeerLost or Timeout.
   [[noreturn]] void rethrow(const OpContext& context) const;
   [[noreturn]] void rethrow() const;  // for failures during construction of the group
+  AbortCause cause() const;           // of an aborted group
   std::string name(const OpContext& context) const;  // "all_reduce #17 of group 'default'"
 
  private:

@@ -11,9 +11,9 @@
 namespace pycollect::ipc {
 namespace {
 
-int checked_world(Rank rank, int world) {
-  require(world >= 1 && world <= kMaxRanks, "a pycollect group has 1 to ", kMaxRanks,
-          " ranks, not ", world);
+int checked_world(Rank rank, int world, bool one_host) {
+  require(world >= 1 && (world <= kMaxRanks || !one_host), "a pycollect group has 1 to ", kMaxRanks,
+          " ranks on one host, not ", world);
   require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
           " ranks: the rank must be 0 to ", world - 1);
   return world;
@@ -33,17 +33,18 @@ SegmentSizes checked(const SegmentSizes& sizes) {
 
 Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
     : rank_(rank),
-      world_(checked_world(rank, world)),
+      world_(checked_world(rank, world, settings.one_host)),
       settings_(std::move(settings)),
       layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
-                       settings_.symmetric_heap_bytes, settings_.signal_pad_bytes})),
+                       settings_.symmetric_heap_bytes, settings_.signal_pad_bytes,
+                       settings_.all_ranks})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   try {
     rendezvous(store);
   } catch (const std::exception& error) {  // peers may have seen this rank in the shared memory
     if (abort_state_)
-      abort_state_->set(AbortRecord::lost, text("rank ", rank_, " gave up: ", error.what()),
-                        nullptr);
+      abort_state_->set(AbortRecord::lost,
+                        text("rank ", world_rank(rank_), " gave up: ", error.what()), nullptr);
     throw;
   }
 }
@@ -113,7 +114,7 @@ FingerprintDetails& Group::fingerprint_details(Rank r, uint64_t call) const {
 void Group::require_healthy(const OpContext& context) const {
   if (fork_guard_.forked()) [[unlikely]]
     throw CollectiveError(text(abort_state_->name(context),
-                               ": this process is a forked child of rank ", rank_,
+                               ": this process is a forked child of rank ", world_rank(rank_),
                                ", and not a rank itself; create another group in it"));
   if (abort_state_->is_aborted()) [[unlikely]]
     abort_state_->rethrow(context);
@@ -121,8 +122,25 @@ void Group::require_healthy(const OpContext& context) const {
 
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
-  abort_state_->set(AbortRecord::lost, text("rank ", rank_, " aborted the group: ", why), nullptr);
+  abort_state_->set(AbortRecord::lost,
+                    text("rank ", world_rank(rank_), " aborted the group: ", why), nullptr);
   wake_all();
+}
+
+void Group::abort_if_died() {
+  const uint64_t died = dead() & ~left();
+  if (died == 0) return;
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < world_; ++r)
+    if ((died >> r & 1) != 0) ranks.push_back(world_rank(r));
+  abort_state_->set(AbortRecord::lost, text(name(ranks), " died"), nullptr);
+  wake_all();
+}
+
+void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
+  abort_state_->set(kind, cause, &context);
+  wake_all();
+  abort_state_->rethrow(context);
 }
 
 void Group::wake_all() const {
@@ -186,34 +204,36 @@ class Group::WaitMonitor {
     if ((died.empty() && departed.empty()) || request_.ready()) return;
     fail(AbortRecord::lost,
          died.empty()
-             ? text(name(departed), departed.size() == 1 ? " has" : " have", " left the group")
+             ? text(named(departed), departed.size() == 1 ? " has" : " have", " left the group")
              : text(with_pids(died), " died", alive(dead | left)));
+  }
+
+  std::string named(const std::vector<Rank>& ranks) const {
+    return name(group_.world_ranks(ranks));
   }
 
   std::string with_pids(const std::vector<Rank>& ranks) const {
     std::string pids;
     for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.failure_detector_->pid(r));
-    return text(name(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
+    return text(named(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
   }
 
   std::string alive(uint64_t gone) const {
     std::vector<Rank> alive;
     for (Rank r = 0; r < group_.world_; ++r)
       if ((gone >> r & 1) == 0) alive.push_back(r);
-    return text("; ", name(alive), alive.size() == 1 ? " is" : " are", " alive");
+    return text("; ", named(alive), alive.size() == 1 ? " is" : " are", " alive");
   }
 
   void time_out(Deadline now) {
     const std::vector<Rank> late = request_.late();
     if (request_.ready()) return;
-    const std::string missing = late.empty() ? "" : text("; ", name(late), " did not arrive");
+    const std::string missing = late.empty() ? "" : text("; ", named(late), " did not arrive");
     fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), missing));
   }
 
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) {
-    group_.abort_state_->set(kind, cause, &context_);
-    group_.wake_all();
-    group_.abort_state_->rethrow(context_);
+    group_.fail(kind, cause, context_);
   }
 
   Group& group_;
@@ -236,7 +256,8 @@ void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
       [&](Deadline now) { monitor.check(now); },
       [&](std::chrono::nanoseconds) {
         sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kMaxSleep, monitor.remaining()));
-      });
+      },
+      settings_.yield_time);
 }
 
 std::vector<Rank> Group::behind(uint64_t goal) const {
@@ -318,7 +339,8 @@ void Group::await(const std::function<bool()>& ready,
         if (back_off) return back_off();
         std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
             waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
-      });
+      },
+      settings_.yield_time);
 }
 
 }  // namespace pycollect::ipc

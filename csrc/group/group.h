@@ -1,6 +1,7 @@
 // The ranks of one group, each a process on the same host: their shared memory, failure detection,
 // and waits that throw instead of hanging when a peer dies.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -33,6 +34,18 @@ class Group {
 
   Rank rank() const { return rank_; }
   int world() const { return world_; }
+  int all_ranks() const { return std::max(world_, settings_.all_ranks); }
+  HostsAgreement& hosts_agreement(uint64_t call) const {
+    return reinterpret_cast<Control*>(base_)->hosts[call & 1];
+  }
+  // The rank's number in the world, of which this group may be the part on one host.
+  Rank world_rank(Rank r) const {
+    return settings_.world_ranks.empty() ? r : settings_.world_ranks[r];
+  }
+  std::vector<Rank> world_ranks(std::vector<Rank> ranks) const {
+    for (Rank& r : ranks) r = world_rank(r);
+    return ranks;
+  }
   const GroupSettings& settings() const { return settings_; }
   const SegmentLayout& layout() const { return layout_; }
   RankState& rank_state(Rank r) const { return rank_states_[r]; }
@@ -71,10 +84,16 @@ class Group {
   uint64_t gone() const { return dead() | left(); }
 
   bool is_healthy() const { return !abort_state_->is_aborted(); }
+  AbortCause abort_cause() const { return abort_state_->cause(); }  // of an aborted group
   // Throws the abort cause if the group is aborted, or CollectiveError in a forked child of a rank.
   void require_healthy(const OpContext& context) const;
   // Aborts the group from any thread: all waiting ranks throw.
   void abort(const std::string& why);
+  // Aborts the group if a rank has died without leaving it, although no rank may wait for it.
+  void abort_if_died();
+  // Aborts the group with a cause that a rank found in an operation, and throws it. `kind`: lost or
+  // timed_out.
+  [[noreturn]] void fail(uint32_t kind, const std::string& cause, const OpContext& context);
 
  private:
   class WaitMonitor;  // defined in group.cpp

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
+
+#include "wait.h"
 
 namespace pycollect::ipc {
 
@@ -20,6 +23,12 @@ struct GroupSettings {
   std::size_t signal_pad_bytes = 0;
   // Other settings that must be equal on all ranks, as text: " name=value" each.
   std::string common_settings = {};
+  // The ranks' numbers in a world of several hosts, for messages; empty: the group is the world.
+  std::vector<int> world_ranks = {};
+  bool one_host = true;  // false: ranks on several hosts are no error, but SeveralHosts
+  int all_ranks = 0;     // ranks of that world; 0: the group is the world
+  // How long a waiting rank yields its core before it sleeps.
+  std::chrono::microseconds yield_time = kYieldTime;
   int cores = 0;  // cores that the ranks share; 0: all that any of them may use
   // Segment of SegmentLayout::total bytes that is mapped already, for ranks that are threads of one
   // process: in one mapping, a sanitizer sees the accesses of all ranks. Null: rank 0 creates it.

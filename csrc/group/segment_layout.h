@@ -7,6 +7,7 @@
 #pragma once
 #include <linux/futex.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -80,9 +81,9 @@ struct alignas(128) RankState {
 };
 static_assert(sizeof(RankState) == 256);
 
-// Values that the hash of a rank's Fingerprint covers, for error messages. In the segment, 2 *
-// `world` counts follow them, for irregular calls: the number of elements that the rank sends to
-// each peer, then the number that it receives from each.
+// Values that the hash of a rank's Fingerprint covers, for error messages. In the segment, two
+// counts for each rank of the world follow them, for irregular calls: the numbers of elements that
+// this rank sends to each, then the numbers that it receives from each.
 struct alignas(64) FingerprintDetails {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
@@ -122,11 +123,21 @@ struct alignas(64) LivenessLock {
   std::atomic<int32_t> pid{0};  // pid in the process's own pid namespace; 0: not arrived yet
 };
 
+// The result of the agreement between hosts on a call, which the first rank of this host publishes
+// to the others. There are two, used alternately like fingerprints.
+struct HostsAgreement {
+  std::atomic<uint64_t> calls{0};  // number of the call, + 1
+  uint32_t pieces = 0;
+  uint32_t as_many = 0;            // 1: all ranks make equally many requests, and none refuses
+  std::array<char, 496> why = {};  // the hosts' calls differ: in what; empty: they agree
+};
+
 // Control block of the group, at the beginning of the segment.
 struct alignas(128) Control {
   AbortRecord record;
   std::array<std::atomic<uint64_t>, kMaxRanks> nonces = {};
   std::array<LivenessLock, kMaxRanks> liveness = {};
+  std::array<HostsAgreement, 2> hosts = {};  // [call & 1]
 };
 
 struct SegmentSizes {
@@ -136,6 +147,7 @@ struct SegmentSizes {
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
   std::size_t signal_pad_bytes = 0;  // signal pad of all ranks, accessed by CUDA streams
+  int all_ranks = 0;                 // ranks of a world of several hosts; 0: the group is the world
 };
 
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
@@ -154,8 +166,9 @@ struct SegmentLayout {
       : sizes(s),
         rank_states(up(sizeof(Control))),
         fingerprint_details_begin(rank_states + up(s.world * sizeof(RankState))),
-        fingerprint_details_bytes(sizeof(FingerprintDetails) +
-                                  up_to_line(2 * s.world * sizeof(uint64_t))),
+        fingerprint_details_bytes(
+            sizeof(FingerprintDetails) +
+            up_to_line(2 * std::max(s.world, s.all_ranks) * sizeof(uint64_t))),
         mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
         signal_pad(mailboxes + up(s.mailbox_bytes)),
         staging_buffers(signal_pad + up(s.signal_pad_bytes)),

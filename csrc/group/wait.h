@@ -69,11 +69,12 @@ bool spin(bool crowded, const Ready& ready, const MustYield& must_yield) {
 
 // Waits until `ready` holds, after `spin`. Calls `check(now)` every kCheckInterval or so, which
 // throws if the wait must fail. First yields the core whenever `must_yield` returns true, and after
-// kSpinTime always; after kYieldTime calls `sleep(waited)`.
+// kSpinTime always; after `yield_time` calls `sleep(waited)`.
 template <class Ready, class MustYield, class Check, class Sleep>
-void wait(const Ready& ready, const MustYield& must_yield, const Check& check, const Sleep& sleep) {
+void wait(const Ready& ready, const MustYield& must_yield, const Check& check, const Sleep& sleep,
+          std::chrono::microseconds yield_time = kYieldTime) {
   const auto begin = Clock::now();
-  for (auto now = begin, checked = begin; now - begin < kYieldTime; now = Clock::now()) {
+  for (auto now = begin, checked = begin; now - begin < yield_time; now = Clock::now()) {
     if (now - checked >= kCheckInterval) check(checked = now);
     const bool spins = now - begin < kSpinTime;
     for (int i = 0; i < kYieldsPerCheck; ++i) {

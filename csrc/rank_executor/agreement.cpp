@@ -3,19 +3,22 @@
 
 #include <algorithm>
 
-namespace pycollect::ipc {
-namespace {
+#include "transport.h"
 
-// Returns the place of a rank's counts, which are stored behind its FingerprintDetails.
-ElementCounts counts(Group& group, Rank r, uint64_t call) {
+namespace pycollect::ipc {
+
+// The counts are stored behind the rank's FingerprintDetails.
+ElementCounts counts_of(const Group& group, Rank r, uint64_t call) {
   auto* sent = reinterpret_cast<uint64_t*>(&group.fingerprint_details(r, call) + 1);
-  return {sent, sent + group.world()};
+  return {sent, sent + group.all_ranks()};
 }
+
+namespace {
 
 PublishedCalls published_calls(Group& group, uint64_t call) {
   return [&group, call](Rank r) -> PublishedCall {
     return {group.rank_state(r).fingerprints[call & 1], group.fingerprint_details(r, call),
-            counts(group, r, call)};
+            counts_of(group, r, call)};
   };
 }
 
@@ -43,7 +46,7 @@ void begin(Group& group, uint64_t run, const OpContext& context) {
 void publish(Group& group, const CallFingerprint& s, const CollectiveRequest* request) {
   describe(group.fingerprint_details(group.rank(), s.call), s, request);
   if (request != nullptr && request->irregular)
-    write_counts(counts(group, group.rank(), s.call), *request, group.world());
+    write_counts(counts_of(group, group.rank(), s.call), *request, group.all_ranks());
   RankState& state = group.rank_state(group.rank());
   state.fingerprints[s.call & 1] = s.fingerprint;
   if ((s.fingerprint.flags & Fingerprint::zero_copy) != 0)
@@ -71,24 +74,38 @@ Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const O
     agreed.pieces = std::max(agreed.pieces, fingerprint.pieces);
     agreed.zero_copy &= (fingerprint.flags & Fingerprint::zero_copy) != 0;
   }
+  const auto world_rank = [&](Rank r) { return group.world_rank(r); };
   if (!alike) [[unlikely]]
-    throw_mismatch(group.world(), published_calls(group, mine.call));
+    throw_mismatch(group.world(), published_calls(group, mine.call), world_rank);
   if ((mine.fingerprint.flags & Fingerprint::irregular) != 0)
-    check_counts(mine.collective, group.world(), published_calls(group, mine.call));
+    check_counts(mine.collective, group.world(), published_calls(group, mine.call), world_rank);
   return agreed;
 }
 
-Agreement publish_and_agree(Group& group, const CallFingerprint& mine,
+Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
+                const OpContext& context, ChunkLoop* loop) {
+  Agreement of_host;
+  try {
+    of_host = agree(transport.group(), mine, run, context);
+  } catch (const std::invalid_argument& error) {
+    transport.reject(mine, context, error.what());
+    throw;
+  }
+  return transport.confirm(mine, of_host, context, loop);
+}
+
+Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
                             const CollectiveRequest& request, const OpContext& context) {
+  Group& group = transport.group();
   group.require_healthy(context);
   const uint64_t run = run_number(group);
   begin(group, run, context);
   publish(group, mine, &request);
   group.advance(at_run(run + 1));
-  return agree(group, mine, run, context);
+  return agree(transport, mine, run, context);
 }
 
-bool all_publish_as_many(Group& group, const CallFingerprint& mine) {
+bool all_publish_as_many(const Group& group, const CallFingerprint& mine) {
   for (Rank r = 0; r < group.world(); ++r) {
     const Fingerprint& fingerprint = group.rank_state(r).fingerprints[mine.call & 1];
     if ((fingerprint.flags & Fingerprint::refused) != 0) return false;

@@ -10,10 +10,15 @@
 
 namespace pycollect::ipc {
 
+class ChunkLoop;
+
 struct Agreement {
   uint32_t pieces = 0;    // maximum over all ranks
   bool zero_copy = true;  // true if all ranks have published registered offsets
 };
+
+// Returns the counts that a rank of this host has published for an irregular call.
+ElementCounts counts_of(const Group& group, Rank r, uint64_t call);
 
 // Returns the number of this rank's next run, derived from its counters in the shared memory.
 uint64_t run_number(const Group& group);
@@ -29,15 +34,18 @@ void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
 void publish(Group& group, const CallFingerprint& mine, const CollectiveRequest* request);
 void publish_refusal(Group& group, const CallFingerprint& mine, std::string_view why);
 
-// Waits for every rank's fingerprint. Throws the same std::invalid_argument on every rank if the
-// fingerprints differ.
+// Waits for the fingerprint of every rank of this host. Throws the same std::invalid_argument on
+// every rank if the fingerprints differ.
 Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context);
+// The same for the ranks of all hosts; `loop`: see Transport::confirm.
+Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
+                const OpContext& context, ChunkLoop* loop = nullptr);
 // Publishes the fingerprint and waits for all others, in a run of its own that moves no data.
-Agreement publish_and_agree(Group& group, const CallFingerprint& mine,
+Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
                             const CollectiveRequest& request, const OpContext& context);
-// Called after `publish_and_agree` has thrown for several requests at once. Returns true if every
-// rank has as many requests as this one and no rank has refused.
-bool all_publish_as_many(Group& group, const CallFingerprint& mine);
+// Returns true if every rank of this host has published as many requests as this one and none has
+// refused. Every rank's fingerprint must have arrived.
+bool all_publish_as_many(const Group& group, const CallFingerprint& mine);
 
 // Runs `f`, and aborts the group if `f` fails: peers would wait for a rank that cannot continue.
 template <class F>

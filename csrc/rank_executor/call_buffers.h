@@ -63,6 +63,8 @@ class CallBuffers {
            item_;
   }
   std::size_t item() const { return item_; }
+  std::size_t accumulator_item() const { return item_bytes(accumulator(request_.dtype)); }
+  std::size_t widening() const { return accumulator_item() / item_; }
   std::size_t total(const CallBuffer& buffer) const;
 
  private:

@@ -1,6 +1,8 @@
 // See chunk_loop.h. The path of a small call allocates no memory.
 #include "chunk_loop.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "../plan/error.h"
@@ -14,8 +16,10 @@ std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; 
 
 }  // namespace
 
-std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program) {
-  const auto n = static_cast<std::size_t>(std::max(rank_program.regions, 1));
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program,
+                         std::size_t widening) {
+  const auto n =
+      std::max<std::size_t>(rank_program.regions + rank_program.partial_regions * widening, 1);
   if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
   require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
           " bytes are too small for ", n,
@@ -26,9 +30,10 @@ std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_progr
 void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
   rank_program_ = &rank_program;
   pieces_ = 1;
+  stride_ = 0;
   piece_ = std::numeric_limits<std::size_t>::max();
-  if (rank_program.regions == 0) return;
-  stride_ = region_bytes(transport_.buffer_bytes(), rank_program);
+  if (rank_program.regions + rank_program.partial_regions == 0) return;
+  stride_ = region_bytes(transport_.buffer_bytes(), rank_program, buffers_.widening());
   piece_ = stride_ / buffers_.item();
   const std::size_t largest = buffers_.largest(), per_line = kLine / buffers_.item();
   if (largest <= piece_) return;
@@ -54,11 +59,14 @@ void ChunkLoop::run(uint64_t first, uint32_t pieces) {
     run_ = first + k;
     from_ = k * piece_;
     if (!std::exchange(entered_, false)) {
-      if (rank_program_->regions > 0) transport_.wait_for_previous(run_);
+      if (stride_ > 0) transport_.wait_for_previous(run_);
       // The first run always signals its entry, which also marks all earlier calls as finished.
       if (k == 0 || rank_program_->entry_awaited) transport_.signal(at_run(run_) + 1);
     }
+    const bool transfers = !rank_program_->transfers.empty() && !skips_transfers_;
+    if (transfers) post_receives();
     run_piece(std::exchange(filled_, 0));
+    if (transfers) transport_.await_sends();
     const bool signals = k + 1 < pieces || awaited;
     if (signals) transport_.signal(at_run(run_ + 1));
     if (k + 1 == pieces) transport_.end(at_run(run_ + 1), signals);
@@ -82,10 +90,16 @@ void ChunkLoop::wait(const std::vector<Wait>& waits) {
   for (const Wait w : waits) transport_.wait(w.rank, at_run(run_) + w.count);
 }
 
-void ChunkLoop::perform(const Instruction& instruction) {
+// Returns the number of elements that the instruction moves in the current piece.
+std::size_t ChunkLoop::count_of(const Instruction& instruction) const {
   const std::size_t size = buffers_.size(instruction);
-  if (size <= from_) return;
-  const std::size_t n = std::min(piece_, size - from_);
+  return size <= from_ ? 0 : std::min(piece_, size - from_);
+}
+
+void ChunkLoop::perform(const Instruction& instruction) {
+  const std::size_t n = count_of(instruction);
+  if (n == 0) return;
+  if (instruction.transfer) return perform_transfer(instruction);
   Rows& rows = transport_.rows();
   rows.clear(instruction);
   for (std::size_t begin = 0; begin < n;) {
@@ -93,12 +107,65 @@ void ChunkLoop::perform(const Instruction& instruction) {
     void** const at = rows.open();
     for (std::size_t i = 0; i < instruction.operands.size(); ++i) {
       const Operand& o = instruction.operands[i];
-      const bool is_own = o.where != OperandBuffer::staging && o.rank == transport_.rank();
+      const bool is_own = !is_staging(o.where) && o.rank == transport_.rank();
       at[i] = is_own ? own_address(o, begin, count) : peer_address(o, begin);
     }
     rows.close(begin += count);
   }
   transport_.launch(rows);
+}
+
+ChunkLoop::Memory ChunkLoop::transferred(const Instruction& instruction) const {
+  const Operand& moved = instruction.operands[0];
+  const std::size_t item =
+      moved.where == OperandBuffer::partial ? buffers_.accumulator_item() : buffers_.item();
+  return {peer_address(moved, 0), count_of(instruction) * item};
+}
+
+// Receives begin before the first instruction of a piece, so that no sender waits for this rank.
+void ChunkLoop::post_receives() {
+  for (const int i : rank_program_->transfers) {
+    const Instruction& instruction = rank_program_->instructions[i];
+    if (!instruction.transfer->early || count_of(instruction) == 0) continue;
+    const Memory to = transferred(instruction);
+    transport_.receive(*instruction.transfer, to.at, to.bytes);
+  }
+}
+
+void ChunkLoop::perform_transfer(const Instruction& instruction) {
+  if (skips_transfers_) return;
+  const HostTransfer& transfer = *instruction.transfer;
+  const Memory moved = transferred(instruction);
+  if (transfer.direction == HostTransfer::Direction::send)
+    return transport_.send(transfer, moved.at, moved.bytes);
+  if (!transfer.early) transport_.receive(transfer, moved.at, moved.bytes);
+  transport_.await_receive(transfer);
+}
+
+bool ChunkLoop::packs() const { return rank_program_->packs && pieces_ == 1; }
+
+void ChunkLoop::pack(Rank to, std::vector<std::byte>& data) {
+  for (const int i : rank_program_->transfers) {
+    const Instruction& instruction = rank_program_->instructions[i];
+    const HostTransfer& transfer = *instruction.transfer;
+    if (transfer.direction != HostTransfer::Direction::send || transfer.peer != to) continue;
+    const Memory from = transferred(instruction);
+    data.insert(data.end(), from.at, from.at + from.bytes);
+  }
+}
+
+void ChunkLoop::unpack(Rank from, const std::byte* data, std::size_t bytes) {
+  for (const int i : rank_program_->transfers) {
+    const Instruction& instruction = rank_program_->instructions[i];
+    const HostTransfer& transfer = *instruction.transfer;
+    if (transfer.direction != HostTransfer::Direction::receive || transfer.peer != from) continue;
+    const Memory to = transferred(instruction);
+    require(to.bytes <= bytes, "rank ", from, " sent a shorter message than its call needs");
+    std::memcpy(to.at, data, to.bytes);
+    data += to.bytes;
+    bytes -= to.bytes;
+  }
+  require(bytes == 0, "rank ", from, " sent a longer message than its call needs");
 }
 
 // Returns the address of an element of this rank's buffer, and limits `n` to the elements before
@@ -115,6 +182,10 @@ std::byte* ChunkLoop::own_address(const Operand& o, std::size_t at, std::size_t&
 std::byte* ChunkLoop::peer_address(const Operand& o, std::size_t at) const {
   if (o.where == OperandBuffer::staging)
     return transport_.buffer(o.rank, run_) + o.index * stride_ + at * buffers_.item();
+  if (o.where == OperandBuffer::partial)
+    return transport_.buffer(o.rank, run_) +
+           (rank_program_->regions + o.index * buffers_.widening()) * stride_ +
+           at * buffers_.accumulator_item();
   return transport_.tensor(o.rank, o.where) + (buffers_.begin(o) + from_ + at) * buffers_.item();
 }
 

@@ -8,8 +8,10 @@
 namespace pycollect::ipc {
 
 // Returns the bytes of a staging buffer for each of the rank program's regions; the same on all
-// ranks. Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
-std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program);
+// ranks. A region of accumulators is `widening` times as large. Throws std::invalid_argument if
+// staging buffers of `buffer_bytes` are too small.
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program,
+                         std::size_t widening);
 
 // All ranks must cut the data into the same pieces, so the pieces follow from the rank program's
 // regions and the size of the staging buffers, never from a size that only one rank can compute.
@@ -29,9 +31,26 @@ class ChunkLoop {
   int enter(uint64_t run, bool fill);
   void run(uint64_t first, uint32_t pieces);
 
+  // Returns true if all data for other hosts is ready when the ranks have entered the only run.
+  bool packs() const;
+  // The data that the rank program's only run sends to another host's rank, or receives from it, in
+  // the order of the transfers. `unpack` throws std::invalid_argument if the size differs. After
+  // `skip_transfers`, the run makes none.
+  void pack(Rank to, std::vector<std::byte>& data);
+  void unpack(Rank from, const std::byte* data, std::size_t bytes);
+  void skip_transfers() { skips_transfers_ = true; }
+
  private:
   void run_piece(std::size_t skip);
   void perform(const Instruction& instruction);
+  void perform_transfer(const Instruction& instruction);
+  void post_receives();
+  std::size_t count_of(const Instruction& instruction) const;
+  struct Memory {
+    std::byte* at;
+    std::size_t bytes;
+  };
+  Memory transferred(const Instruction& instruction) const;
   void wait(const std::vector<Wait>& waits);
   std::byte* own_address(const Operand& o, std::size_t at, std::size_t& n) const;
   std::byte* peer_address(const Operand& o, std::size_t at) const;
@@ -41,8 +60,9 @@ class ChunkLoop {
   const RankProgram* rank_program_ = nullptr;
   uint64_t run_ = 0;
   std::size_t stride_ = 0;  // bytes of a region
-  std::size_t piece_ = 0;   // most elements of a chunk in one piece
-  std::size_t from_ = 0;    // element of each chunk at which the current piece begins
+  bool skips_transfers_ = false;
+  std::size_t piece_ = 0;  // most elements of a chunk in one piece
+  std::size_t from_ = 0;   // element of each chunk at which the current piece begins
   uint32_t pieces_ = 1;
   bool entered_ = false;
   std::size_t filled_ = 0;  // number of instructions of the first run that `enter` has run

@@ -51,19 +51,22 @@ struct Prepared {
  private:
   const RankProgram& rank_program(const Transport& transport, const CollectiveRequest& request,
                                   bool tensors) const {
-    const RankProgram& found = program_for(transport.rank(), transport.world(), request,
-                                           {bytes, transport.topology(tensors)});
-    region_bytes(transport.buffer_bytes(), found);
+    const RankProgram& found = program_for({transport.rank(), transport.world(), transport.hosts()},
+                                           request, {bytes, transport.topology(tensors)});
+    region_bytes(transport.buffer_bytes(), found, buffers.widening());
     return found;
   }
 };
 
-void refuse_at(Group& group, Collective collective, const OpContext& context,
+void refuse_at(Transport& transport, Collective collective, const OpContext& context,
                std::string_view why) {
+  Group& group = transport.group();
   const uint64_t run = run_number(group);
+  const CallFingerprint refusal{collective, context.call, {.flags = Fingerprint::refused}};
   begin(group, run, context);
-  publish_refusal(group, {collective, context.call, {.flags = Fingerprint::refused}}, why);
+  publish_refusal(group, refusal, why);
   group.advance(at_run(run + 1));
+  transport.reject(refusal, context, text("rank ", transport.rank(), " refused ", why));
 }
 
 Prepared prepare(Transport& transport, const CollectiveRequest& request, const OpContext& context) {
@@ -71,7 +74,7 @@ Prepared prepare(Transport& transport, const CollectiveRequest& request, const O
     transport.begin(request, context);
     return Prepared(transport, request);
   } catch (const std::invalid_argument& error) {
-    refuse_at(transport.group(), request.collective, context,
+    refuse_at(transport, request.collective, context,
               text(name(request.collective), ": ", error.what()));
     throw;
   }
@@ -85,7 +88,7 @@ void check(const Transport& transport, const CollectiveRequest& request) {
 
 // One combined fingerprint shows whether all requests match. The ranks exchange a fingerprint of
 // each request only if they do not match, and of an irregular request to compare its counts.
-void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& requests,
+void agree_on_all(Transport& transport, const std::vector<const CollectiveRequest*>& requests,
                   uint64_t& calls, Deadline deadline) {
   const CollectiveRequest& first = *requests.front();
   const auto parts = static_cast<uint32_t>(requests.size());
@@ -97,7 +100,7 @@ void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& req
     CallFingerprint mine = fingerprint_of(*requests[i], own.call);
     mine.part = i;
     mine.parts = parts;
-    publish_and_agree(group, mine, *requests[i], own);
+    publish_and_agree(transport, mine, *requests[i], own);
   };
   const OpContext together = context(first);
   CallFingerprint all{first.collective,
@@ -105,9 +108,9 @@ void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& req
                       {.fingerprint_hash = fingerprint_hash(requests, together.call)}};
   all.parts = parts;
   try {
-    publish_and_agree(group, all, first, together);
+    publish_and_agree(transport, all, first, together);
   } catch (const std::invalid_argument&) {
-    if (!all_publish_as_many(group, all)) throw;
+    if (!transport.all_publish_as_many(all)) throw;
     for (uint32_t i = 0; i < parts; ++i) exchange_part(i);  // one of these throws
     throw;
   }
@@ -120,7 +123,7 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
   Group& group = transport.group();
   group.require_healthy(context);
   if (request.tensors == 0) {
-    publish_and_agree(group, fingerprint_of(request, call), request, context);
+    publish_and_agree(transport, fingerprint_of(request, call), request, context);
     return;
   }
   Prepared p = prepare(transport, request, context);
@@ -144,11 +147,11 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
   });
 }
 
-void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+void refuse(Transport& transport, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why) {
   const OpContext context{name(collective), call, deadline};
-  group.require_healthy(context);
-  refuse_at(group, collective, context, why);
+  transport.group().require_healthy(context);
+  refuse_at(transport, collective, context, why);
 }
 
 }  // namespace pycollect::ipc

@@ -65,12 +65,12 @@ void check(const Transport& transport, const CollectiveRequest& request);
 // Checks that several requests of one operation match on all ranks, so that either all of them run
 // or none. Takes the same number of call numbers from `calls` on all ranks. Throws as `run` does,
 // for the first request that differs.
-void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& requests,
+void agree_on_all(Transport& transport, const std::vector<const CollectiveRequest*>& requests,
                   uint64_t& calls, Deadline deadline);
 
 // Publishes a refusal instead of running a call. All peers throw `why`, which begins with the name
 // of the refused operation. Waits only for peers that have not begun the previous call.
-void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+void refuse(Transport& transport, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why);
 
 }  // namespace pycollect::ipc

@@ -93,11 +93,15 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
   return description + part;
 }
 
-std::string mismatch_message(Rank r, const FingerprintDetails& one,
-                             const FingerprintDetails& zero) {
+struct CallOfRank {
+  Rank rank;
+  const FingerprintDetails& details;
+};
+std::string mismatch_message(const CallOfRank& of_one, const CallOfRank& of_zero) {
+  const FingerprintDetails &one = of_one.details, &zero = of_zero.details;
   const std::string mine = describe_call(one, zero), theirs = describe_call(zero, one);
-  std::string description = text("all ranks of a group must make the same call: rank ", r,
-                                 " called ", mine, ", rank 0 called ", theirs);
+  std::string description = text("all ranks of a group must make the same call: rank ", of_one.rank,
+                                 " called ", mine, ", rank ", of_zero.rank, " called ", theirs);
   if (mine == theirs)
     description += one.options >> 32 != zero.options >> 32
                        ? ", but with different algorithms"
@@ -107,11 +111,11 @@ std::string mismatch_message(Rank r, const FingerprintDetails& one,
 
 }  // namespace
 
-void throw_mismatch(int world, const PublishedCalls& published) {
+void throw_mismatch(int world, const PublishedCalls& published, const WorldRank& world_rank) {
   for (Rank r = 0; r < world; ++r)
     if ((published(r).fingerprint.flags & Fingerprint::refused) != 0)
       throw std::invalid_argument(
-          text("rank ", r, " refused ", read_text(published(r).details.refusal)));
+          text("rank ", world_rank(r), " refused ", read_text(published(r).details.refusal)));
   // Prefer a rank whose number of requests differs from rank 0's, which the message then names.
   const auto parts = [&](Rank r) { return published(r).details.parts; };
   const uint64_t hash = published(0).fingerprint.fingerprint_hash;
@@ -119,17 +123,21 @@ void throw_mismatch(int world, const PublishedCalls& published) {
   while (r < world && parts(r) == parts(0)) ++r;
   if (r == world) r = 1;
   while (r + 1 < world && is_same(published(r).fingerprint, hash)) ++r;
-  throw std::invalid_argument(mismatch_message(r, published(r).details, published(0).details));
+  throw std::invalid_argument(mismatch_message({world_rank(r), published(r).details},
+                                               {world_rank(0), published(0).details}));
 }
 
-void check_counts(Collective collective, int world, const PublishedCalls& published) {
+void check_count(Collective collective, Rank from, uint64_t sent, Rank to, uint64_t received) {
+  require(sent == received, name(collective), ": rank ", from, " sends ", sent,
+          " elements to rank ", to, ", which has room for ", received);
+}
+
+void check_counts(Collective collective, int world, const PublishedCalls& published,
+                  const WorldRank& world_rank) {
   for (Rank from = 0; from < world; ++from)
-    for (Rank to = 0; to < world; ++to) {
-      const uint64_t sent = published(from).counts.sent[to];
-      const uint64_t received = published(to).counts.received[from];
-      require(sent == received, name(collective), ": rank ", from, " sends ", sent,
-              " elements to rank ", to, ", which has room for ", received);
-    }
+    for (Rank to = 0; to < world; ++to)
+      check_count(collective, world_rank(from), published(from).counts.sent[world_rank(to)],
+                  world_rank(to), published(to).counts.received[world_rank(from)]);
 }
 
 void write_counts(const ElementCounts& to, const CollectiveRequest& r, int world) {

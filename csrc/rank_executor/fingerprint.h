@@ -35,7 +35,7 @@ uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests,
 
 // Numbers of elements that a rank sends to each peer, and receives from each, in an irregular call.
 struct ElementCounts {
-  uint64_t *sent, *received;  // [peer]
+  uint64_t *sent, *received;  // [rank of the world]
 };
 void write_counts(const ElementCounts& to, const CollectiveRequest& request, int world);
 
@@ -59,13 +59,20 @@ inline bool is_same(const Fingerprint& fingerprint, uint64_t fingerprint_hash) {
          (fingerprint.flags & Fingerprint::refused) == 0;
 }
 
+// Returns the number in the world of a rank of the group.
+using WorldRank = std::function<Rank(Rank)>;
+inline Rank same_rank(Rank r) { return r; }
+
 // Throws std::invalid_argument for calls that differ or that a rank has refused. The message is
 // built only from what rank 0 and one rank that differs from it have published, so all ranks throw
 // the same message.
-[[noreturn]] void throw_mismatch(int world, const PublishedCalls& published);
+[[noreturn]] void throw_mismatch(int world, const PublishedCalls& published,
+                                 const WorldRank& world_rank = same_rank);
 
 // Throws std::invalid_argument if a rank sends a peer more or fewer elements than the peer
 // receives.
-void check_counts(Collective collective, int world, const PublishedCalls& published);
+void check_counts(Collective collective, int world, const PublishedCalls& published,
+                  const WorldRank& world_rank = same_rank);
+void check_count(Collective collective, Rank from, uint64_t sent, Rank to, uint64_t received);
 
 }  // namespace pycollect::ipc

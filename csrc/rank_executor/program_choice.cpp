@@ -7,18 +7,19 @@
 namespace pycollect::ipc {
 namespace {
 
-const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const SelectionKey& s) {
+const RankProgram& look_up(const WorldMember& me, const CollectiveRequest& r,
+                           const SelectionKey& s) {
   const Choice choice = choose(s, r.algorithm);
   // If each destination's rank copied a block itself, processes that share one GPU would run these
   // kernels one after another, and each would read the block again. So one step copies to all.
   const bool push_to_all = s.topology == Topology::cuda_ipc_symmetric;
-  return rank_program({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
-                       is_zero_copy(s.topology), push_to_all});
+  return rank_program({choice.algorithm, s.world, choice.pieces, r.root, me.rank, r.in_place,
+                       is_zero_copy(s.topology), push_to_all, s.hosts, choice.senders});
 }
 
 }  // namespace
 
-const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& r,
+const RankProgram& program_for(const WorldMember& me, const CollectiveRequest& r,
                                const SizeAndTopology& key) {
   struct LastProgram {
     SelectionKey call;
@@ -27,11 +28,12 @@ const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& r,
     const RankProgram* value = nullptr;
   };
   thread_local std::array<LastProgram, kTopologies> last;
-  const SelectionKey s{r.collective, world, key.bytes, r.dtype, r.in_place, key.topology};
+  const SelectionKey s{r.collective, me.world,     key.bytes, r.dtype,
+                       r.in_place,   key.topology, me.hosts};
   LastProgram& cached = last[static_cast<std::size_t>(key.topology)];
-  if (cached.value == nullptr || cached.call != s || cached.rank != rank || cached.root != r.root ||
-      cached.algorithm != r.algorithm)
-    cached = {s, std::string(r.algorithm), rank, r.root, &look_up(rank, r, s)};
+  if (cached.value == nullptr || cached.call != s || cached.rank != me.rank ||
+      cached.root != r.root || cached.algorithm != r.algorithm)
+    cached = {s, std::string(r.algorithm), me.rank, r.root, &look_up(me, r, s)};
   return *cached.value;
 }
 

@@ -6,6 +6,11 @@
 
 namespace pycollect::ipc {
 
+struct WorldMember {
+  Rank rank;
+  int world;
+  const Hosts* hosts;  // null: one host
+};
 struct SizeAndTopology {
   std::size_t bytes;  // of one rank's largest buffer; 0 where a rank cannot know it
   Topology topology;
@@ -13,7 +18,7 @@ struct SizeAndTopology {
 
 // Returns the rank program of the algorithm that the request names, or else of the selector's
 // choice. Each thread caches its last choice: a look-up takes a fourth of a small call's time.
-const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& request,
+const RankProgram& program_for(const WorldMember& me, const CollectiveRequest& request,
                                const SizeAndTopology& key);
 
 // Throws std::invalid_argument if the request is irregular and the program needs equal blocks.

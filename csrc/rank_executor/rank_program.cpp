@@ -1,5 +1,6 @@
 // See rank_program.h. Each chunk of scratch and of host memory that a task accesses gets a region
-// of a staging buffer, in the same order on all ranks, so that ranks need not exchange offsets.
+// of a staging buffer, in the same order on all ranks of the host, so that ranks need not exchange
+// offsets.
 #include "rank_program.h"
 
 #include <algorithm>
@@ -13,26 +14,31 @@
 #include "../group/segment_layout.h"
 #include "../plan/error.h"
 #include "../plan/passes.h"
-#include "../plan/verify.h"
 
 namespace pycollect::ipc {
 namespace {
 
-bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+bool is_partial(const Slice& s) { return s.buffer == Buffer::partial; }
+bool is_staged(const Slice& s) {
+  return s.buffer == Buffer::scratch || s.buffer == Buffer::host || is_partial(s);
+}
 
 class RankProgramBuilder {
  public:
-  RankProgramBuilder(const Plan& plan, bool in_place, Rank me)
-      : plan_(plan),
+  // `me`: the rank, numbered in the view.
+  RankProgramBuilder(const HostView& view, bool in_place, Rank me)
+      : view_(view),
+        plan_(view.plan),
         in_place_(in_place),
         me_(me),
-        program_(lower(plan, in_place, LevelPolicy::any, kInOutBuffers)),
-        finishes_(finishes(plan, in_place)),
-        region_(cells(plan), kNone),
+        program_(lower(plan_, in_place, LevelPolicy::any, kInOutBuffers)),
+        region_(cells(plan_), kNone),
         waited_(program_[me].size() + 1) {
-    rank_program_.chunks = plan.chunks;
+    rank_program_.chunks = view.chunks;
+    rank_program_.regions = view.cells;
+    rank_program_.partial_regions = view.partial_cells;
+    rank_program_.packs = view.packs;
     assign_regions();
-    find_chunks();
     for (const auto& tasks : program_)
       for (const Task& task : tasks)
         for (const Wait w : task.waits)
@@ -44,6 +50,7 @@ class RankProgramBuilder {
     require(tasks.size() < std::size_t{1} << kTaskBits, "a rank has ", tasks.size(),
             " tasks; at most ", (1 << kTaskBits) - 1, " are supported");
     for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
+    size_transfers();
     rank_program_.exit = tasks.back().waits;
     rank_program_.entry_awaited = waited_[1];
     while (rank_program_.prologue < rank_program_.instructions.size() &&
@@ -56,36 +63,19 @@ class RankProgramBuilder {
   static constexpr int kNone = -1;
 
   void assign_regions() {
-    std::vector<int> used(plan_.world);
+    std::vector<int> used(plan_.world), used_partial(plan_.world);
     for (const Step& step : plan_.steps) {
       const bool mine = step.owner() == me_;
       for (const Slices* side : {&step.dsts, &step.srcs})
         for (const Slice& s : *side) {
           if (is_staged(s)) {
             int& region = region_[cell(s)];
-            if (region == kNone) region = used[s.rank]++;
+            if (region == kNone) region = (is_partial(s) ? used_partial : used)[s.rank]++;
           } else if (s.rank == me_ && !mine) {
             (s.buffer == Buffer::input ? rank_program_.exposes_input
                                        : rank_program_.exposes_output) = true;
           }
         }
-    }
-    rank_program_.regions = *std::max_element(used.begin(), used.end());
-  }
-
-  // Finds the chunk that determines each step's size. A value in host memory may have another
-  // chunk's index; its size is that of the chunk from which it was copied or folded.
-  void find_chunks() {
-    std::vector<int> held(cells(plan_), 0);  // [cell] of host memory: the chunk of its value
-    for (const Step& step : plan_.steps) {
-      int chunk = kNone;
-      for (const Slices* side : {&step.srcs, &step.dsts})
-        for (const Slice& s : *side)
-          if (s.buffer != Buffer::host) chunk = s.first;
-      if (chunk == kNone) chunk = held[cell(step.srcs[0])];
-      for (const Slice& d : step.dsts)
-        if (d.buffer == Buffer::host) held[cell(d)] = chunk;
-      chunk_.push_back(chunk);
     }
   }
 
@@ -98,8 +88,9 @@ class RankProgramBuilder {
   void add(const Task& task, int count) {
     const Step& step = plan_.steps[task.step];
     Instruction instruction{.dsts = static_cast<int>(step.dsts.size()),
-                            .chunk = chunk_[task.step],
-                            .finishes = finishes_[task.step],
+                            .chunk = view_.chunk_of[task.step],
+                            .finishes = view_.finishes[task.step],
+                            .transfer = view_.transfers[task.step],
                             .awaited = waited_[count],
                             .finished_tasks = count,
                             .waits = task.waits};
@@ -114,46 +105,77 @@ class RankProgramBuilder {
       instruction.chunk = s.first;
       instruction.sized_by = instruction.operands.back().where;
     }
+    instruction.partial_dsts = !step.dsts.empty() && is_partial(step.dsts[0]);
+    instruction.partial_srcs =
+        static_cast<int>(std::count_if(step.srcs.begin(), step.srcs.end(), is_partial));
     require(instruction.operands.size() <= kMostOperands, "a step has ",
             instruction.operands.size(), " slices; at most ", kMostOperands,
             " are supported between processes");
-    rank_program_.sizes_known &= instruction.sized_by != OperandBuffer::staging;
     rank_program_.instructions.push_back(std::move(instruction));
   }
 
+  // A transfer has the size of the tensor from which its data was copied, or to which it goes.
+  void size_transfers() {
+    for (Instruction& transfer : rank_program_.instructions) {
+      if (!transfer.transfer) continue;
+      const Operand& moved = transfer.operands[0];
+      for (const Instruction& other : rank_program_.instructions) {
+        if (is_staging(other.sized_by) || !uses(other, moved)) continue;
+        transfer.chunk = other.chunk;
+        transfer.sized_by = other.sized_by;
+        break;
+      }
+    }
+    const auto& all = rank_program_.instructions;
+    for (int i = 0; i < static_cast<int>(all.size()); ++i)
+      if (all[i].transfer) rank_program_.transfers.push_back(i);
+    std::sort(rank_program_.transfers.begin(), rank_program_.transfers.end(),
+              [&](int a, int b) { return all[a].transfer->number < all[b].transfer->number; });
+    for (const Instruction& instruction : rank_program_.instructions)
+      rank_program_.sizes_known &= !is_staging(instruction.sized_by);
+  }
+
+  static bool uses(const Instruction& instruction, const Operand& moved) {
+    return std::any_of(
+        instruction.operands.begin(), instruction.operands.end(), [&](const Operand& o) {
+          return o.where == moved.where && o.rank == moved.rank && o.index == moved.index;
+        });
+  }
+
   Operand operand(const Slice& s) const {
+    if (is_partial(s)) return {OperandBuffer::partial, s.rank, region_[cell(s)]};
     if (is_staged(s)) return {OperandBuffer::staging, s.rank, region_[cell(s)]};
-    return {s.buffer == Buffer::input ? OperandBuffer::input : OperandBuffer::output, s.rank,
-            s.first};
+    return {s.buffer == Buffer::input ? OperandBuffer::input : OperandBuffer::output,
+            view_.world_rank[s.rank], s.first};
   }
 
   bool in_prologue(const Instruction& instruction) const {
-    auto own = [&](const Operand& o) { return o.rank == me_; };
-    auto in_own_staging = [&](const Operand& o) {
-      return own(o) && o.where == OperandBuffer::staging;
+    auto own = [&](const Operand& o) {
+      return o.rank == (is_staging(o.where) ? me_ : view_.world_rank[me_]);
     };
+    auto in_own_staging = [&](const Operand& o) { return own(o) && is_staging(o.where); };
     const auto first = instruction.operands.begin();
-    return instruction.waits.empty() &&
+    return !instruction.transfer && instruction.waits.empty() &&
            std::all_of(first, first + instruction.dsts, in_own_staging) &&
            std::all_of(first, instruction.operands.end(), own);
   }
 
+  const HostView& view_;
   const Plan& plan_;
   bool in_place_;
   Rank me_;
   Program program_;
-  std::vector<bool> finishes_;
   std::vector<int> region_;   // [cell]
-  std::vector<int> chunk_;    // [step]: the chunk that determines its size
   std::vector<bool> waited_;  // [count]: a rank waits for this many tasks of this rank
   RankProgram rank_program_;
 };
 
 struct RankProgramHash {
   std::size_t operator()(const RankProgramKey& k) const {
-    std::size_t h = std::hash<const void*>()(k.algorithm);
+    std::size_t h = std::hash<const void*>()(k.algorithm) ^ std::hash<const void*>()(k.hosts);
     for (int part :
-         {k.world, k.pieces, k.root, k.rank, 4 * k.push_to_all + 2 * k.in_place + k.zero_copy})
+         {k.world, k.pieces, k.root, k.rank,
+          8 * static_cast<int>(k.senders) + 4 * k.push_to_all + 2 * k.in_place + k.zero_copy})
       h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number
     return h;
   }
@@ -177,11 +199,13 @@ const RankProgram& rank_program(const RankProgramKey& key) {
     const auto found = cache().kept.find(key);
     if (found != cache().kept.end()) return *found->second;
   }
-  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
+  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces, key.hosts});
   const Plan staged =
       for_processes(plan, key.in_place, key.zero_copy, key.zero_copy, key.push_to_all);
-  auto made =
-      std::make_unique<const RankProgram>(RankProgramBuilder(staged, key.in_place, key.rank).run());
+  const int host = key.hosts == nullptr ? 0 : key.hosts->of(key.rank);
+  const HostView view = host_view(staged, key.in_place, key.hosts, host, key.senders);
+  const Rank me = key.hosts == nullptr ? key.rank : key.hosts->index(key.rank);
+  auto made = std::make_unique<const RankProgram>(RankProgramBuilder(view, key.in_place, me).run());
   const std::unique_lock lock(cache().mutex);
   return *cache().kept.emplace(key, std::move(made)).first->second;
 }

@@ -4,8 +4,10 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "../plan/host_view.h"
 #include "../plan/program.h"
 #include "../plan/registry.h"
 
@@ -13,11 +15,14 @@ namespace pycollect::ipc {
 
 // Memory of an operand: an input or output buffer of a rank, or a rank's staging buffer. A staging
 // buffer is divided into regions of equal size, one for each chunk that the plan keeps in scratch
-// or host memory of that rank.
-enum class OperandBuffer : uint8_t { input, output, staging };
+// or host memory of that rank, and regions for as many accumulators (`partial`).
+enum class OperandBuffer : uint8_t { input, output, staging, partial };
+constexpr bool is_staging(OperandBuffer b) {
+  return b == OperandBuffer::staging || b == OperandBuffer::partial;
+}
 struct Operand {
   OperandBuffer where;
-  Rank rank;
+  Rank rank;  // of a staging buffer: numbered among the ranks of this host
   int index;  // number of the chunk in an input or output, or of the region in a staging buffer
 };
 
@@ -35,8 +40,11 @@ struct Instruction {
   // counts, which is the same on all ranks unless the request is irregular.
   int chunk = 0;
   OperandBuffer sized_by = OperandBuffer::staging;
-  bool finishes = false;  // the last fold of a reduction, where `avg` scales
-  bool awaited = false;   // a peer waits until this instruction is finished
+  bool finishes = false;      // the last fold of a reduction, where `avg` scales
+  int partial_srcs = 0;       // number of sources that are accumulators, the first ones
+  bool partial_dsts = false;  // the destinations are accumulators
+  std::optional<HostTransfer> transfer = {};  // its only operand is received or sent
+  bool awaited = false;                       // a peer waits until this instruction is finished
   // Number of this rank's tasks in a run that are finished when this one is, the run's entry
   // included. The rank signals it as its progress.
   int finished_tasks = 0;
@@ -53,8 +61,14 @@ struct RankProgram {
   // Number of regions of every staging buffer: as many as the rank with the most needs, so that all
   // ranks compute the same addresses.
   int regions = 0;
+  int partial_regions = 0;
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
+
+  std::vector<int> transfers = {};  // instructions that are transfers, by their numbers
+  // The prologues of all ranks write everything that the first ranks of the hosts, and only they,
+  // send to each other.
+  bool packs = false;
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
   int tasks_after_prologue() const {
@@ -69,6 +83,8 @@ struct RankProgramKey {
   bool in_place = false;
   bool zero_copy = false;    // every rank can access every rank's input and output
   bool push_to_all = false;  // one step copies a block to all its destinations (see MemoryReach)
+  const Hosts* hosts = nullptr;  // must outlive the process; null: all ranks are on one host
+  HostSenders senders = HostSenders::all;
   bool operator==(const RankProgramKey&) const = default;
 };
 

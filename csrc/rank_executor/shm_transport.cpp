@@ -30,12 +30,12 @@ constexpr std::size_t kLine = 64;
 
 std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
-Agreement agree_or_skip(Group& group, const CallFingerprint& mine, uint64_t run,
-                        const OpContext& context) {
+Agreement agree_or_skip(Transport& transport, const CallFingerprint& mine, uint64_t run,
+                        const OpContext& context, ChunkLoop& loop) {
   try {
-    return agree(group, mine, run, context);
+    return agree(transport, mine, run, context, &loop);
   } catch (const std::invalid_argument&) {
-    group.advance(at_run(run + 1));
+    transport.group().advance(at_run(run + 1));
     throw;
   }
 }
@@ -47,7 +47,7 @@ bool ShmTransport::may_use_tensors(Collective, std::size_t bytes) const {
 }
 
 std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std::size_t) const {
-  const auto offset = static_cast<uint64_t>(at - group().heap(rank()));
+  const auto offset = static_cast<uint64_t>(at - group().heap(group().rank()));
   // An address before the heap wraps around to a large offset.
   const bool inside = offset < group().layout().sizes.symmetric_heap_bytes;
   return inside ? std::optional(offset) : std::nullopt;
@@ -56,8 +56,8 @@ std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std
 // Prefetches the cache lines that this rank is going to write and that peers have read: fetching
 // them takes as long as the rest of the call up to the first write.
 void ShmTransport::begin(const CollectiveRequest& request, const OpContext& context) {
-  __builtin_prefetch(&group().rank_state(rank()), 1);
-  __builtin_prefetch(group().staging_buffer(rank(), run_number(group())), 1);
+  __builtin_prefetch(&group().rank_state(group().rank()), 1);
+  __builtin_prefetch(group().staging_buffer(group().rank(), run_number(group())), 1);
   request_ = &request;
   context_ = &context;
   row_.emplace(request.dtype, request.op, fold_options(request, world()));
@@ -79,7 +79,7 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
   // away from them and back.
   publish(group(), mine, request_);
   group().advance(at_run(first) + tasks);
-  return agree_or_skip(group(), mine, first, *context_);
+  return agree_or_skip(*this, mine, first, *context_, loop);
 }
 
 // Checks the registered offsets at which this rank will access the peers' tensors. No rank
@@ -101,7 +101,8 @@ void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
     if (inside(r, registered.input, input_of(request.collective, request.in_place)) &&
         inside(r, registered.output, output_of(request.collective, request.in_place)))
       continue;
-    group().abort(text("rank ", r, " exposed a tensor outside its shared memory"));
+    group().abort(
+        text("rank ", group().world_rank(r), " exposed a tensor outside its shared memory"));
     group().require_healthy(*context_);
   }
 }
@@ -112,7 +113,7 @@ std::byte* ShmTransport::tensor(Rank r, OperandBuffer where) const {
 }
 
 void ShmTransport::end(uint64_t value, bool signalled) {
-  if (!signalled) group().rank_state(rank()).ended.store(value, std::memory_order_release);
+  if (!signalled) group().rank_state(group().rank()).ended.store(value, std::memory_order_release);
 }
 
 // Moves the rows with one thread, or with several from kParallelBytes on.
@@ -144,6 +145,12 @@ void ShmTransport::run_parallel(const Rows& rows) const {
     part(0, all);
 }
 
+// Returns the size of an element of the instruction's operand.
+std::size_t ShmTransport::item_of(const Instruction& instruction, std::size_t operand) const {
+  return instruction.operands[operand].where == OperandBuffer::partial ? row_->accumulator_item()
+                                                                       : row_->item();
+}
+
 void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) const {
   const std::size_t operands = rows.instruction().operands.size();
   for (std::size_t i = rows.find(begin); begin < end; ++i) {
@@ -151,7 +158,7 @@ void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) con
     const std::size_t skipped = begin - row.begin, n = std::min(end, row.begin + row.count) - begin;
     std::array<void*, kMostOperands> at;
     for (std::size_t k = 0; k < operands; ++k)
-      at[k] = static_cast<std::byte*>(row.at[k]) + skipped * row_->item();
+      at[k] = static_cast<std::byte*>(row.at[k]) + skipped * item_of(rows.instruction(), k);
     run(rows.instruction(), at.data(), n);
     begin += n;
   }
@@ -164,6 +171,9 @@ void ShmTransport::run(const Instruction& instruction, void** at, std::size_t co
   const int dsts = instruction.dsts, srcs = static_cast<int>(instruction.operands.size()) - dsts;
   const int first = dsts - instruction.in_staging;
   const cpu::Pointers from{at + dsts, srcs};
+  if (instruction.partial_dsts || instruction.partial_srcs > 0)
+    return row_->run_accumulators(instruction.finishes, {at, dsts}, instruction.partial_dsts, from,
+                                  instruction.partial_srcs, count);
   if (srcs == 1 || first == 0 || first == dsts)
     return row_->run(instruction.finishes, {at, dsts}, from, count,
                      non_temporal_ && instruction.in_staging == 0);

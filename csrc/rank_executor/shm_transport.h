@@ -7,10 +7,10 @@
 
 namespace pycollect::ipc {
 
-class ShmTransport final : public Transport {
+class ShmTransport : public Transport {
  public:
-  ShmTransport(Group& group, cpu::ParallelFor parallel_for)
-      : Transport(group), parallel_for_(std::move(parallel_for)) {}
+  ShmTransport(Group& group, cpu::ParallelFor parallel_for, const Hosts* hosts = nullptr)
+      : Transport(group, hosts), parallel_for_(std::move(parallel_for)) {}
 
   Topology topology(bool in_tensors) const override {
     return in_tensors ? Topology::shm_symmetric : Topology::shm_buffers;
@@ -32,10 +32,14 @@ class ShmTransport final : public Transport {
   void end(uint64_t value, bool signalled) override;
   void launch(const Rows& rows) override;
 
+ protected:
+  void use_context(const OpContext& context) { context_ = &context; }
+
  private:
   void run(const Rows& rows, std::size_t begin, std::size_t end) const;
   void run(const Instruction& instruction, void** at, std::size_t count) const;
   void run_parallel(const Rows& rows) const;
+  std::size_t item_of(const Instruction& instruction, std::size_t operand) const;
 
   const cpu::ParallelFor parallel_for_;
   // The members below belong to the current call.

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "../plan/select.h"
@@ -56,14 +57,20 @@ class Rows {
 // throw as Group::await does.
 class Transport {
  public:
-  explicit Transport(Group& group) : group_(group) {}
+  // `hosts` must outlive the process; null: the group's ranks are the whole world.
+  explicit Transport(Group& group, const Hosts* hosts = nullptr)
+      : group_(group),
+        hosts_(hosts),
+        rank_(group.world_rank(group.rank())),
+        world_(hosts != nullptr ? hosts->world() : group.world()) {}
   virtual ~Transport() = default;
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
-  Group& group() const { return group_; }
-  Rank rank() const { return group_.rank(); }
-  int world() const { return group_.world(); }
+  Group& group() const { return group_; }  // the ranks of this host
+  const Hosts* hosts() const { return hosts_; }
+  Rank rank() const { return rank_; }
+  int world() const { return world_; }
 
   // Topology for the selection of an algorithm: through staging buffers, or directly in tensors.
   virtual Topology topology(bool in_tensors) const = 0;
@@ -84,11 +91,25 @@ class Transport {
   // Checks that all ranks issued the same call, and may run the loop's prologue before. Throws
   // std::invalid_argument on all ranks alike if the calls differ.
   virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
+  // Extends an agreement of this host's ranks to all hosts, with the data that `loop`, if given,
+  // can send along. Throws std::invalid_argument on all ranks alike if the hosts' calls differ.
+  virtual Agreement confirm(const CallFingerprint&, const Agreement& of_host, const OpContext&,
+                            ChunkLoop* /*loop*/) {
+    return of_host;
+  }
+  // Called after an agreement on several requests at once has thrown. Returns true if every rank of
+  // all hosts has as many requests as this one and no rank has refused.
+  virtual bool all_publish_as_many(const CallFingerprint& mine) const {
+    return ipc::all_publish_as_many(group_, mine);
+  }
+  // Tells the other hosts that the ranks of this one do not make the call, for the reason `why`.
+  virtual void reject(const CallFingerprint&, const OpContext&, std::string_view /*why*/) {}
+
   // Prepares the exposed tensors of all ranks for a rank program that accesses them in place.
   virtual void check_exposed(const RankProgram& rank_program, std::size_t bytes) = 0;
 
-  // Staging buffer of a rank for a run: two alternate, so that a rank can fill one while peers
-  // still read the other.
+  // Staging buffer of a rank of this host for a run: two alternate, so that a rank can fill one
+  // while peers still read the other.
   virtual std::byte* buffer(Rank rank, uint64_t run) const = 0;
   // The exposed input or output of a rank.
   virtual std::byte* tensor(Rank rank, OperandBuffer where) const = 0;
@@ -100,10 +121,21 @@ class Transport {
   virtual void end(uint64_t value, bool signalled) = 0;
   virtual void launch(const Rows& rows) = 0;
 
+  // Transfers between hosts: see Wire.
+  virtual void send(const HostTransfer&, const std::byte*, std::size_t) { require_hosts(); }
+  virtual void receive(const HostTransfer&, std::byte*, std::size_t) { require_hosts(); }
+  virtual void await_receive(const HostTransfer&) { require_hosts(); }
+  virtual void await_sends() { require_hosts(); }
+
   Rows& rows() { return rows_; }  // rows of the instruction being built; reuses memory
 
  private:
+  static void require_hosts() { throw std::logic_error("all ranks are on one host"); }
+
   Group& group_;
+  const Hosts* const hosts_;
+  const Rank rank_;
+  const int world_;
   Rows rows_;
 };
 

@@ -63,7 +63,8 @@ bool Incoming::take_one(Rank from) {
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
   if (!fits(*record))
-    throw CollectiveError(text("rank ", from, " wrote an invalid message into the shared memory"));
+    throw CollectiveError(
+        text("rank ", area_.world_rank(from), " wrote an invalid message into the shared memory"));
   const auto posted = find(from, record->tag);
   if (posted == posted_.end())
     buffer_unexpected(from, *record, peer.messages.payload());
@@ -108,7 +109,7 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
   transfer->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    const auto error = mismatch(from, sent, me_, wanted);
+    const auto error = mismatch(area_.world_rank(from), sent, area_.world_rank(me_), wanted);
     if (record.kind == Record::eager) return wakeups_.finish(*transfer, error);
     Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::nack};
     refusal.dtype = wanted.dtype;
@@ -145,7 +146,8 @@ bool Incoming::take_fragment(Rank from) {
   if (at != peer.requested.end()) {  // otherwise the receive has failed with the group
     Transfer& transfer = *at->second;
     if (record->payload > transfer.left())
-      throw CollectiveError(text("rank ", from, " sent more bytes than its RTS declares"));
+      throw CollectiveError(
+          text("rank ", area_.world_rank(from), " sent more bytes than its RTS declares"));
     std::memcpy(transfer.into_ + transfer.moved(), peer.fragments.payload(), record->payload);
     transfer.advance(record->payload);
     if (transfer.left() == 0) {

@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "../group/doorbell.h"
-#include "../group/segment_layout.h"
+#include "../group/group.h"
 #include "record_ring.h"
 
 namespace pycollect::ipc {
@@ -48,9 +48,11 @@ class MailArea {
     return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
   }
 
-  MailArea(std::byte* base, int world) : base_(base), world_(world) {}
+  explicit MailArea(const Group& group)
+      : base_(group.mailboxes()), world_(group.world()), group_(&group) {}
 
   int world() const { return world_; }
+  Rank world_rank(Rank r) const { return group_->world_rank(r); }
   Doorbell& doorbell(Rank r) const {
     return *reinterpret_cast<Doorbell*>(base_ + r * sizeof(Doorbell));
   }
@@ -83,6 +85,7 @@ class MailArea {
 
   std::byte* base_;
   int world_;
+  const Group* group_;
 };
 
 }  // namespace pycollect::ipc

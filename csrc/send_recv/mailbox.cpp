@@ -32,7 +32,7 @@ std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Enve
 
 Mailbox::Mailbox(Group& group)
     : group_(group),
-      area_(group.mailboxes(), group.world()),
+      area_(group),
       me_(group.rank()),
       outgoing_(area_, me_, wakeups_),
       incoming_(area_, me_, wakeups_) {}

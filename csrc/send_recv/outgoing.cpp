@@ -48,7 +48,8 @@ void Outgoing::read_replies(DestinationPeer& peer) {
       continue;
     }
     const Envelope wanted{reply->bytes, reply->dtype, transfer->envelope.tag};
-    wakeups_.finish(*transfer, mismatch(me_, transfer->envelope, transfer->peer(), wanted));
+    wakeups_.finish(*transfer, mismatch(area_.world_rank(me_), transfer->envelope,
+                                        area_.world_rank(transfer->peer()), wanted));
   }
 }
 

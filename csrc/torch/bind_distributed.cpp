@@ -1,6 +1,9 @@
 // See bind_distributed.h. The backend class itself is not bound: Python has it as torch's Backend.
 #include "bind_distributed.h"
 
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+
 #include "../plan/find_name.h"
 #include "c10d/backend.h"
 
@@ -69,6 +72,8 @@ void bind_distributed(py::module_& m) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init<>())
       .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("hosts", &Options::hosts)
+      .def_readwrite("_between_hosts", &Options::between_hosts)
       .def_readwrite("buffer_bytes", &Options::buffer_bytes)
       .def_readwrite("cuda_buffer_bytes", &Options::cuda_buffer_bytes)
       .def_readwrite("symmetric_heap_bytes", &Options::symmetric_heap_bytes)

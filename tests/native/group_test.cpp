@@ -32,7 +32,7 @@ void refuses_several_hosts() {
   const auto ends = run(4, quick_settings(), [](RankContext& me) {
     FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
       PeerInfo it = PeerInfo::decode(value);
-      it.host = me.rank == 3 ? "b" : "a", it.boot = it.host;
+      it.host = me.rank == 3 ? "b" : "a", it.boot = it.domain = it.host;
       return it.encode();
     });
     RankContext other{me.rank, me.world, store, me.settings};
@@ -40,9 +40,9 @@ void refuses_several_hosts() {
   });
   for (const RankExit& end : ends)
     expect_equal(end.result,
-                 "invalid_argument: all ranks of a pycollect group must be on one host; in group "
-                 "'default' ranks 0-2 are on a, rank 3 is on b: use gloo (CPU) or nccl (CUDA) "
-                 "between hosts, and a pycollect group within each");
+                 "invalid_argument: all ranks of group 'default' must be on one host, because its "
+                 "options have hosts='one', but ranks 0-2 are on a, rank 3 is on b: pass "
+                 "hosts='exact', or use a pycollect group within each host");
 }
 
 void refuses_different_settings() {

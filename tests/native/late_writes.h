@@ -89,7 +89,8 @@ void run_impossible_offset() {
     }
     CallFingerprint forged = fingerprint_of(request, 0);
     forged.set_registered(RegisteredOffsets{kLateArena - 64, uint64_t{1} << 60});
-    publish_and_agree(group, forged, request, {"all_reduce", 0, soon()});
+    ShmTransport transport(group, {});
+    publish_and_agree(transport, forged, request, {"all_reduce", 0, soon()});
   });
   expect(messages[0].find("rank 1 exposed a tensor outside its shared memory") != messages[0].npos,
          messages[0]);

@@ -27,7 +27,7 @@ inline void write_first(const RingMemory& ring, const Record& record) {
 }
 
 inline void invalid_message(const Member& m, const Record& record) {
-  if (m.rank == 1) return write_first(MailArea(m.group.mailboxes(), 2).messages(1, 0), record);
+  if (m.rank == 1) return write_first(MailArea(m.group).messages(1, 0), record);
   Bytes into(record.bytes);
   expect_aborted(m, m.box.receive(1, envelope(record.bytes, 0, 0), into.data()));
 }
@@ -36,7 +36,7 @@ inline void invalid_message(const Member& m, const Record& record) {
 // effect.
 inline void invalid_fragment(const Member& m) {
   constexpr uint32_t kBytes = 1 << 17, kHalf = kBytes / 2;
-  const MailArea area(m.group.mailboxes(), 2);
+  const MailArea area(m.group);
   Bytes payload(kHalf + 1), into(kBytes);
   if (m.rank == 0) {
     const auto received = m.box.receive(1, envelope(kBytes - 1, 0, 0), into.data());

@@ -84,7 +84,7 @@ void run_refused(Member& me) {
     const Rank refusing = i % me.group.world();
     Buffers b;
     if (me.group.rank() == refusing) {
-      refuse(me.group, Collective::all_reduce, me.call++, soon(),
+      refuse(me.transport, Collective::all_reduce, me.call++, soon(),
              "all_reduce: it is not contiguous");
     } else {
       const std::string message = refusal([&] { me.run(all_reduce_of(b, 100)); });

@@ -51,7 +51,7 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
-    ipc::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
+    ipc::refuse(*host_, call.collective, calls_++, deadline, call.refusal);
   } catch (const std::exception&) {
     // The group is aborted, and its next call throws that error.
   }
@@ -67,7 +67,7 @@ std::vector<Rank> CallRunner::missing() const {
   if (!ipc::reached(own, entered)) return ranks;  // no call is running
   for (Rank r = 0; r < group_->world(); ++r)
     if (!ipc::reached(done_by(r), entered)) ranks.push_back(r);
-  return ranks;
+  return group_->world_ranks(ranks);
 }
 
 // Waits for the caller's streams, up to the call's timeout. A device error is published as a
@@ -163,21 +163,21 @@ void CallRunner::agree(const std::vector<CoalescedRequests::RequestAndTransport>
   std::vector<const ipc::CollectiveRequest*> requests;
   for (const auto& [request, transport] : bound) {
     try {
-      ipc::check(transport == nullptr ? host_ : *transport, *request);
+      ipc::check(transport == nullptr ? *host_ : *transport, *request);
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
-      ipc::refuse(*group_, collective, calls_++, deadline,
+      ipc::refuse(*host_, collective, calls_++, deadline,
                   truncated(text(pycollect::name(collective), ": ", error.what())));
       throw;
     }
     requests.push_back(request);
   }
-  ipc::agree_on_all(*group_, requests, calls_, deadline);
+  ipc::agree_on_all(*host_, requests, calls_, deadline);
 }
 
 ipc::Transport& CallRunner::transport(const Call& call) {
   ipc::Transport* const own = call.staging ? call.staging->transport() : nullptr;
-  return own == nullptr ? host_ : *own;
+  return own == nullptr ? *host_ : *own;
 }
 
 void CallRunner::perform(Call& call, ipc::Deadline deadline) {

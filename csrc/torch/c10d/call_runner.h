@@ -21,8 +21,9 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls);
 
 class CallRunner {
  public:
-  explicit CallRunner(std::shared_ptr<ipc::Group> group)
-      : group_(std::move(group)), host_(*group_, threads_of_rank(group_->world())) {}
+  // `host`: transport of host tensors; it may refer to the group.
+  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Transport> host)
+      : group_(std::move(group)), host_(std::move(host)) {}
 
   void run(Call& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
@@ -39,7 +40,7 @@ class CallRunner {
   void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
-  ipc::ShmTransport host_;
+  const std::unique_ptr<ipc::Transport> host_;
   uint64_t calls_ = 0;
 };
 

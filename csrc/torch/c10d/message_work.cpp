@@ -15,7 +15,8 @@ MessageWork::MessageWork(const MessageInfo& info, at::Tensor tensor,
       staging_(std::move(staging)),
       fragments_(dynamic_cast<MessageStaging*>(staging_.get())),
       dense_(tensor_),
-      messages_(std::move(messages)) {
+      messages_(std::move(messages)),
+      world_ranks_(messages_->group().settings().world_ranks) {
   if (staging_) {
     memory_ = staging_->add_tensor(tensor_, !info_.receives, info_.receives).base;
     staging_->begin_copy_in();
@@ -86,6 +87,11 @@ ipc::TransferPtr MessageWork::transfer() const {
   return transfer_;
 }
 
+int MessageWork::sourceRank() const {
+  const Rank peer = this->peer();
+  return peer < 0 || world_ranks_.empty() ? peer : world_ranks_[peer];
+}
+
 Rank MessageWork::peer() const {
   const auto transfer = this->transfer();
   return transfer ? transfer->peer() : info_.peer.value_or(-1);
@@ -141,7 +147,7 @@ std::string MessageWork::describe() const {
   const Rank peer = this->peer();
   const char* direction = info_.receives ? " from " : " to ";
   return peer < 0 ? text(info_.name, direction, "any rank")
-                  : text(info_.name, direction, "rank ", peer);
+                  : text(info_.name, direction, "rank ", sourceRank());
 }
 
 bool MessageWork::isCompleted() {

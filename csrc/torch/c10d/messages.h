@@ -39,7 +39,7 @@ class MessageWork final : public GroupWork {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return peer(); }
+  int sourceRank() const override;
   Tensors result() override { return {tensor_}; }
   TensorStaging* staging() const override { return staging_.get(); }
   void synchronize() override { wait(); }
@@ -78,8 +78,9 @@ class MessageWork final : public GroupWork {
   MessageStaging* const fragments_;  // `staging_`, if the message goes in fragments; else null
   at::Tensor dense_;                 // the tensor, or a contiguous copy
   std::byte* memory_ = nullptr;
-  std::shared_ptr<Messages> messages_;  // null once the message is settled
-  ipc::TransferPtr transfer_;           // null until the message is posted
+  std::shared_ptr<Messages> messages_;   // null once the message is settled
+  const std::vector<Rank> world_ranks_;  // see GroupSettings
+  ipc::TransferPtr transfer_;            // null until the message is posted
   mutable std::mutex mutex_;
   bool settled_ = false;
   bool device_pending_ = false;  // true: the next fragment is still on this rank's device
@@ -100,6 +101,7 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   // aborts the group, which fails them.
   void close(ipc::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
+  const ipc::Group& group() const { return *group_; }
   bool progress();  // returns true if any message has moved
 
  private:

@@ -1,7 +1,9 @@
 // Group options beyond torch's own: `pycollect.distributed.Options`, passed as `pg_options=`.
 #pragma once
+#include <functional>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../group/group_settings.h"
 #include "staging/transport_selector.h"
@@ -9,13 +11,15 @@
 namespace pycollect::dist {
 
 inline constexpr const char* kBackendName = "pycollect";
+inline constexpr const char* kOneHost = "one";
 
 struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
       : c10d::Backend::Options(kBackendName, limit) {}
 
   std::string algorithm = {};  // used by every collective that has it; empty: automatic
-  std::size_t buffer_bytes = ipc::GroupSettings{}.buffer_bytes;
+  // Size of each of a rank's two staging buffers in host memory; none: default.
+  std::optional<std::size_t> buffer_bytes = {};
   // Address space of each rank's symmetric heap; none: default.
   std::optional<std::size_t> symmetric_heap_bytes = {};
   // Size of each of a rank's two staging buffers in GPU memory, as `buffer_bytes` for the host. A
@@ -25,6 +29,12 @@ struct Options final : c10d::Backend::Options {
   // Transport of CUDA tensors: "auto", "host_staging", or "cuda_ipc", which maps peers' GPU memory
   // from file descriptors (cuMem* calls, not cudaIpc*).
   std::string cuda_transport = kAutoTransport;
+  // How ranks on several hosts work together: "exact", with the bits of one host, or "one": not.
+  std::string hosts = "exact";
+  // Makes the process group for what goes between hosts, of all ranks of the world.
+  std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,
+                                                  int world, std::chrono::milliseconds)>
+      between_hosts = {};
   std::shared_ptr<TorchRuntime> torch = {};  // replaces torch's runtime in tests
 
   // Newer torch calls this override, so that a split-off group has its own options.

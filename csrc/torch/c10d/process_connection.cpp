@@ -1,9 +1,15 @@
-// See connection.h: ranks that are processes of one host.
+// See connection.h: ranks that are processes, of one host or of several.
 #include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "../../bootstrap/rendezvous.h"
+#include "../../hosts/hosts_transport.h"
 #include "../../plan/error.h"
 #include "binder.h"
 #include "connection.h"
+#include "hosts/hosts_monitor.h"
+#include "hosts/process_group_wire.h"
+#include "hosts/remote_messages.h"
 #include "messages.h"
 #include "process_queue.h"
 #include "symmetric_heap_allocator.h"
@@ -16,22 +22,90 @@ constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a t
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
 
+// Default size of a staging buffer of ranks on several hosts: so large that a message between
+// hosts, about a hundredth of it, takes longer on the wire than in the kernel. It is a guess.
+constexpr std::size_t kHostsBufferBytes = 4 << 20;
+
+// A rank that waits for another host leaves its core to the threads that send and receive.
+constexpr std::chrono::microseconds kHostsYieldTime{50};
+
 ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
           .timeout = o.timeout,
-          .buffer_bytes = o.buffer_bytes,
+          .buffer_bytes = o.buffer_bytes.value_or(ipc::GroupSettings{}.buffer_bytes),
           .mailbox_bytes = ipc::Mailbox::bytes(world),
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
           .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
-                                  " cuda_transport=", o.cuda_transport)};
+                                  " cuda_transport=", o.cuda_transport, " hosts=", o.hosts),
+          .one_host = o.hosts == kOneHost};
 }
 
 std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
-                                       const Options& options) {
-  TorchStore bootstrap(store, me.rank, ipc::deadline_after(options.timeout));
-  return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
+                                       ipc::GroupSettings settings) {
+  TorchStore bootstrap(store, me.rank, ipc::deadline_after(settings.timeout));
+  return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, std::move(settings));
+}
+
+// The ranks of this host, and the way to the others, if there are any.
+struct Members {
+  std::shared_ptr<ipc::Group> group;
+  std::shared_ptr<ProcessGroupWire> wire = {};  // null: one host
+  std::shared_ptr<const CauseBoard> board = {};
+  std::optional<ipc::HostsLink> link = {};
+
+  std::unique_ptr<ipc::Transport> transport() const {
+    auto threads = threads_of_rank(group->world());
+    if (!link) return std::make_unique<ipc::ShmTransport>(*group, std::move(threads));
+    return std::make_unique<ipc::HostsTransport>(*group, std::move(threads), *link);
+  }
+};
+
+// Returns a connection of its own to the store, whose other users may block it; if there is none,
+// the same store.
+StorePtr own_connection(const StorePtr& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;
+  }
+}
+
+// Makes a group of the ranks of each host, and a process group of all ranks for what goes between.
+Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
+                   const std::vector<ipc::PeerInfo>& ranks) {
+  const Hosts& hosts = interned(ipc::hosts_of(ranks));
+  const int host = hosts.of(me.rank);
+  const std::string group = text("pycollect/", ranks[0].nonce, "/");  // no other group's keys
+  const RankAndWorld here{hosts.index(me.rank), static_cast<int>(hosts.ranks(host).size())};
+  ipc::GroupSettings settings = settings_of(options, here.world);
+  settings.world_ranks = hosts.ranks(host);
+  settings.all_ranks = me.world;
+  settings.buffer_bytes = options.buffer_bytes.value_or(kHostsBufferBytes);
+  settings.yield_time = kHostsYieldTime;
+  settings.one_host = true;
+  Members made{make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store),
+                          here, std::move(settings))};
+  require(options.between_hosts != nullptr, "this group cannot span hosts: it was made without ",
+          "pycollect.distributed");
+  made.wire = std::make_shared<ProcessGroupWire>(
+      options.between_hosts(c10::make_intrusive<c10d::PrefixStore>(text(group, "hosts"), store),
+                            me.rank, me.world, options.timeout),
+      hosts.meeting_order(me.rank));
+  made.board = std::make_shared<const CauseBoard>(
+      c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
+  made.link.emplace(ipc::HostsLink{&hosts, ipc::names_of(hosts, ranks), made.wire,
+                                   [board = made.board] { return board->find(); }});
+  return made;
+}
+
+Members join(const StorePtr& store, RankAndWorld me, const Options& options) {
+  try {
+    return {make_group(store, me, settings_of(options, me.world))};
+  } catch (const ipc::SeveralHosts& found) {
+    return make_hosts(store, me, options, found.ranks);
+  }
 }
 
 class ProcessConnection final : public Connection {
@@ -41,10 +115,14 @@ class ProcessConnection final : public Connection {
             std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime()),
             TransportSelector::TransportSettings{options.cuda_transport,
                                                  options.cuda_buffer_bytes / kAlign * kAlign})),
-        group_(make_group(store, me, options)),
-        messages_(std::make_shared<Messages>(group_, selector_)),
+        members_(join(store, me, options)),
+        group_(members_.group),
+        local_messages_(std::make_shared<Messages>(group_, selector_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
-        queue_(std::make_shared<ProcessQueue>(std::make_shared<CallRunner>(group_))) {
+        queue_(std::make_shared<ProcessQueue>(
+            std::make_shared<CallRunner>(group_, members_.transport()))) {
+    messages_ = local_messages_;
+    if (members_.wire) connect_hosts(me.rank);
     selector_->attach(*group_);
   }
 
@@ -78,11 +156,23 @@ class ProcessConnection final : public Connection {
     const std::lock_guard lock(mutex_);
     return group_;
   }
+  void connect_hosts(Rank me) {
+    selector_->use_host_staging();
+    remote_messages_ = std::make_shared<RemoteMessages>(group_, *members_.link, members_.wire,
+                                                        selector_->devices());
+    messages_ = messages_of_hosts(local_messages_, remote_messages_, *members_.link->hosts, me,
+                                  selector_->devices());
+    monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.board);
+  }
 
   const std::shared_ptr<TransportSelector> selector_;
-  mutable std::mutex mutex_;  // guards group_, messages_ and allocator_, which close() resets
+  Members members_;
+  mutable std::mutex mutex_;  // guards the members down to allocator_, which close() resets
   std::shared_ptr<ipc::Group> group_;
-  std::shared_ptr<Messages> messages_;
+  std::shared_ptr<Messages> local_messages_;
+  std::shared_ptr<RemoteMessages> remote_messages_;  // null: one host
+  std::shared_ptr<PointToPoint> messages_;
+  std::unique_ptr<HostsMonitor> monitor_;  // null: one host
   std::shared_ptr<SymmetricHeapAllocator> allocator_;
   const std::shared_ptr<ProcessQueue> queue_;
   std::mutex rendezvous_mutex_;  // held by the thread that runs the GPU rendezvous
@@ -128,15 +218,28 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
   devices()->await_held(device_deadline(deadline));
   std::shared_ptr<Messages> messages;
+  std::shared_ptr<RemoteMessages> remote_messages;
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricHeapAllocator> allocator;
+  std::unique_ptr<HostsMonitor> monitor;
+  Members members;
   {
     const std::lock_guard lock(mutex_);
-    messages.swap(messages_);
+    messages_.reset();
+    messages.swap(local_messages_);
+    remote_messages.swap(remote_messages_);
+    monitor.swap(monitor_);
+    std::swap(members, members_);
     group.swap(group_);
     allocator.swap(allocator_);
   }
+  if (remote_messages) remote_messages->close(deadline);
   if (messages) messages->close(deadline);
+  monitor.reset();
+  if (members.wire) {
+    if (group && !group->is_healthy()) members.board->publish(group->abort_cause());
+    members.wire->abort();
+  }
   if (group) {
     selector_->leave();
     group->leave();  // a work held by the caller may keep the group alive

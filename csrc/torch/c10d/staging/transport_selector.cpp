@@ -54,6 +54,14 @@ TransportSelector::TransportSelector(std::shared_ptr<DeviceOps> devices, Transpo
                      (settings_.transport == kAutoTransport && !devices_->gpu());
 }
 
+void TransportSelector::use_host_staging() {
+  const std::lock_guard lock(mutex_);
+  rendezvous_done_ = true;
+  if (settings_.transport == kCudaIpc.name)
+    failed_ = text("cuda_transport='", kCudaIpc.name, "' works within one host only, and the ",
+                   "ranks of the group are on several; pass '", kHostStaging.name, "'");
+}
+
 void TransportSelector::attach(const ipc::Group& group) {
   if (const auto gpu = devices_->gpu())
     symmetric_memory_ = std::make_shared<cuda_ipc::SymmetricMemory>(gpu, group);

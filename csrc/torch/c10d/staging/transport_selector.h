@@ -35,6 +35,9 @@ class TransportSelector {
     std::string transport;
     std::size_t buffer_bytes;  // of one staging buffer
   };
+  // Call before the first collective of a group whose ranks are on several hosts, which reach each
+  // other through host staging only.
+  void use_host_staging();
   TransportSelector(std::shared_ptr<DeviceOps> devices, TransportSettings settings);
 
   // Call once, as soon as the group exists: it can then allocate symmetric GPU memory.

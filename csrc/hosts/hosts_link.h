@@ -1,0 +1,50 @@
+// What the ranks of a world of several hosts know of it: the hosts, their names, and the wire.
+#pragma once
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../group/format_ranks.h"
+#include "../group/group.h"
+#include "../plan/hosts.h"
+#include "../rank_executor/wire.h"
+
+namespace pycollect::ipc {
+
+struct HostsLink {
+  const Hosts* hosts;              // never freed
+  std::vector<std::string> names;  // [host], for messages
+  std::shared_ptr<Wire> wire;
+  // Returns why ranks of another host have aborted the group, if they have told it.
+  std::function<std::optional<AbortCause>()> find_cause;
+
+  std::string describe(Rank rank) const {
+    const int host = hosts->of(rank);
+    return text("rank ", rank, " on host ", names[host], " (", name(hosts->ranks(host)), ")");
+  }
+
+  // Calls `f`, which waits for `peer`. If the wire fails in it, aborts the group and throws the
+  // cause; the ranks of this host may have found another one first.
+  template <class F>
+  void run(Group& group, const OpContext& context, Rank peer, const F& f) const {
+    group.require_healthy(context);
+    try {
+      f();
+    } catch (const WireFailure& failure) {
+      group.require_healthy(context);
+      if (failure.timed_out)
+        group.fail(AbortRecord::timed_out, text("timed out; ", describe(peer), " did not arrive"),
+                   context);
+      if (const auto cause = find_cause()) group.fail(cause->kind, cause->text, context);
+      group.fail(AbortRecord::lost,
+                 text("the connection to ", describe(peer),
+                      " broke: the rank or its host has died or left, or the network has failed (",
+                      failure.what(), ")"),
+                 context);
+    }
+  }
+};
+
+}  // namespace pycollect::ipc

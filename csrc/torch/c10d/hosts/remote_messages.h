@@ -1,0 +1,70 @@
+// send and recv between ranks on different hosts. The first message on the wire has the envelope
+// and, if it is small, the data. Large data follows in a second one, which the receiver posts when
+// it has the first, and answers with its own envelope, so that both ends know of a mismatch. A
+// thread waits for a message of which no caller waits for the end.
+#pragma once
+#include <condition_variable>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../../../group/fork_guard.h"
+#include "../../../hosts/hosts_link.h"
+#include "../point_to_point.h"
+#include "../staging/device_ops.h"
+#include "../staging/tensor_staging.h"
+#include "process_group_wire.h"
+
+namespace pycollect::dist {
+
+class RemoteMessage;
+
+class RemoteMessages final : public std::enable_shared_from_this<RemoteMessages> {
+ public:
+  RemoteMessages(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
+                 std::shared_ptr<ProcessGroupWire> wire, std::shared_ptr<DeviceOps> devices);
+  ~RemoteMessages();
+
+  // `op.peer` is a rank of the world on another host.
+  WorkPtr send(const P2POp& op);
+  WorkPtr receive(const P2POp& op);
+  // Waits until the deadline for messages under way; those left are failed by closing the wire.
+  void close(ipc::Deadline deadline);
+
+ private:
+  friend class RemoteMessage;
+  using MessagePtr = c10::intrusive_ptr<RemoteMessage>;
+  WorkPtr submit(const P2POp& op, const char* name, bool receives);
+  // Runs the message in a thread of its own; does nothing if there can be none, because a thread
+  // that waits for the message runs it, too.
+  void start(const MessagePtr& message);
+  void join_ended();
+  void forget(const RemoteMessage* message);
+  Rank me() const { return group_->world_rank(group_->rank()); }
+
+  const std::shared_ptr<ipc::Group> group_;
+  const ipc::HostsLink link_;
+  const std::shared_ptr<ProcessGroupWire> wire_;
+  const std::shared_ptr<DeviceOps> devices_;
+  std::mutex posting_mutex_;  // keeps the order of messages; never locked under mutex_
+  const ipc::ForkGuard fork_guard_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool accepting_ = true;
+  uint64_t next_number_ = 0;
+  std::vector<MessagePtr> open_;
+  struct MessageThread {
+    std::thread thread;
+    bool ended = false;  // it uses nothing of this object any more
+  };
+  std::list<MessageThread> threads_;
+};
+
+// send and recv of a group over several hosts: through `local` within a host.
+std::shared_ptr<PointToPoint> messages_of_hosts(std::shared_ptr<PointToPoint> local,
+                                                std::shared_ptr<RemoteMessages> remote,
+                                                const Hosts& hosts, Rank me,
+                                                std::shared_ptr<DeviceOps> devices);
+
+}  // namespace pycollect::dist
