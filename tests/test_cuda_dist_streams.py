@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes
+from dist_ranks import NO_TRANSPORTS, between_processes, on_one_host
 from dist_sites import EMULATED, LARGE, REAL, site_worlds, until
 
-pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
+    on_one_host("tests the transports within a host"),
+]
 pools = pytest.fixture(pools_of_ranks, scope="module")
 
 

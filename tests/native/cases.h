@@ -144,10 +144,12 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
     out.push_back(initial_output(c, r, world));
     scratch.emplace_back(std::max(in[r].size(), out[r].size()) + item);
   }
-  for (Rank r = 0; r < world; ++r)
+  for (Rank r = 0; r < world; ++r) {
     memory.insert(memory.end(), {BufferMemory{in[r].data()},
                                  BufferMemory{c.in_place ? in[r].data() : out[r].data()},
-                                 BufferMemory{scratch[r].data()}, BufferMemory{}});
+                                 BufferMemory{scratch[r].data()}});
+    memory.resize(static_cast<std::size_t>(r + 1) * kBuffers);  // no host memory, no accumulators
+  }
   const std::vector<Binding> bindings{{&offsets, memory}};
   cpu::run_in_order({*plan, bindings, c.dtype, c.op, {.world = world}});
   return {in, c.in_place ? in : out};

@@ -158,8 +158,7 @@ class ProcessConnection final : public Connection {
   }
   void connect_hosts(Rank me) {
     selector_->use_host_staging();
-    remote_messages_ = std::make_shared<RemoteMessages>(group_, *members_.link, members_.wire,
-                                                        selector_->devices());
+    remote_messages_ = std::make_shared<RemoteMessages>(group_, *members_.link, members_.wire);
     messages_ = messages_of_hosts(local_messages_, remote_messages_, *members_.link->hosts, me,
                                   selector_->devices());
     monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.board);

@@ -12,7 +12,6 @@
 #include "../../threads.h"
 #include "../binder.h"
 #include "../in_flight_guard.h"
-#include "../staging/transport_selector.h"
 #include "../work.h"
 
 namespace pycollect::dist {
@@ -57,14 +56,14 @@ class RemoteMessage final : public GroupWork {
   bool is_done() const { return is(State::done); }
   bool is_running() const { return is(State::running); }
 
-  TensorStaging* staging() const override { return staging_.get(); }
+  TensorStaging* staging() const override { return nullptr; }  // host tensors only
   int sourceRank() const override { return *op_.peer; }
   Tensors result() override { return {op_.tensor}; }
   void synchronize() override { wait(); }
   bool isCompleted() override {
     all_->fork_guard_.require_not_forked(name_);
     start();
-    return is_done() && (exception() || !staging_ || staging_->outputs_ready());
+    return is_done();
   }
   bool isSuccess() const override { return is_done() && !exception(); }
   std::exception_ptr exception() const override {
@@ -102,8 +101,7 @@ class RemoteMessage final : public GroupWork {
   const bool receives_;
   const ipc::Envelope envelope_;
   ipc::Deadline deadline_ = ipc::deadline_after(op_.timeout);
-  std::shared_ptr<TensorStaging> staging_;  // null: a host tensor
-  at::Tensor dense_;                        // contiguous, in host memory; unused with staging
+  at::Tensor dense_;  // the tensor, or a contiguous copy
   std::byte* memory_ = nullptr;
   std::vector<std::byte> first_, unused_;  // `unused_`: data that does not match
   ipc::Envelope answer_{};                 // the receiver's envelope, of a message with large data
@@ -117,21 +115,13 @@ class RemoteMessage final : public GroupWork {
 };
 
 void RemoteMessage::post() {
-  if (all_->devices_->serves(op_.tensor)) {
-    staging_ = stage_through_host(all_->devices_);
-    memory_ = staging_->add_tensor(op_.tensor, !receives_, receives_).base;
-    staging_->begin_copy_in();
-    all_->group_->await([&] { return staging_->inputs_ready(); },
-                        [&] { return std::vector<Rank>{all_->group_->rank()}; }, context());
-  } else {
-    dense_ = op_.tensor;
-    if (!dense_.is_contiguous()) {
-      dense_ = at::Tensor(at::detail::empty_cpu(dense_.sizes(), dense_.scalar_type()));
-      if (!receives_) copy_strided(dense_, op_.tensor);
-    }
-    memory_ = static_cast<std::byte*>(receives_ ? dense_.mutable_data_ptr()
-                                                : const_cast<void*>(dense_.const_data_ptr()));
+  dense_ = op_.tensor;
+  if (!dense_.is_contiguous()) {
+    dense_ = at::Tensor(at::detail::empty_cpu(dense_.sizes(), dense_.scalar_type()));
+    if (!receives_) copy_strided(dense_, op_.tensor);
   }
+  memory_ = static_cast<std::byte*>(receives_ ? dense_.mutable_data_ptr()
+                                              : const_cast<void*>(dense_.const_data_ptr()));
   all_->link_.run(*all_->group_, context(), *op_.peer, [&] {
     if (!receives_) return post_send();
     posted_.push_back(all_->wire_->post_receive(*op_.peer, kFirstMessages + op_.tag, first_.data(),
@@ -194,10 +184,7 @@ void RemoteMessage::finish_receive() {
     std::memcpy(memory_, first_.data() + sizeof header, sent.bytes);
   }
   if (!accepted) std::rethrow_exception(ipc::mismatch(*op_.peer, sent, all_->me(), envelope_));
-  if (staging_)
-    staging_->begin_copy_out(context());
-  else if (!dense_.is_same(op_.tensor))
-    copy_strided(op_.tensor, dense_);
+  if (!dense_.is_same(op_.tensor)) copy_strided(op_.tensor, dense_);
 }
 
 void RemoteMessage::run(ipc::Deadline at_most) {
@@ -249,7 +236,6 @@ bool RemoteMessage::wait(std::chrono::milliseconds timeout) {
     run();
   }
   if (const auto error = exception()) std::rethrow_exception(error);
-  if (staging_) staging_->wait_on_current_streams();
   return true;
 }
 
@@ -270,12 +256,8 @@ c10::intrusive_ptr<Future> RemoteMessage::getFuture() {
 }
 
 RemoteMessages::RemoteMessages(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
-                               std::shared_ptr<ProcessGroupWire> wire,
-                               std::shared_ptr<DeviceOps> devices)
-    : group_(std::move(group)),
-      link_(std::move(link)),
-      wire_(std::move(wire)),
-      devices_(std::move(devices)) {}
+                               std::shared_ptr<ProcessGroupWire> wire)
+    : group_(std::move(group)), link_(std::move(link)), wire_(std::move(wire)) {}
 
 RemoteMessages::~RemoteMessages() = default;
 
@@ -395,7 +377,11 @@ class MessagesOfHosts final : public PointToPoint {
   bool check(const P2POp& op, const char* name, bool receives) const override {
     require(op.peer.has_value(), name,
             ": a group over several hosts cannot receive from any rank; pass the source rank");
-    return check_message(op, name, receives, hosts_.world(), *devices_);
+    const bool on_device = check_message(op, name, receives, hosts_.world(), *devices_);
+    require(!on_device || !is_remote(op), name, ": the tensor is on ", op.tensor.device(),
+            " and rank ", *op.peer, " is on another host, to which only CPU tensors can be sent; ",
+            "pass .cpu()");
+    return on_device;
   }
 
  private:

@@ -1,7 +1,7 @@
-// send and recv between ranks on different hosts. The first message on the wire has the envelope
-// and, if it is small, the data. Large data follows in a second one, which the receiver posts when
-// it has the first, and answers with its own envelope, so that both ends know of a mismatch. A
-// thread waits for a message of which no caller waits for the end.
+// send and recv of CPU tensors between ranks on different hosts. The first message on the wire has
+// the envelope and, if it is small, the data. Large data follows in a second one, which the
+// receiver posts when it has the first, and answers with its own envelope, so that both ends know
+// of a mismatch. A thread waits for a message of which no caller waits for the end.
 #pragma once
 #include <condition_variable>
 #include <list>
@@ -13,7 +13,6 @@
 #include "../../../hosts/hosts_link.h"
 #include "../point_to_point.h"
 #include "../staging/device_ops.h"
-#include "../staging/tensor_staging.h"
 #include "process_group_wire.h"
 
 namespace pycollect::dist {
@@ -23,7 +22,7 @@ class RemoteMessage;
 class RemoteMessages final : public std::enable_shared_from_this<RemoteMessages> {
  public:
   RemoteMessages(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
-                 std::shared_ptr<ProcessGroupWire> wire, std::shared_ptr<DeviceOps> devices);
+                 std::shared_ptr<ProcessGroupWire> wire);
   ~RemoteMessages();
 
   // `op.peer` is a rank of the world on another host.
