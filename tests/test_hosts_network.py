@@ -80,10 +80,13 @@ def test_torchrun_on_two_hosts(hosts, tmp_path):
         hosts.start(host, (*torchrun, "--node-rank", str(host), str(program)), QUIET, **PIPES)
         for host in range(2)
     ]
+    errors = ""
     for run in runs:
         out, err = run.communicate(timeout=60)
         assert out.count("right") == 2, err[-2000:]
         assert run.returncode == 0
+        errors += err
+    assert "ranks of one machine are in different network namespaces" in errors
 
 
 def ranks(hosts: Namespaces, program: str) -> list[subprocess.Popen[str]]:

@@ -52,7 +52,7 @@ class HostRanks:
         for name in names:
             try:
                 group, refusal = makers[name](), ""
-            except (NotImplementedError, ValueError, RuntimeError) as error:
+            except (NotImplementedError, ValueError) as error:
                 group, refusal = None, reason(error)
             refusal = agreed_refusal(self.spin_barrier, refusal)
             if refusal:

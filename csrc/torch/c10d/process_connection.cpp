@@ -1,10 +1,13 @@
 // See connection.h: ranks that are processes, of one host or of several.
+#include <cstdlib>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "../../bootstrap/rendezvous.h"
+#include "../../group/format_ranks.h"
 #include "../../hosts/hosts_transport.h"
 #include "../../plan/error.h"
+#include "../log.h"
 #include "binder.h"
 #include "connection.h"
 #include "hosts/hosts_monitor.h"
@@ -72,6 +75,29 @@ StorePtr own_connection(const StorePtr& store) {
   }
 }
 
+// Logs on which hosts the ranks are. Warns of ranks of one machine that cannot share memory and so
+// count as several hosts, because that is slower and may be a mistake in the set-up of containers.
+void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
+               const std::vector<ipc::PeerInfo>& ranks) {
+  std::string places;
+  bool alike = false;
+  for (int h = 0; h < hosts.count(); ++h) {
+    const ipc::PeerInfo& first = ranks[hosts.ranks(h)[0]];
+    places += text(h == 0 ? "" : ", ", ipc::name(hosts.ranks(h)), " on ", names[h]);
+    for (int other = 0; other < h; ++other) {
+      const ipc::PeerInfo& earlier = ranks[hosts.ranks(other)[0]];
+      alike |= earlier.boot == first.boot && earlier.network_space != first.network_space;
+    }
+  }
+  log_once(text("the ranks are on ", hosts.count(), " hosts: ", places));
+  const char* const given = std::getenv("PYCOLLECT_HOST");
+  if (alike && (given == nullptr || *given == '\0'))
+    warn(
+        text("ranks of one machine are in different network namespaces, so they do not share "
+             "memory and exchange data through Gloo, which is slower: ",
+             places, "; set PYCOLLECT_HOST if that is intended"));
+}
+
 // Makes a group of the ranks of each host, and a process group of all ranks for what goes between.
 Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
                    const std::vector<ipc::PeerInfo>& ranks) {
@@ -95,8 +121,10 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
       hosts.meeting_order(me.rank));
   made.board = std::make_shared<const CauseBoard>(
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
-  made.link.emplace(ipc::HostsLink{&hosts, ipc::names_of(hosts, ranks), made.wire,
-                                   [board = made.board] { return board->find(); }});
+  const std::vector<std::string> names = ipc::names_of(hosts, ranks);
+  if (me.rank == 0) log_hosts(hosts, names, ranks);
+  made.link.emplace(
+      ipc::HostsLink{&hosts, names, made.wire, [board = made.board] { return board->find(); }});
   return made;
 }
 
