@@ -1,7 +1,8 @@
-"""Fails if a type name has two definitions in the library: one name, one meaning.
+"""Fails if a name has two definitions in the library: one name, one meaning.
 
 Checks classes, structs, enumerations and aliases in `csrc`, and classes in `pycollect`, each
 language separately. Declarations, template specialisations and parameters are not definitions.
+Constants are checked where several sources are compiled as one file, which are those with torch.
 """
 
 import ast
@@ -19,6 +20,12 @@ TYPE = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
+CONSTANT = re.compile(r"^(?:inline\s+)?constexpr\s[^;={(]*?\b(k[A-Z]\w*)\b", re.MULTILINE)
+
+
+def cxx_constants(text: str) -> list[str]:
+    return CONSTANT.findall(COMMENT_OR_STRING.sub(" ", text))
+
 
 def cxx_types(text: str) -> list[str]:
     code = COMMENT_OR_STRING.sub(" ", text)
@@ -33,6 +40,7 @@ def defined_twice(root: Path) -> list[str]:
     complaints = []
     for folder, endings, types in (
         ("csrc", {".h", ".cpp", ".cu", ".cuh"}, cxx_types),
+        ("csrc/torch", {".h", ".cpp"}, cxx_constants),
         ("pycollect", {".py"}, python_types),
     ):
         where = defaultdict(list)

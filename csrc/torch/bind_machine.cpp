@@ -37,7 +37,7 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   Producers producers;  // none: the tensors are torch's
   Tensors list = tensors_from(tensors, write_access, kCall, producers);
   const int world = static_cast<int>(list.size());
-  const PreparedCall prepared = in_place({.collective = Collective::all_reduce,
+  const PreparedCall prepared = pycollect::in_place({.collective = Collective::all_reduce,
                                           .call = kCall,
                                           .op = op_from(op, kCall),
                                           .algorithm = algorithm_from(algorithm, kCall)},

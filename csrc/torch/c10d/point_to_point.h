@@ -9,6 +9,9 @@ namespace pycollect::dist {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// A message of at most this many bytes is eager: its data goes before its receive is known.
+inline constexpr std::size_t kEagerBytes = 16 << 10;
+
 struct P2POp {
   at::Tensor tensor;
   std::optional<Rank> peer;  // none: receive from any rank

@@ -21,7 +21,6 @@
 namespace pycollect::dist {
 namespace {
 
-constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a timeout of its own
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
 
@@ -235,8 +234,8 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
             }};
   // wait() would run queued calls on this thread, whose callbacks may call connect(), too.
   const auto work = queue_->push(std::move(call));
-  while (!queue_->wait_until(*work, ipc::Clock::now() + kPollInterval)) {
-  }
+  while (!queue_->wait_until(*work, ipc::Clock::now() + std::chrono::seconds(1))) {
+  }  // the call has a timeout of its own
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 

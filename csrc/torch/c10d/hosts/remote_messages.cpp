@@ -22,8 +22,6 @@ namespace {
 constexpr int kTags = 1 << 29, kSends = (1 << 28) - 2;
 constexpr int kFirstMessages = 1 << 30, kSecondMessages = kFirstMessages + kTags,
               kAnswers = kSecondMessages + kSends;
-// Data up to this size is in the first message, as in a message that is eager within a host.
-constexpr std::size_t kEagerBytes = 16 << 10;
 
 struct FirstMessage {
   ipc::Envelope envelope;

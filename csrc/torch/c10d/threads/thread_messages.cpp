@@ -15,7 +15,6 @@
 namespace pycollect::dist {
 namespace {
 
-constexpr std::size_t kEagerBytes = 16 << 10;
 constexpr std::chrono::microseconds kArrivalPollInterval{50};  // of a copy from a device
 
 }  // namespace
