@@ -58,29 +58,33 @@ int pieces_of(const Hosts& hosts, const AlgorithmParams& params) {
   return hosts.count() == 1 ? 1 : params.pieces;
 }
 
-// The result goes from host to host in scratch, from where the ranks of the host fetch it.
+// The result goes from host to host in scratch. The ranks of a host fetch a piece one hop later, so
+// that a late rail does not keep the others from passing on theirs.
 Plan all_reduce(const AlgorithmParams& params) {
   const Hosts hosts = hosts_or_one(params.hosts, params.world);
   const int pieces = pieces_of(hosts, params);
   HostChain chain(hosts, hosts.rails() * pieces);
   const int last = chain.last();
-  const auto down = [&](int host, int rail, int c) {
+  const auto pass_on = [&](int host, int rail, int c) {
     const Rank me = chain.rail(host, rail);
-    if (host < last) {
-      chain.copy(tmp(me, c), tmp(chain.rail(host + 1, rail), c));
-      chain.copy(out(me, c), tmp(me, c));
-    }
+    chain.copy(tmp(me, c), tmp(chain.rail(host + 1, rail), c));
+    chain.copy(out(me, c), tmp(me, c));
+  };
+  const auto hand_out = [&](int host, int rail, int c) {
+    const Rank me = chain.rail(host, rail);
     for (const Rank r : hosts.ranks(host))
       if (r != me) chain.copy(out(r, c), tmp(me, c));
   };
-  HostChain::pipeline(2 * last + 1, pieces, [&](int hop, int piece) {
+  HostChain::pipeline(2 * last + 2, pieces, [&](int hop, int piece) {
     for (int rail = 0; rail < hosts.rails(); ++rail) {
-      const int c = rail * pieces + piece;
+      const int c = rail * pieces + piece, down = 2 * last - hop;  // the host that gets the result
       if (hop <= last) {
         const Rank me = chain.rail(hop, rail);
         chain.up(hop, rail, c, {out(me, c), tmp(me, c)});
+      } else {
+        if (down >= 0) pass_on(down, rail, c);
+        hand_out(down + 1, rail, c);
       }
-      if (hop >= last) down(2 * last - hop, rail, c);
     }
   });
   return chain.take();

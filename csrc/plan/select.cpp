@@ -12,12 +12,16 @@ constexpr std::size_t kPieceBytes = 256 * 1024;
 constexpr std::size_t kMostPieces = 16;
 
 // Between hosts a piece of a rail is a message: it must be so large that the work for a message is
-// little beside the time that its bytes take, and there must be so many that all links are busy.
-constexpr std::size_t kHostPieceBytes = 64 * 1024;
+// little beside the time that its bytes take. A pipeline over more hosts needs more of them.
+constexpr std::size_t kHostPieceBytes = 128 * 1024;
+constexpr int kMostPiecesPerHost = 8;
 
 int pieces_for(const SelectionKey& s) {
-  const std::size_t least = s.hosts == nullptr ? kPieceBytes : kHostPieceBytes * s.hosts->rails();
-  return static_cast<int>(std::clamp<std::size_t>(s.bytes / least, 1, kMostPieces));
+  const bool one_host = s.hosts == nullptr;
+  const std::size_t bytes = one_host ? s.bytes : std::min(s.bytes, s.run_bytes);
+  const std::size_t least = one_host ? kPieceBytes : kHostPieceBytes * s.hosts->rails();
+  const int most = one_host ? kMostPieces : kMostPiecesPerHost * s.hosts->count();
+  return static_cast<int>(std::clamp<std::size_t>(bytes / least, 1, most));
 }
 
 struct Default {

@@ -3,6 +3,7 @@
 // never the bits.
 #pragma once
 #include <cstddef>
+#include <limits>
 #include <string>
 
 #include "host_view.h"
@@ -41,6 +42,9 @@ struct SelectionKey {
   bool in_place;
   Topology topology = Topology::shared;
   const Hosts* hosts = nullptr;  // must outlive the process; null unless the topology is `hosts`
+  // Between hosts: of a staging buffer, and so about what one run of the plan moves of one rank's
+  // data.
+  std::size_t run_bytes = std::numeric_limits<std::size_t>::max();
   bool operator==(const SelectionKey&) const = default;
 };
 
