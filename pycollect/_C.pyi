@@ -206,7 +206,7 @@ class Options(Backend.Options):
     """The options of a group; ``pycollect.distributed.options`` checks and describes them.
 
     Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB, or
-    4 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
+    16 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
     the number of ranks), cuda_buffer_bytes 16777216 (16 MiB), cuda_transport "auto", hosts "exact".
     An unknown cuda_transport raises ValueError; the other values are first checked when a group or
     a call uses them.

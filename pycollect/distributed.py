@@ -25,7 +25,7 @@ from .plans import algorithms
 __all__ = ["options"]
 
 NAME = "pycollect"
-HOSTS = ("exact", "one")  # values of the option `hosts`
+HOSTS = ("exact", "fast", "one")  # values of the option `hosts`
 # Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
 # left the group, and must fit into its clock.
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
@@ -54,7 +54,7 @@ def options(
     `pycollect.algorithms`); None (default) leaves the selection to the library.
 
     Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
-    buffers of `buffer_bytes` bytes (default 512 KiB, or 4 MiB if the group's ranks are on several
+    buffers of `buffer_bytes` bytes (default 512 KiB, or 16 MiB if the group's ranks are on several
     hosts; at least 4096) in shared memory, through which its data moves piece by piece, and a
     symmetric heap of `symmetric_heap_bytes` bytes of address space for CPU tensors in shared memory
     (at least 0, which means no heap). The heap's default for W ranks is the host's memory, rounded
@@ -78,10 +78,13 @@ def options(
     device="cuda")`), peers read and write them in place, without staging.
 
     `hosts` says how ranks on several hosts work together. "exact" (default): they exchange data
-    through a Gloo process group of torch, and reductions have the same bits as on one host. "one":
-    such a group raises ValueError. Ranks are on one host if they run on the same boot of a
-    machine in the same network namespace; the environment variable PYCOLLECT_HOST replaces this
-    test by a name of the host. Ranks of one host must be able to share memory.
+    through a Gloo process group of torch, and reductions have the same bits as on one host. "fast":
+    the same, but a reduction of more than 32 KiB of a host adds up each host's ranks and then the
+    hosts' sums, both in order, and rounds once; so the bits depend on the placement of the ranks.
+    Fewer bytes go between hosts, and at the same time in both directions. "one": a group over
+    several hosts raises ValueError. Ranks are on one host if they run on the same boot of a machine
+    in the same network namespace; the environment variable PYCOLLECT_HOST replaces this test by a
+    name of the host. Ranks of one host must be able to share memory.
 
     All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
     ValueError for an unknown algorithm, transport or value of `hosts` and for a size out of range,

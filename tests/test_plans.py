@@ -25,6 +25,7 @@ def test_algorithms_are_listed_by_collective() -> None:
         "fused",
         "halving_doubling",
         "host_chain",
+        "host_direct",
         "leader",
         "one_shot",
         "ring",

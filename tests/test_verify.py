@@ -24,7 +24,7 @@ def test_every_algorithm_is_correct_and_in_its_registered_order(algorithm: _C.Al
     for case in cases(algorithm, range(1, 18), pieces=(1, 3, 4, 7)):
         defect, order = case.verify(case.plan)
         assert defect is None, f"{case}: {defect}"
-        if case.world >= 4:
+        if case.world >= 4 and algorithm.name != "host_direct":  # its hosts are one here
             assert order == algorithm.order, case
         # With two ranks most orders are a left fold: an order better than registered is fine.
         assert ORDERS.index(order) <= ORDERS.index(algorithm.order), case

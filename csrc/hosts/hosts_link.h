@@ -19,6 +19,7 @@ struct HostsLink {
   std::shared_ptr<Wire> wire;
   // Returns why ranks of another host have aborted the group, if they have told it.
   std::function<std::optional<AbortCause>()> find_cause;
+  bool keeps_order = true;  // see SelectionKey
 
   std::string describe(Rank rank) const {
     const int host = hosts->of(rank);

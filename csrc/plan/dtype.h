@@ -98,12 +98,15 @@ template <class Op, class T>
 inline constexpr bool reduces_on = ReducesOn<Op, T>;  // nvcc loses packs of concepts
 struct TypeFacts {
   std::size_t bytes;
-  bool accumulates_in_itself;
+  bool accumulates_in_itself, is_integer;
   std::array<bool, ReduceOps::size> reduces;
 };
 template <class T, class... Op>
 constexpr TypeFacts facts(TypeList<Op...>) {
-  return {sizeof(T), !is_narrow<T>, {reduces_on<Op, T>...}};
+  return {sizeof(T),
+          !is_narrow<T>,
+          std::is_integral_v<T> || std::same_as<T, Bool>,
+          {reduces_on<Op, T>...}};
 }
 template <class... T>
 constexpr std::array<TypeFacts, sizeof...(T)> all_facts(TypeList<T...>) {
@@ -117,6 +120,10 @@ constexpr std::size_t item_bytes(DType t) {
 }
 constexpr bool accumulates_in_itself(DType t) {
   return detail::kFacts[static_cast<std::size_t>(t)].accumulates_in_itself;
+}
+// Returns whether a reduction has the same bits in any order.
+constexpr bool is_integer(DType t) {
+  return detail::kFacts[static_cast<std::size_t>(t)].is_integer;
 }
 // Returns the dtype that holds accumulators without rounding: the dtype itself, or float32.
 constexpr DType accumulator(DType t) { return accumulates_in_itself(t) ? t : DType::f32; }

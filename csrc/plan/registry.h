@@ -60,7 +60,8 @@ struct Algorithm {
       const AlgorithmParams& params) const;  // in a world of one: a copy (a barrier: no step)
   // Returns whether the algorithm keeps the numerical contract for this type.
   bool keeps_contract(DType t) const {
-    return order == Order::exact || (order == Order::native && accumulates_in_itself(t));
+    return order == Order::exact || is_integer(t) ||
+           (order == Order::native && accumulates_in_itself(t));
   }
 };
 

@@ -96,6 +96,8 @@ bool fits_message(const SelectionKey& s) {
 }
 
 Default reduction_between_hosts(const SelectionKey& s) {
+  if (!fits_message(s) && (!s.keeps_order || is_integer(s.dtype)))
+    return {"host_direct", "hosts exchange their sums, as the order of addition is free"};
   if (!fits_message(s) && s.hosts->in_rank_order())
     return {"host_chain", "each host goes on with the sum of the hosts before it"};
   if (s.collective != Collective::all_reduce) return {"direct", "one hop between hosts"};

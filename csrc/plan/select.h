@@ -1,6 +1,6 @@
 // Selects the algorithm of a call, and explains the choice. Unless the caller names an algorithm,
 // only algorithms that keep the numerical contract are chosen, so the choice changes the speed and
-// never the bits.
+// never the bits, except between hosts if the caller allows that.
 #pragma once
 #include <cstddef>
 #include <limits>
@@ -45,6 +45,7 @@ struct SelectionKey {
   // Between hosts: of a staging buffer, and so about what one run of the plan moves of one rank's
   // data.
   std::size_t run_bytes = std::numeric_limits<std::size_t>::max();
+  bool keeps_order = true;  // false: a reduction between hosts may add in another order
   bool operator==(const SelectionKey&) const = default;
 };
 

@@ -51,9 +51,9 @@ struct Prepared {
  private:
   const RankProgram& rank_program(const Transport& transport, const CollectiveRequest& request,
                                   bool tensors) const {
-    const RankProgram& found =
-        program_for({transport.rank(), transport.world(), transport.hosts()}, request,
-                    {bytes, transport.topology(tensors), transport.buffer_bytes()});
+    const RankProgram& found = program_for(
+        {transport.rank(), transport.world(), transport.hosts()}, request,
+        {bytes, transport.topology(tensors), transport.buffer_bytes(), transport.keeps_order()});
     region_bytes(transport.buffer_bytes(), found, buffers.widening());
     return found;
   }

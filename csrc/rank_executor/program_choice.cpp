@@ -28,8 +28,8 @@ const RankProgram& program_for(const WorldMember& me, const CollectiveRequest& r
     const RankProgram* value = nullptr;
   };
   thread_local std::array<LastProgram, kTopologies> last;
-  const SelectionKey s{r.collective, me.world,     key.bytes, r.dtype,
-                       r.in_place,   key.topology, me.hosts,  key.staging_bytes};
+  const SelectionKey s{r.collective, me.world, key.bytes,         r.dtype,        r.in_place,
+                       key.topology, me.hosts, key.staging_bytes, key.keeps_order};
   LastProgram& cached = last[static_cast<std::size_t>(key.topology)];
   if (cached.value == nullptr || cached.call != s || cached.rank != me.rank ||
       cached.root != r.root || cached.algorithm != r.algorithm)

@@ -15,6 +15,7 @@ struct SizeAndTopology {
   std::size_t bytes;  // of one rank's largest buffer; 0 where a rank cannot know it
   Topology topology;
   std::size_t staging_bytes;  // of one rank's staging buffer
+  bool keeps_order;           // see SelectionKey
 };
 
 // Returns the rank program of the algorithm that the request names, or else of the selector's

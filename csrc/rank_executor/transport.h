@@ -74,6 +74,8 @@ class Transport {
 
   // Topology for the selection of an algorithm: through staging buffers, or directly in tensors.
   virtual Topology topology(bool in_tensors) const = 0;
+  // Returns whether the selected algorithm must add in rank order; see SelectionKey.
+  virtual bool keeps_order() const { return true; }
   // Returns true if it is worthwhile to check whether all ranks can access the tensors in place.
   // `bytes`: size of all blocks.
   virtual bool may_use_tensors(Collective collective, std::size_t bytes) const = 0;

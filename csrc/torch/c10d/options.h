@@ -11,7 +11,7 @@
 namespace pycollect::dist {
 
 inline constexpr const char* kBackendName = "pycollect";
-inline constexpr const char* kOneHost = "one";
+inline constexpr const char *kOneHost = "one", *kFastHosts = "fast";
 
 struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
@@ -29,7 +29,8 @@ struct Options final : c10d::Backend::Options {
   // Transport of CUDA tensors: "auto", "host_staging", or "cuda_ipc", which maps peers' GPU memory
   // from file descriptors (cuMem* calls, not cudaIpc*).
   std::string cuda_transport = kAutoTransport;
-  // How ranks on several hosts work together: "exact", with the bits of one host, or "one": not.
+  // How ranks on several hosts work together: "exact", with the bits of one host; "fast", adding
+  // the sums of the hosts; or "one": not.
   std::string hosts = "exact";
   // Makes the process group for what goes between hosts, of all ranks of the world.
   std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,

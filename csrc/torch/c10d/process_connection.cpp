@@ -26,8 +26,8 @@ constexpr std::size_t kAlign = 128;
 
 // Default size of a staging buffer of ranks on several hosts. The links between hosts are idle when
 // a run begins and ends, so runs are few: with 2 x 4 ranks on two cores, which take turns for every
-// wait, an all_reduce of 16 MiB on a link of 10 Gbit/s took 190 ms with buffers of 1 MiB, 62 ms with
-// 4 MiB, 39 ms with 16 MiB and 34 ms with 32 MiB.
+// wait, an all_reduce of 16 MiB on a link of 10 Gbit/s took 190 ms with buffers of 1 MiB, 62 ms
+// with 4 MiB, 39 ms with 16 MiB and 34 ms with 32 MiB.
 constexpr std::size_t kHostsBufferBytes = 16 << 20;
 
 // A rank that waits for another host leaves its core to the threads that send and receive.
@@ -124,8 +124,9 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
   const std::vector<std::string> names = ipc::names_of(hosts, ranks);
   if (me.rank == 0) log_hosts(hosts, names, ranks);
-  made.link.emplace(
-      ipc::HostsLink{&hosts, names, made.wire, [board = made.board] { return board->find(); }});
+  made.link.emplace(ipc::HostsLink{&hosts, names, made.wire,
+                                   [board = made.board] { return board->find(); },
+                                   options.hosts != kFastHosts});
   return made;
 }
 
