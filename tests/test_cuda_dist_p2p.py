@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes, on_one_host
+from dist_ranks import NO_TRANSPORTS, between_processes, sends_from_devices
 from dist_sites import REAL, site_worlds, sites, until
 from torch import Tensor
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    on_one_host("messages of CUDA tensors to other hosts are refused"),
+    sends_from_devices,
 ]
 pools = pytest.fixture(pools_of_ranks, scope="module")
 SITES = ("late:cuda_ipc", "late", "eager")

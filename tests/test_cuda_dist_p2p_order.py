@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes, on_one_host
+from dist_ranks import NO_TRANSPORTS, between_processes, sends_from_devices
 from dist_sites import CUDA_IPC_SITES, REAL, sites, until
 from dist_waits import publish, wait_published
 from test_cuda_dist_p2p import (
@@ -24,7 +24,7 @@ from test_cuda_dist_p2p import (
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    on_one_host("messages of CUDA tensors to other hosts are refused"),
+    sends_from_devices,
 ]
 pools = pytest.fixture(pools_of_ranks, scope="module")
 

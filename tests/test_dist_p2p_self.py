@@ -22,7 +22,7 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
-from dist_ranks import receives_from_any, staged
+from dist_ranks import receives_from_any, sends_from_devices, staged
 from reference import assert_same
 from torch import Tensor
 
@@ -108,6 +108,7 @@ def test_messages_to_self(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
+@sends_from_devices
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("site", staged(*DEVICES))
 def test_device_messages_to_self(pools, site, job):

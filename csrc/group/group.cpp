@@ -122,8 +122,12 @@ void Group::require_healthy(const OpContext& context) const {
 
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
-  abort_state_->set(AbortRecord::lost,
-                    text("rank ", world_rank(rank_), " aborted the group: ", why), nullptr);
+  abort(
+      AbortCause{AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why)});
+}
+
+void Group::abort(const AbortCause& cause) {
+  abort_state_->set(cause.kind, cause.text, nullptr);
   wake_all();
 }
 
@@ -133,8 +137,7 @@ void Group::abort_if_died() {
   std::vector<Rank> ranks;
   for (Rank r = 0; r < world_; ++r)
     if ((died >> r & 1) != 0) ranks.push_back(world_rank(r));
-  abort_state_->set(AbortRecord::lost, text(name(ranks), " died"), nullptr);
-  wake_all();
+  abort({AbortRecord::lost, text(name(ranks), " died")});
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {

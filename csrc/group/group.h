@@ -89,6 +89,7 @@ class Group {
   void require_healthy(const OpContext& context) const;
   // Aborts the group from any thread: all waiting ranks throw.
   void abort(const std::string& why);
+  void abort(const AbortCause& cause);
   // Aborts the group if a rank has died without leaving it, although no rank may wait for it.
   void abort_if_died();
   // Aborts the group with a cause that a rank found in an operation, and throws it. `kind`: lost or

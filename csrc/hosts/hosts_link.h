@@ -38,13 +38,18 @@ struct HostsLink {
       if (failure.timed_out)
         group.fail(AbortRecord::timed_out, text("timed out; ", describe(peer), " did not arrive"),
                    context);
-      if (const auto cause = find_cause()) group.fail(cause->kind, cause->text, context);
-      group.fail(AbortRecord::lost,
-                 text("the connection to ", describe(peer),
-                      " broke: the rank or its host has died or left, or the network has failed (",
-                      failure.what(), ")"),
-                 context);
+      const AbortCause cause = cause_of(peer, failure);
+      group.fail(cause.kind, cause.text, context);
     }
+  }
+
+  // Returns why the connection to `peer` is closed.
+  AbortCause cause_of(Rank peer, const WireFailure& failure) const {
+    if (const auto cause = find_cause()) return *cause;
+    return {AbortRecord::lost,
+            text("the connection to ", describe(peer),
+                 " broke: the rank or its host has died or left, or the network has failed (",
+                 failure.what(), ")")};
   }
 };
 

@@ -12,7 +12,7 @@
 #include "connection.h"
 #include "hosts/hosts_monitor.h"
 #include "hosts/process_group_wire.h"
-#include "hosts/remote_messages.h"
+#include "hosts/messages_of_hosts.h"
 #include "messages.h"
 #include "process_queue.h"
 #include "symmetric_heap_allocator.h"
@@ -191,7 +191,8 @@ class ProcessConnection final : public Connection {
     remote_messages_ = std::make_shared<RemoteMessages>(group_, *members_.link, members_.wire);
     messages_ = messages_of_hosts(local_messages_, remote_messages_, *members_.link->hosts, me,
                                   selector_->devices());
-    monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.board);
+    monitor_ =
+        std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link);
   }
 
   const std::shared_ptr<TransportSelector> selector_;
@@ -264,11 +265,8 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   }
   if (remote_messages) remote_messages->close(deadline);
   if (messages) messages->close(deadline);
+  if (monitor) monitor->leave();
   monitor.reset();
-  if (members.wire) {
-    if (group && !group->is_healthy()) members.board->publish(group->abort_cause());
-    members.wire->abort();
-  }
   if (group) {
     selector_->leave();
     group->leave();  // a work held by the caller may keep the group alive

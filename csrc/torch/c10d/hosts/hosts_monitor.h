@@ -1,6 +1,7 @@
 // Monitor of a group over several hosts: when a rank of this host has died, or has aborted the
 // group, it publishes the cause and closes the connections to other hosts, whose ranks then throw,
-// too.
+// too. The first rank of every host also watches that of the next one, so that the end of a host is
+// noticed although nobody waits for it.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <thread>
 
 #include "../../../group/group.h"
+#include "../../../hosts/hosts_link.h"
 #include "cause_board.h"
 #include "process_group_wire.h"
 
@@ -16,21 +18,30 @@ namespace pycollect::dist {
 class HostsMonitor {
  public:
   HostsMonitor(std::shared_ptr<ipc::Group> group, std::shared_ptr<ProcessGroupWire> wire,
-               std::shared_ptr<const CauseBoard> board);
-  ~HostsMonitor();
+               std::shared_ptr<const CauseBoard> board, ipc::HostsLink link);
+  ~HostsMonitor();  // closes the wire's connections
   HostsMonitor(const HostsMonitor&) = delete;
   HostsMonitor& operator=(const HostsMonitor&) = delete;
 
+  // Tells other hosts that the group's end is no failure, or which failure it is.
+  void leave();
+
  private:
   void serve();
+  void watch();
+  // Returns whether this rank is to abort the group because of a closed connection.
+  bool await_cause();
+  // Returns the first rank of the host that is so many hosts after this one.
+  Rank first_rank(int hosts_after) const;
 
   const std::shared_ptr<ipc::Group> group_;
   const std::shared_ptr<ProcessGroupWire> wire_;
   const std::shared_ptr<const CauseBoard> board_;
+  const ipc::HostsLink link_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool closed_ = false;
-  std::thread thread_;
+  bool left_ = false;
+  std::thread monitor_thread_, watching_thread_;
 };
 
 }  // namespace pycollect::dist

@@ -26,7 +26,7 @@ std::string first_line(std::string_view text) {
 }
 
 // Numbers that no other message has.
-constexpr int kConnect = std::numeric_limits<int>::max(), kNever = kConnect - 1;
+constexpr int kConnect = ProcessGroupWire::kFarewell + 1, kNever = kConnect + 1;
 
 at::Tensor tensor_of(std::byte* at, std::size_t bytes) {
   return at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte));

@@ -6,6 +6,7 @@
 #pragma once
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
@@ -17,6 +18,9 @@ namespace pycollect::dist {
 
 class ProcessGroupWire final : public ipc::Wire {
  public:
+  // Number of a message that says that its sender leaves.
+  static constexpr int kFarewell = std::numeric_limits<int>::max() - 2;
+
   // `peers`: in an order such that all ranks connect to each other.
   ProcessGroupWire(c10::intrusive_ptr<c10d::Backend> group, std::vector<Rank> peers);
   ~ProcessGroupWire() override { abort(); }

@@ -4,6 +4,7 @@
 // of a mismatch. A thread waits for a message of which no caller waits for the end.
 #pragma once
 #include <condition_variable>
+#include <functional>
 #include <list>
 #include <mutex>
 #include <thread>
@@ -12,7 +13,6 @@
 #include "../../../group/fork_guard.h"
 #include "../../../hosts/hosts_link.h"
 #include "../point_to_point.h"
-#include "../staging/device_ops.h"
 #include "process_group_wire.h"
 
 namespace pycollect::dist {
@@ -35,22 +35,23 @@ class RemoteMessages final : public std::enable_shared_from_this<RemoteMessages>
   friend class RemoteMessage;
   using MessagePtr = c10::intrusive_ptr<RemoteMessage>;
   WorkPtr submit(const P2POp& op, const char* name, bool receives);
-  // Runs the message in a thread of its own; does nothing if there can be none, because a thread
-  // that waits for the message runs it, too.
-  void start(const MessagePtr& message);
+  // Runs `task` in a thread of its own, and returns whether there can be one.
+  bool run_in_thread(std::function<void()> task);
   void join_ended();
+  // Ends sends in a thread if there are many: it is found by waiting, which nobody may ever do.
+  void end_sends();
+  MessagePtr excess_send();
   void forget(const RemoteMessage* message);
   Rank me() const { return group_->world_rank(group_->rank()); }
 
   const std::shared_ptr<ipc::Group> group_;
   const ipc::HostsLink link_;
   const std::shared_ptr<ProcessGroupWire> wire_;
-  const std::shared_ptr<DeviceOps> devices_;
   std::mutex posting_mutex_;  // keeps the order of messages; never locked under mutex_
   const ipc::ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool accepting_ = true;
+  bool accepting_ = true, ending_sends_ = false;
   uint64_t next_number_ = 0;
   std::vector<MessagePtr> open_;
   struct MessageThread {
@@ -59,11 +60,5 @@ class RemoteMessages final : public std::enable_shared_from_this<RemoteMessages>
   };
   std::list<MessageThread> threads_;
 };
-
-// send and recv of a group over several hosts: through `local` within a host.
-std::shared_ptr<PointToPoint> messages_of_hosts(std::shared_ptr<PointToPoint> local,
-                                                std::shared_ptr<RemoteMessages> remote,
-                                                const Hosts& hosts, Rank me,
-                                                std::shared_ptr<DeviceOps> devices);
 
 }  // namespace pycollect::dist

@@ -1,0 +1,119 @@
+"""The end of a host that nobody waits for, and the leaving of one, in groups over several hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_waits import (
+    AT_ONCE,
+    NOTICE_SECONDS,
+    after_failure,
+    calls_before_failure,
+    others,
+    publish,
+    wait_published,
+)
+
+pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
+
+LATE = 4.0  # seconds: longer than a death may remain unnoticed
+
+
+def one_dies_and_one_is_late(me: RankContext, dead: int, late: int) -> tuple[Caught, float]:
+    """Return the error and how many seconds after the death it came."""
+    calls_before_failure(me)
+    publish(me, "ready")
+    if me.rank == dead:
+        wait_published(me, "ready", others(me))
+        publish(me, "death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == late:
+        time.sleep(LATE)
+    error = caught(dist.all_reduce, torch.ones(3))
+    seconds = error.when - wait_published(me, "death", [dead])
+    after_failure(me)
+    return error, seconds
+
+
+@pytest.mark.parametrize(
+    ("placement", "dead", "late"),
+    [("abc", 2, 1), ("abc", 1, 2), ("aabbc", 4, 2), ("abbcd", 2, 4)],
+)
+def test_a_dead_host_is_noticed_while_another_is_late(placement, dead, late):
+    with fresh(len(placement), placement=placement) as pool:
+        outcomes = pool.outcomes(one_dies_and_one_is_late, dead, late, seconds=20)
+    assert outcomes[dead].died
+    for rank, outcome in enumerate(outcomes):
+        if rank == dead:
+            continue
+        assert not outcome.error, outcome.error
+        error, seconds = outcome.value
+        assert error.kinds[0] == "PeerLost", error
+        assert f"rank {dead}" in error.text, error
+        if rank != late:
+            assert seconds < NOTICE_SECONDS, error
+
+
+def one_leaves(me: RankContext, leaver: int) -> float:
+    """The other ranks of a host go on with messages after a host has left."""
+    dist.all_reduce(torch.ones(3))
+    publish(me, "ready")
+    wait_published(me, "ready", others(me))
+    if me.rank == leaver:
+        begin = time.monotonic()
+        dist.destroy_process_group()
+        return time.monotonic() - begin
+    time.sleep(1.0)  # longer than a closed connection may remain unnoticed
+    if me.rank < 2:
+        x = torch.full((5,), float(me.rank))
+        if me.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        assert x.tolist() == [0.0] * 5
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("placement", "leaver"), [("aab", 2), ("aabc", 2), ("aabc", 3)])
+def test_a_host_that_leaves_is_no_failure(placement, leaver):
+    with fresh(len(placement), placement=placement) as pool:
+        for seconds in pool.run(one_leaves, leaver):
+            assert seconds < AT_ONCE
+
+
+def many_sends(me: RankContext, count: int) -> float:
+    """Send without waiting; return the mebibytes by which the sender has grown."""
+    x = torch.zeros(4000)
+    dist.all_reduce(x)
+    if me.rank == 1:
+        for i in range(count):
+            dist.recv(x, 0)
+            assert x[0] == i
+        return 0.0
+    before = 0
+    for i in range(count):
+        if i == count // 10:
+            before = rss()
+        dist.isend(x.fill_(i), 1)
+        if i % 50 == 49:
+            time.sleep(0.01)  # the receiver gets as far
+    return (rss() - before) / 2**20
+
+
+def rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sends_that_nobody_awaits_release_their_memory():
+    with fresh(2, placement="ab") as pool:
+        grown, _ = pool.run(many_sends, 4000, seconds=60)
+    assert grown < 16  # 3,600 messages have 58 MB
