@@ -4,15 +4,18 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "error.h"
 #include "verify.h"
+#include "world_view.h"
 
 namespace pycollect {
 namespace {
 
 constexpr int kNone = -1;
+constexpr int kAllHosts = -1;  // in place of a host: the view of the world
 
 bool is_partial(const Slice& s) { return s.buffer == Buffer::partial; }
 bool is_staged(const Slice& s) { return s.buffer != Buffer::input && s.buffer != Buffer::output; }
@@ -183,7 +186,12 @@ class ViewBuilder {
         received_(plan.world),
         sends_after_(plan.steps.size()) {
     view_.chunks = plan.chunks;
-    view_.world_rank = hosts.ranks(host);
+    if (host == kAllHosts) {
+      view_.world_rank.resize(plan.world);
+      std::iota(view_.world_rank.begin(), view_.world_rank.end(), 0);
+    } else {
+      view_.world_rank = hosts.ranks(host);
+    }
     view_.cells = routing.cells;
     view_.partial_cells = routing.partial_cells;
     const auto& routes = routing.routes;
@@ -191,7 +199,7 @@ class ViewBuilder {
     for (int t = 0; t < static_cast<int>(routes.size()); ++t) {
       if (hosts.of(routes[t].sender) == host)
         sends_after_[std::max(routes[t].writer, first)].push_back(t);
-      if (routes[t].host == host) assign_place(t);
+      if (has(routes[t].host)) assign_place(t);
     }
     view_.plan.world = static_cast<int>(view_.world_rank.size());
     view_.plan.chunks = plan.chunks + most_received_;
@@ -201,7 +209,7 @@ class ViewBuilder {
   HostView run() {
     for (int i = 0; i < static_cast<int>(plan_.steps.size()); ++i) {
       const Step& step = plan_.steps[i];
-      if (hosts_.of(step.owner()) == host_) add_step(i, step);
+      if (has(hosts_.of(step.owner()))) add_step(i, step);
       for (const int t : sends_after_[i]) add_send(t);
     }
     return std::move(view_);
@@ -215,7 +223,8 @@ class ViewBuilder {
     return static_cast<int>(end - plan_.steps.begin()) - 1;
   }
 
-  Rank local(Rank r) const { return hosts_.index(r); }
+  bool has(int host) const { return host_ == kAllHosts || host == host_; }
+  Rank local(Rank r) const { return host_ == kAllHosts ? r : hosts_.index(r); }
   Slice local(const Slice& s) const { return {local(s.rank), s.buffer, s.first, s.count}; }
 
   // Chooses the cell that receives the route's data.
@@ -252,7 +261,9 @@ class ViewBuilder {
     const Route& route = routing_.routes[t];
     bool early = true;
     each_cell(view_.plan, in_place_, places_[t], [&](int c) { early &= !touched_[c]; });
-    add({{places_[t]}, {}, local(route.receiver)},
+    Slices srcs;
+    if (host_ == kAllHosts) srcs.push_back(route.cell);
+    add({{places_[t]}, std::move(srcs), local(route.receiver)},
         HostTransfer{HostTransfer::Direction::receive, route.sender, t, early},
         chunk_of_[route.writer], false);
   }
@@ -299,6 +310,10 @@ HostView host_view(const Plan& staged, bool in_place, const Hosts* given, int ho
   HostView view = ViewBuilder(staged, in_place, hosts, host, routing).run();
   view.packs = senders == HostSenders::first && hosts.count() > 1 && routing.only_copies();
   return view;
+}
+
+HostView world_view(const Plan& staged, bool in_place, const Hosts& hosts, HostSenders senders) {
+  return host_view(staged, in_place, &hosts, kAllHosts, senders);
 }
 
 }  // namespace pycollect

@@ -17,10 +17,10 @@ struct ExpectedChunk {
   Leaf one{-1, -1};  // the leaf; for a sum only its chunk counts
 };
 
-// Returns the required content of a chunk. If the collective has blocks, chunk c belongs to block
-// c / pieces.
-ExpectedChunk wanted(Collective collective, const Plan& plan, Rank root, const Slice& at) {
-  const int c = at.first, pieces = std::max(1, plan.chunks / plan.world), block = c / pieces;
+// Returns the required content of a chunk. If the collective has blocks, they have `pieces` chunks:
+// chunk c belongs to block c / pieces.
+ExpectedChunk wanted(Collective collective, int pieces, Rank root, const Slice& at) {
+  const int c = at.first, block = c / pieces;
   const ExpectedChunk kept{ExpectedChunk::kept}, sum{ExpectedChunk::sum, {-1, c}};
   auto only = [&](bool receives, ExpectedChunk want) { return receives ? want : kept; };
   switch (collective) {
@@ -66,9 +66,11 @@ std::string words(const Leaves& leaves) {
 
 class OrderCheck {
  public:
-  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place)
+  // `chunks`: of the caller's buffers. A plan over several hosts has more, for what it receives.
+  OrderCheck(Collective collective, const Plan& plan, int chunks, Rank root, bool in_place)
       : collective_(collective),
         plan_(plan),
+        chunks_(chunks),
         root_(root),
         in_place_(in_place),
         run_(plan, in_place, Buffer::input),
@@ -76,7 +78,7 @@ class OrderCheck {
 
   Verification run() {
     for (Rank r = 0; r < plan_.world && verification_.right(); ++r)
-      for (int c = 0; c < plan_.chunks && verification_.right(); ++c) {
+      for (int c = 0; c < chunks_ && verification_.right(); ++c) {
         output(out(r, c));
         if (!in_place_) input(in(r, c));
       }
@@ -90,7 +92,7 @@ class OrderCheck {
   };
 
   void output(const Slice& at) {
-    ExpectedChunk want = wanted(collective_, plan_, root_, at);
+    ExpectedChunk want = wanted(collective_, std::max(1, chunks_ / plan_.world), root_, at);
     const TermId got = run_.at(at);
     if (want.kind == ExpectedChunk::kept && !in_place_) {
       if (got != kUnwritten)
@@ -142,6 +144,7 @@ class OrderCheck {
 
   Collective collective_;
   const Plan& plan_;
+  int chunks_;
   Rank root_;
   bool in_place_;
   SymbolicRun run_;
@@ -164,17 +167,46 @@ Verification verify_barrier(const Plan& plan, bool in_place) {
   return {};
 }
 
-}  // namespace
-
-Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+Verification verify_chunks(Collective collective, const Plan& plan, int chunks, Rank root,
+                           bool in_place) {
   check(plan, in_place);
   require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
           plan.world);
   if (collective == Collective::barrier) return verify_barrier(plan, in_place);
-  if (has_blocks(collective) && plan.chunks % plan.world != 0)
-    return {text(name(collective), " has one block per rank, and ", plan.chunks,
+  if (has_blocks(collective) && chunks % plan.world != 0)
+    return {text(name(collective), " has one block per rank, and ", chunks,
                  " chunks cannot be divided evenly among ", plan.world, " blocks")};
-  return OrderCheck(collective, plan, root, in_place).run();
+  return OrderCheck(collective, plan, chunks, root, in_place).run();
+}
+
+}  // namespace
+
+std::string find_fold_between_hosts(const Plan& plan, const Hosts& hosts) {
+  for (std::size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    const int host = hosts.of(step.owner());
+    const auto away = [&](const Slice& s) { return hosts.of(s.rank) != host; };
+    const bool copies = step.srcs.size() == 1 && step.dsts.size() == 1;
+    if (std::any_of(step.dsts.begin(), step.dsts.end(), away) ||
+        (!copies && std::any_of(step.srcs.begin(), step.srcs.end(), away)))
+      return text("step ", i, " by rank ", step.owner(), " on host ", host,
+                  " uses memory of another host; between hosts a step may only copy, to the rank ",
+                  "that runs it");
+  }
+  return {};
+}
+
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+  return verify_chunks(collective, plan, plan.chunks, root, in_place);
+}
+
+Verification verify(Collective collective, const HostView& view, const Hosts& hosts, Rank root,
+                    bool in_place) {
+  require(hosts.world() == view.plan.world, "the hosts have ", hosts.world(),
+          " ranks, and the plan has ", view.plan.world);
+  const std::string defect = find_fold_between_hosts(view.plan, hosts);
+  if (!defect.empty()) return {defect};
+  return verify_chunks(collective, view.plan, view.chunks, root, in_place);
 }
 
 // Counts leaves instead of naming them: in a plan that `verify` accepts no leaf is added twice, so
