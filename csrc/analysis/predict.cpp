@@ -12,19 +12,6 @@
 namespace pycollect {
 namespace {
 
-void check(double bytes, const CostModel& m) {
-  require(std::isfinite(bytes) && bytes >= 0, "bytes must be finite and not negative, not ", bytes);
-  require(std::isfinite(m.alpha) && m.alpha >= 0, "alpha is in seconds, finite and not negative, ",
-          "not ", m.alpha);
-  for (double rate : {m.port, m.memory})
-    require(std::isfinite(rate) && rate > 0,
-            "port and memory are in bytes per second, finite and above zero, not ", rate);
-  require(std::isfinite(m.bridge) && m.bridge >= 0,
-          "bridge is in bytes per second, or 0 where there is none, not ", m.bridge);
-  require(std::isfinite(m.host) && m.host >= 0, "host is in seconds, finite and not negative, not ",
-          m.host);
-}
-
 constexpr int kHostMemory = -1;
 
 class Traffic {
@@ -110,17 +97,36 @@ std::vector<TaskId> as_written(const Plan& plan, const Program& program) {
 
 }  // namespace
 
-// "nvlink" models eight GPUs of the 2020s behind a switch; "pcie", two sockets with four GPUs each.
+void check_model(double bytes, const CostModel& m) {
+  require(std::isfinite(bytes) && bytes >= 0, "bytes must be finite and not negative, not ", bytes);
+  require(std::isfinite(m.alpha) && m.alpha >= 0, "alpha is in seconds, finite and not negative, ",
+          "not ", m.alpha);
+  for (double rate : {m.port, m.memory})
+    require(std::isfinite(rate) && rate > 0,
+            "port and memory are in bytes per second, finite and above zero, not ", rate);
+  require(std::isfinite(m.bridge) && m.bridge >= 0,
+          "bridge is in bytes per second, or 0 where there is none, not ", m.bridge);
+  require(std::isfinite(m.host) && m.host >= 0, "host is in seconds, finite and not negative, not ",
+          m.host);
+  require(std::isfinite(m.network) && m.network > 0,
+          "network is in bytes per second, finite and above zero, not ", m.network);
+  require(std::isfinite(m.latency) && m.latency >= 0,
+          "latency is in seconds, finite and not negative, not ", m.latency);
+}
+
+// "nvlink" models eight GPUs of the 2020s behind a switch; "pcie", two sockets with four GPUs each;
+// "ethernet", servers whose ranks are processes with a core each, on a network of 10 Gbit/s.
 const std::vector<NamedCostModel>& models() {
   static const std::vector<NamedCostModel> all{
       {"nvlink", {.alpha = 1.5e-6, .port = 400e9, .memory = 3000e9, .bridge = 0}},
-      {"pcie", {.alpha = 3e-6, .port = 24e9, .memory = 800e9, .bridge = 20e9}}};
+      {"pcie", {.alpha = 3e-6, .port = 24e9, .memory = 800e9, .bridge = 20e9}},
+      {"ethernet", {.alpha = 0.5e-6, .port = 8e9, .memory = 60e9, .bridge = 0}}};
   return all;
 }
 
 Prediction predict(const Plan& plan, const Program& program, double bytes, const CostModel& model) {
   check(plan, false);
-  check(bytes, model);
+  check_model(bytes, model);
   std::vector<int> own(plan.world);
   std::iota(own.begin(), own.end(), 0);
   Traffic traffic(plan, std::move(own), bytes, model);
@@ -148,7 +154,7 @@ Prediction predict(const Plan& plan, const Program& program, double bytes, const
 
 double predict(const CompiledPlan& compiled, const cuda::StreamMap& at,
                const std::vector<int>& devices, double bytes, const CostModel& model) {
-  check(bytes, model);
+  check_model(bytes, model);
   require(static_cast<int>(devices.size()) == compiled.plan.world, "a device for each of ",
           compiled.plan.world, " ranks, not ", devices.size());
   Traffic traffic(compiled.plan, devices, bytes, model);
