@@ -30,9 +30,11 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    one_host = len(args.world) == 1
     plan = pycollect.plan(
         args.collective,
-        args.world,
+        args.world[0] if one_host else None,
+        hosts=None if one_host else args.world,
         algorithm=args.algorithm,
         nbytes=args.bytes,
         root=args.root,
@@ -40,14 +42,15 @@ def _plan(args: argparse.Namespace) -> int:
         in_place=False if args.out_of_place else None,
     )
     if args.plot:
-        check_plot(args.world, args.plot)
+        check_plot(plan.world, args.plot)
     print(plan)
     defect = plan.verify()
     print(f"verify   {defect or 'correct, no race, no deadlock'}")
-    for model in [args.model] if args.model else _C.models():
-        print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, one device per rank")
+    what = "one device per rank" if one_host else "one process per rank"
+    for model in [args.model] if args.model else ["nvlink", "pcie"] if one_host else ["ethernet"]:
+        print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, {what}")
     if args.plot:
-        plan.plot(args.plot, args.model or "nvlink")
+        plan.plot(args.plot, args.model)
         print(f"plot     {args.plot}")
     return 0 if defect is None else 1
 
@@ -91,14 +94,14 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add("plan", _plan, "Print, verify and predict the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)
-    option("world", type=int, help="number of ranks")
+    option("world", type=_ranks, help="number of ranks, or numbers on each host, such as 8,8,4")
     option("-a", "--algorithm", help="its name (default: the one for ranks that share memory)")
     about = "of a rank's largest buffer, such as 64K (default: 1M)"
     option("-b", "--bytes", type=_size, default=1 << 20, help=about)
     option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")
-    option("--pieces", type=int, default=4, help="pieces of a pipeline (4)")
+    option("--pieces", type=int, help="pieces of a pipeline (4; over hosts: as a group selects)")
     option("--out-of-place", action="store_true", help="outputs have memory of their own")
-    option("--model", choices=list(_C.models()), help="machine to predict for (default: each)")
+    option("--model", choices=list(_C.models()), help="machine to predict for")
     option("--plot", metavar="FILE", help="draw ranks against predicted time, as PNG or SVG")
 
     about = "Compare collectives with other implementations (in a checkout only)."
@@ -112,6 +115,17 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ranks(text: str) -> list[int]:
+    """Return the number of ranks on each host."""
+    numbers = text.split(",")
+    for number in numbers:
+        try:
+            int(number)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid int value: {number!r}") from None
+    return [int(number) for number in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ A plan is data, so this works for any world on any machine and uses no tensors.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
@@ -20,22 +21,34 @@ from pycollect._plan_text import describe
 # chain of W ranks and P pieces has 2 W P steps, half a million at most.
 _MOST_RANKS = 1024
 _MOST_PIECES = 1 << 18  # of all ranks together
+_PIECES = 4  # of a plan for one host
+
+# The size of a staging buffer in a group over several hosts, unless options() has another one.
+_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Describe the speed of a machine with one device per rank, for ``Plan.predict``.
+    """Describe the speed of a machine, or of machines on a network, for ``Plan.predict``.
 
     alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
     and as many out of it. memory: bytes per second of a device's memory, reads and writes
     together. bridge: bytes per second between the two halves of the world, each way; 0 (default)
-    for no such limit. Raises TypeError for a value that is not a number, and ValueError for one
-    that is infinite, NaN or negative, and for a port or memory of zero.
+    for no such limit. The machine has one device per rank.
+
+    Over several hosts, ranks are processes on CPUs that share their host's memory: port is in bytes
+    per second that one rank copies, and memory those that all ranks of a host read and write
+    together. network: bytes per second from a host to the network, and as many from it, which its
+    ranks share. latency: seconds that a message between hosts takes besides its bytes.
+
+    Raises TypeError for a value that is not a number, and ValueError for one that is infinite, NaN
+    or negative, and for a port, memory or network of zero.
 
     The named models are "nvlink", CostModel(1.5e-6, 400e9, 3000e9), for eight GPUs behind a switch,
-    and "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each. For another
-    machine, ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs,
-    and memory twice that within a GPU, as a copy reads and writes. It does not measure alpha.
+    "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each, and "ethernet",
+    CostModel(5e-7, 8e9, 60e9), for hosts on a network of 10 Gbit/s. For another machine,
+    ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs, and memory
+    twice that within a GPU, as a copy reads and writes. It does not measure alpha.
 
     >>> import pycollect as pc
     >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
@@ -47,6 +60,8 @@ class CostModel:
     port: float
     memory: float
     bridge: float = 0.0
+    network: float = 1.25e9
+    latency: float = 50e-6
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -54,10 +69,12 @@ class CostModel:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number:
                 raise TypeError(f"CostModel: {item.name} is {value!r}; pass a number")
-            least = "not negative" if item.name in ("alpha", "bridge") else "above zero"
+            may_be_zero = item.name in ("alpha", "bridge", "latency")
+            least = "not negative" if may_be_zero else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0
             if not (in_range and value <= sys.float_info.max):
-                unit = "seconds" if item.name == "alpha" else "bytes per second"
+                is_time = item.name in ("alpha", "latency")
+                unit = "seconds" if is_time else "bytes per second"
                 raise ValueError(
                     f"CostModel: {item.name} is {value}; pass {unit}, finite and {least}"
                 )
@@ -66,7 +83,8 @@ class CostModel:
 class TaskSpan(NamedTuple):
     """The predicted start and end of one step, in seconds since the call.
 
-    rank: the rank that executes the step. step: the step's index in ``Plan.steps``.
+    rank: the rank that executes the step. step: the step's index in ``Plan.steps``. A copy between
+    hosts goes on while its rank, the receiver, executes other steps.
     """
 
     rank: int
@@ -79,13 +97,17 @@ class TaskSpan(NamedTuple):
 class Plan:
     """Hold an algorithm's steps for one world; made by ``pycollect.plan``.
 
-    ``collective`` and ``algorithm`` are names, and ``world`` is the number of ranks. ``nbytes``:
-    bytes of a rank's largest buffer, 0 for a barrier. ``root``: the root rank, 0 for collectives
-    without one, unless another was passed. ``pieces``: the pieces of a pipeline, as passed; only
-    pipelined algorithms use them. ``in_place``: whether a rank's output is its input. ``order``:
-    the order of additions, "exact" (the left fold in rank order, rounded once), "native" (the same,
-    but rounded at every hop) or "other". ``cost``: the algorithm's rounds and bytes, as text,
-    in which W stands for the number of ranks, S for ``nbytes`` and P for ``pieces``.
+    ``collective`` and ``algorithm`` are names, ``world`` is the number of ranks, and ``hosts`` are
+    the numbers of ranks on each host, in rank order. ``nbytes``: bytes of a rank's largest buffer,
+    0 for a barrier. ``root``: the root rank, 0 for collectives without one, unless another was
+    passed. ``pieces``: the pieces of a pipeline; only pipelined algorithms use them. ``in_place``:
+    whether a rank's output is its input. ``order``: the order of additions, "exact" (the left fold
+    in rank order, rounded once), "native" (the same, but rounded at every hop) or "other".
+    ``cost``: the algorithm's rounds and bytes, as text, in which W stands for the number of ranks,
+    H for that of hosts, S for ``nbytes`` and P for ``pieces``.
+
+    Over several hosts, the steps are those of processes: a step uses the memory of one host, and
+    between hosts are only copies, which the receiving rank executes.
 
     ``str`` lists the steps by level; steps of one level may run at the same time.
 
@@ -97,6 +119,7 @@ class Plan:
     collective: str
     algorithm: str
     world: int
+    hosts: tuple[int, ...]
     nbytes: int
     root: int
     pieces: int
@@ -105,14 +128,29 @@ class Plan:
     cost: str
     _plan: _C.Plan = field(repr=False, compare=False)
     _program: _C.Program = field(repr=False, compare=False)
+    # What the plan is made from over several hosts; None on one host.
+    _world_view: _C.WorldView | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return describe(self)
 
     @property
     def chunks(self) -> int:
-        """The number of chunks that a rank's largest buffer consists of."""
-        return self._plan.chunks
+        """The number of chunks that a rank's largest buffer consists of.
+
+        Over several hosts, "host" and "acc" have more chunks, for what a rank receives.
+        """
+        return self._plan.chunks if self._world_view is None else self._world_view.chunks
+
+    @cached_property
+    def host_of(self) -> tuple[int, ...]:
+        """The number of the host of each rank.
+
+        >>> import pycollect as pc
+        >>> pc.plan("all_reduce", hosts=(2, 1)).host_of
+        (0, 0, 1)
+        """
+        return tuple(host for host, ranks in enumerate(self.hosts) for _ in range(ranks))
 
     @cached_property
     def steps(self) -> tuple[_C.StepTuple, ...]:
@@ -120,8 +158,9 @@ class Plan:
 
         A step reads all its source slices, folds them in their order, and writes the result to all
         its destination slices. A slice is (rank, buffer, first chunk, number of chunks), and a
-        buffer is "in" (a rank's input), "out" (its output), "tmp" (its scratch) or "host" (pinned
-        host memory). The executing rank is -1 if it is the rank of the first destination.
+        buffer is "in" (a rank's input), "out" (its output), "tmp" (its scratch), "acc" (scratch for
+        sums that are not rounded) or "host" (memory that all ranks of its host reach). The
+        executing rank is -1 if it is the rank of the first destination.
 
         >>> import pycollect as pc
         >>> pc.plan("broadcast", 2).steps
@@ -147,13 +186,17 @@ class Plan:
 
         Executes the plan on symbols: every chunk must get the value that the collective defines,
         added in the algorithm's ``order``, and out of place the inputs must keep their values.
-        Then replays the ranks' tasks: no two accesses may race, and no rank may wait forever.
+        Over several hosts, all that passes between them must be copies. Then replays the ranks'
+        tasks: no two accesses may race, and no rank may wait forever.
 
         >>> import pycollect as pc
         >>> print(pc.plan("reduce_scatter", 5).verify())
         None
         """
-        defect, order = _C.verify(self.collective, self._plan, self.root, self.in_place)
+        if self._world_view is None:
+            defect, order = _C.verify(self.collective, self._plan, self.root, self.in_place)
+        else:
+            defect, order = self._world_view.verify(self.collective, self.root)
         if defect is not None:
             return defect
         orders = ("exact", "native", "other")
@@ -166,40 +209,57 @@ class Plan:
             return "a rank leaves the barrier before all have entered"
         return None
 
-    def timeline(self, model: str | CostModel = "nvlink") -> list[TaskSpan]:
+    def timeline(self, model: str | CostModel | None = None) -> list[TaskSpan]:
         """Return the predicted times of the steps, in the order of the steps.
 
-        A ``pycollect.plans.TaskSpan`` has rank, step, start and end. Takes the models of
-        ``predict``, and raises the same errors.
+        A ``pycollect.plans.TaskSpan`` has rank, step, start and end. Over several hosts, data that
+        is larger than the staging buffers passes in several runs of all steps, which are listed one
+        after the other, the first six at most. Takes the models of ``predict``, and raises the same
+        errors.
 
         >>> import pycollect as pc
         >>> [span.rank for span in pc.plan("gather", 3).timeline()]
         [0, 0, 0]
         """
-        spans = _C.predict(self._program, self.nbytes, _figures(model))[1]
+        spans = self._predict(model)[1]
         return [TaskSpan(*span) for span in spans if span[1] >= 0]
 
-    def predict(self, model: str | CostModel = "nvlink") -> float:
+    def predict(self, model: str | CostModel | None = None) -> float:
         """Return the predicted seconds from the call until the last rank returns.
 
-        model: "nvlink", "pcie" or a ``CostModel``, whose help has the figures. The prediction is
-        for one process with one device per rank and ignores the cost of arithmetic; it serves to
-        compare algorithms and sizes, and may be wrong by 20 %. Raises ValueError for an unknown
-        name, TypeError for another type.
+        model: "nvlink", "pcie", "ethernet" or a ``CostModel``, whose help has the figures; None is
+        "nvlink" on one host and "ethernet" over several. The prediction is for one process with one
+        device per rank, over several hosts for one process per rank, and ignores the cost of
+        arithmetic; it serves to compare algorithms and sizes, and may be wrong by 20 %. Over hosts,
+        it is for a dtype of 4 bytes and staging buffers of the default size. Raises ValueError for
+        an unknown name, TypeError for another type.
 
         >>> import pycollect as pc
         >>> small, large = (pc.plan("all_reduce", 8, nbytes=n).predict() for n in (1024, 1 << 30))
         >>> small < large
         True
         """
-        return _C.predict(self._program, self.nbytes, _figures(model))[0]
+        return self._predict(model)[0]
 
-    def plot(self, path: str | PathLike[str], model: str | CostModel = "nvlink") -> None:
+    def _predict(self, model: str | CostModel | None) -> tuple[float, list[_C.SpanTuple]]:
+        figures = _figures(self._model(model))
+        if self._world_view is not None:
+            return self._world_view.predict(self.nbytes, _BUFFER_BYTES, figures)
+        alpha, port, memory, bridge, _, _ = figures
+        return _C.predict(self._program, self.nbytes, (alpha, port, memory, bridge))
+
+    def _model(self, model: str | CostModel | None) -> str | CostModel:
+        if model is not None:
+            return model
+        return "nvlink" if len(self.hosts) == 1 else "ethernet"
+
+    def plot(self, path: str | PathLike[str], model: str | CostModel | None = None) -> None:
         """Draw ranks against predicted time into a PNG or SVG file, by the suffix of path.
 
-        The picture has one lane per rank and one bar per step. Raises ImportError without
-        matplotlib, and ValueError for another suffix, for more than 256 ranks, and for a path that
-        cannot be written.
+        The picture has one lane per rank and one bar per step, and lines between hosts. A copy
+        between hosts is a thin bar below the others of the rank that receives it. Raises
+        ImportError without matplotlib, and ValueError for another suffix, for more than 256 ranks,
+        and for a path that cannot be written.
 
         >>> import pycollect as pc, tempfile, pathlib
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "ring.svg"
@@ -207,8 +267,8 @@ class Plan:
         >>> path.stat().st_size > 1000
         True
         """
-        seconds, spans = _C.predict(self._program, self.nbytes, _figures(model))
-        draw(self, path, _label(model), seconds, spans)
+        seconds, spans = self._predict(model)
+        draw(self, path, _label(self._model(model)), seconds, spans)
 
 
 def algorithms(collective: str = "all_reduce") -> list[str]:
@@ -225,24 +285,28 @@ def algorithms(collective: str = "all_reduce") -> list[str]:
 
 def plan(
     collective: str,
-    world: int,
+    world: int | None = None,
     *,
+    hosts: Sequence[int] | None = None,
     algorithm: str | None = None,
     nbytes: int = 1 << 20,
     root: int = 0,
-    pieces: int = 4,
+    pieces: int | None = None,
     in_place: bool | None = None,
 ) -> Plan:
     """Return the plan of a collective for a world of ranks, without running it.
 
     algorithm: a name from ``algorithms(collective)``; None selects the one for ranks that share
-    memory. world: 1 to 1024 ranks. nbytes: bytes of a rank's largest buffer, for ``predict``: its
+    memory, or over several hosts the one that a group over these hosts selects. world: 1 to 1024
+    ranks; may be left out with hosts. hosts: the number of ranks on each host, in rank order; None
+    means that all ranks are on one. nbytes: bytes of a rank's largest buffer, for ``predict``: its
     tensor, but the result of all_gather and gather and the input of reduce_scatter and scatter;
     ignored for a barrier. root: the root rank, 0 to world - 1, for collectives that have one.
-    pieces: the number of pieces of a pipeline, 1 to 2**18 / world. in_place: whether a rank's
-    output is its input; None means yes if the algorithm allows it. Raises ValueError for an unknown
-    name, for a rank or number out of range, and for ``in_place=True`` if the algorithm does not
-    allow it; TypeError for a value of another type.
+    pieces: the number of pieces of a pipeline, 1 to 2**18 / world; None means 4, or over several
+    hosts what a group selects. in_place: whether a rank's output is its input; None means yes if
+    the algorithm allows it. Raises ValueError for an unknown name, for a rank or number out of
+    range, for hosts without ranks or with other ranks than the world, and for ``in_place=True`` if
+    the algorithm does not allow it; TypeError for a value of another type.
 
     >>> import pycollect as pc
     >>> print(pc.plan("all_reduce", 2, algorithm="fused"))
@@ -250,18 +314,25 @@ def plan(
     order exact, 1 level; each rank reads 1 MiB and writes 1 MiB
     level 1  rank 0: out[0] on 0,1 <- sum of in[0] from 0,1
              rank 1: out[1] on 0,1 <- sum of in[1] from 0,1
+    >>> pc.plan("all_reduce", hosts=(8, 8, 4)).algorithm
+    'host_chain'
     """
-    world, nbytes = _C.int_from(world, "plan", "world"), _C.int_from(nbytes, "plan", "nbytes")
-    root, pieces = _C.int_from(root, "plan", "root"), _C.int_from(pieces, "plan", "pieces")
-    _check_numbers(world, nbytes, root, pieces)
-    name = _C.default_algorithm(collective, world, nbytes) if algorithm is None else algorithm
-    chosen = _C.find_algorithm(collective, name)
+    places = _hosts(world, hosts)
+    nbytes, root = _C.int_from(nbytes, "plan", "nbytes"), _C.int_from(root, "plan", "root")
+    pieces = None if pieces is None else _C.int_from(pieces, "plan", "pieces")
+    _check_numbers(sum(places), nbytes, root, 1 if pieces is None else pieces)
+    name, best, first_ranks_send = _select(collective, places, nbytes, algorithm)
+    chosen, pieces = _C.find_algorithm(collective, name), best if pieces is None else pieces
     in_place = _in_place(chosen, in_place)
-    made = chosen.plan(world, root, pieces)
+    view = None
+    if len(places) > 1:
+        view = _C.WorldView(chosen, places, root, in_place, (pieces, first_ranks_send))
+    made = chosen.plan(places[0], root, pieces) if view is None else view.plan
     return Plan(
         collective=collective,
         algorithm=name,
-        world=world,
+        world=sum(places),
+        hosts=places,
         nbytes=0 if collective == "barrier" else nbytes,
         root=root,
         pieces=pieces,
@@ -270,7 +341,41 @@ def plan(
         cost=chosen.cost,
         _plan=made,
         _program=_C.Program(made, in_place),
+        _world_view=view,
     )
+
+
+def _select(
+    collective: str, hosts: tuple[int, ...], nbytes: int, algorithm: str | None
+) -> tuple[str, int, bool]:
+    """Return algorithm, pieces, and whether only the first ranks of hosts send to other hosts."""
+    named = "" if algorithm is None else _C.find_algorithm(collective, algorithm).name
+    if len(hosts) > 1:
+        return _C.select_over_hosts(collective, hosts, nbytes, named)
+    return named or _C.default_algorithm(collective, hosts[0], nbytes), _PIECES, False
+
+
+def _hosts(world: int | None, hosts: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the number of ranks on each host."""
+    world = None if world is None else _C.int_from(world, "plan", "world")
+    if hosts is None:
+        if world is None:
+            raise TypeError("plan: pass world, the number of ranks, or hosts, those of each host")
+        return (world,)
+    if isinstance(hosts, str) or not isinstance(hosts, Iterable):
+        raise TypeError(
+            f"plan: hosts is a {type(hosts).__name__}; "
+            "pass the number of ranks on each host, such as (8, 8)"
+        )
+    places = tuple(_C.int_from(ranks, "plan", f"hosts[{h}]") for h, ranks in enumerate(hosts))
+    if not places:
+        raise ValueError("plan: hosts is empty; pass the number of ranks on each host")
+    for host, ranks in enumerate(places):
+        if ranks < 1:
+            raise ValueError(f"plan: host {host} has {ranks} ranks; every host needs at least one")
+    if world is not None and world != sum(places):
+        raise ValueError(f"plan: world is {world}, and the hosts have {sum(places)} ranks together")
+    return places
 
 
 def _check_numbers(world: int, nbytes: int, root: int, pieces: int) -> None:
@@ -297,7 +402,7 @@ def _in_place(chosen: _C.Algorithm, wanted: bool | None) -> bool:
     return chosen.in_place if wanted is None else wanted
 
 
-def _figures(model: str | CostModel) -> tuple[float, float, float, float]:
+def _figures(model: str | CostModel) -> _C.ModelTuple:
     if isinstance(model, str):
         known = _C.models()
         if model not in known:
@@ -306,7 +411,8 @@ def _figures(model: str | CostModel) -> tuple[float, float, float, float]:
         return known[model]
     if not isinstance(model, CostModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
-    return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
+    alpha, port, memory = float(model.alpha), float(model.port), float(model.memory)
+    return (alpha, port, memory, float(model.bridge), float(model.network), float(model.latency))
 
 
 def _label(model: str | CostModel) -> str:

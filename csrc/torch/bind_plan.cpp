@@ -155,7 +155,7 @@ auto predict_(const Lowered& p, double bytes, const std::array<double, 4>& model
 py::dict models_() {
   py::dict all;
   for (const auto& [name, m] : models())
-    all[name] = py::make_tuple(m.alpha, m.port, m.memory, m.bridge);
+    all[name] = py::make_tuple(m.alpha, m.port, m.memory, m.bridge, m.network, m.latency);
   return all;
 }
 
@@ -260,6 +260,7 @@ void bind_plan(py::module_& m) {
         py::arg("in_place"));
   m.def("predict", &predict_, py::arg("program"), py::arg("bytes"), py::arg("model"));
   m.def("models", &models_);
+  bind_world_view(m);
 }
 
 }  // namespace pycollect

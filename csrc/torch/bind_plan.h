@@ -10,6 +10,7 @@
 namespace pycollect {
 
 void bind_plan(pybind11::module_& m);
+void bind_world_view(pybind11::module_& m);
 
 LevelPolicy level_policy_of(const std::string& name);  // "any" or "one_task"
 

@@ -1,0 +1,116 @@
+"""Predicted seconds over several hosts: small cases computed by hand, and bounds of all sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import pycollect as pc
+from pycollect import _C
+
+# A network of 1000 bytes a second, besides which everything else takes no time.
+ONLY_NETWORK = pc.CostModel(alpha=0, port=1e30, memory=1e30, network=1000, latency=0)
+AGREEMENT = 0.256  # seconds in which one host describes its call to another on that network
+GIGABIT = 1e9 / 8
+
+
+def seconds(collective: str, hosts: tuple[int, ...], model: pc.CostModel, **options: int) -> float:
+    return pc.plan(collective, hosts=hosts, **options).predict(model)
+
+
+def test_a_message_takes_its_bytes_and_a_latency() -> None:
+    time = seconds("broadcast", (1, 1), ONLY_NETWORK, nbytes=100_000)
+    assert time == pytest.approx(100 + AGREEMENT)
+    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
+    assert seconds("broadcast", (1, 1), slow, nbytes=100_000) == pytest.approx(time + 2 * 5.0)
+
+
+def test_the_data_of_a_small_call_goes_along_with_the_agreement() -> None:
+    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
+    assert seconds("broadcast", (1, 1), slow, nbytes=100) == pytest.approx(5.1)
+    assert seconds("barrier", (1, 1), slow) == pytest.approx(10 + AGREEMENT)
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    # Each of four ranks sends a quarter of its tensor to each rank of the other host.
+    time = seconds("all_to_all", (2, 2), ONLY_NETWORK, nbytes=40_000)
+    assert time == pytest.approx(2 * 20 + AGREEMENT)
+    assert seconds("all_gather", (4, 4), ONLY_NETWORK, nbytes=80_000) == pytest.approx(
+        40 + AGREEMENT
+    )
+
+
+def test_a_link_is_two_way() -> None:
+    both = seconds("all_gather", (1, 1), ONLY_NETWORK, nbytes=80_000)
+    one = seconds("broadcast", (1, 1), ONLY_NETWORK, nbytes=40_000)
+    assert both == pytest.approx(one)
+
+
+def test_the_root_sends_to_every_host() -> None:
+    time = seconds("broadcast", (2, 2, 2, 2), ONLY_NETWORK, nbytes=40_000)
+    assert time == pytest.approx(3 * 40 + 3 * AGREEMENT)
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    # A rank reads and writes 100 bytes a second, and the memory has 300, for reads and writes.
+    model = pc.CostModel(alpha=0, port=100, memory=300, network=1e30, latency=0)
+    # The root copies to its staging buffer and to each host's network, and other ranks copy out.
+    alone, four = (pc.plan("broadcast", hosts=(1, n), nbytes=30_000).predict(model) for n in (1, 4))
+    assert four - alone == pytest.approx(4 * 200 - 300)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("mebibytes", [1, 4, 16, 64, 1000])
+def test_an_all_reduce_of_two_hosts_approaches_the_links(ranks: int, mebibytes: int) -> None:
+    # S bytes pass in each direction, and the pipeline begins and ends with a piece of each rail.
+    plan = pc.plan("all_reduce", hosts=(ranks, ranks), nbytes=mebibytes << 20)
+    model = dataclasses.replace(ONLY_NETWORK, network=GIGABIT)
+    least = plan.nbytes / GIGABIT
+    assert least <= plan.predict(model) <= least * (1 + 1 / plan.pieces) * 1.02
+    assert plan.predict(dataclasses.replace(model, latency=50e-6)) >= plan.predict(model)
+
+
+def test_a_host_between_others_sends_and_receives_twice() -> None:
+    plan = pc.plan("all_reduce", hosts=(4, 4, 4), nbytes=16 << 20)
+    assert plan.predict(ONLY_NETWORK) >= 2 * plan.nbytes / 1000
+
+
+@pytest.mark.parametrize("collective", [c for c in _C.COLLECTIVES if c != "barrier"])
+def test_more_bytes_take_longer_over_hosts(collective: str) -> None:
+    times = [
+        pc.plan(collective, hosts=(2, 3), nbytes=1 << n).predict() for n in (0, 10, 20, 26, 30, 34)
+    ]
+    assert times == sorted(times)
+    assert times[-1] / times[-2] == pytest.approx(16, rel=0.05)  # runs that are not simulated
+
+
+def test_large_data_passes_the_staging_buffers_in_runs() -> None:
+    plan = pc.plan("broadcast", hosts=(1, 1), nbytes=10 << 20)
+    assert plan._world_view is not None
+    assert plan._world_view.runs(plan.nbytes, 4 << 20) == 3
+    assert plan._world_view.runs(0, 4 << 20) == 1
+    line = plan.timeline()
+    assert [span.step for span in line] == 3 * list(range(len(plan.steps)))
+    assert max(span.end for span in line) <= plan.predict()
+
+
+def test_the_model_of_hosts() -> None:
+    plan = pc.plan("all_reduce", hosts=(4, 4), nbytes=1 << 20)
+    assert plan.predict() == plan.predict("ethernet")
+    ethernet = pc.CostModel(alpha=5e-7, port=8e9, memory=60e9)
+    assert plan.predict() == plan.predict(ethernet)
+    for name in ("network", "latency"):
+        for value in (-1.0, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match=f"Model: {name} is {value}; pass .*, finite and"):
+                dataclasses.replace(ethernet, **{name: value})
+    with pytest.raises(ValueError, match="network is 0; pass bytes per second, finite and above"):
+        pc.CostModel(alpha=0, port=1, memory=1, network=0)
+    assert plan._world_view is not None
+    for at, why in ((4, "network is in bytes per second"), (5, "latency is in seconds")):
+        figures = [1e-6, 1e9, 1e9, 0.0, 1e9, 1e-6]
+        figures[at] = -1.0
+        with pytest.raises(ValueError, match=why):
+            plan._world_view.predict(1, 1, tuple(figures))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a staging buffer has more than 0 bytes"):
+        plan._world_view.predict(1, 0, (1e-6, 1e9, 1e9, 0.0, 1e9, 1e-6))
