@@ -23,6 +23,47 @@ struct TaskInfo {
   int newest;   // largest Wait::count among the task's direct and indirect dependencies
 };
 
+// A count for each rank, 0 until set. Most ranks of a large world wait for few others, and a table
+// of all ranks for each rank would take more memory than the plan.
+class RankCounts {
+ public:
+  explicit RankCounts(int world) : world_(world) {}
+  int operator[](Rank r) const {
+    if (!all_.empty()) return all_[r];
+    const auto found = find(r);
+    return found == few_.end() ? 0 : found->second;
+  }
+  void set(Rank r, int count) {
+    if (all_.empty() && !set_few(r, count)) {
+      all_.resize(world_);
+      for (const auto& [rank, known] : few_) all_[rank] = known;
+    }
+    if (!all_.empty()) all_[r] = count;
+  }
+
+ private:
+  static constexpr std::size_t kFew = 16;  // a search through two cache lines
+  using Few = std::vector<std::pair<Rank, int>>;
+
+  Few::const_iterator find(Rank r) const {
+    return std::find_if(few_.begin(), few_.end(), [r](const auto& one) { return one.first == r; });
+  }
+  bool set_few(Rank r, int count) {
+    const auto found = few_.begin() + (find(r) - few_.cbegin());
+    if (found != few_.end())
+      found->second = count;
+    else if (few_.size() < kFew)
+      few_.emplace_back(r, count);
+    else
+      return false;
+    return true;
+  }
+
+  int world_;
+  Few few_;
+  std::vector<int> all_;  // [rank], if there are more than a few
+};
+
 // The tasks that one rank's waits imply: the first known[r] tasks of every rank r. The waits of
 // these tasks are implied, too: those of the first searched[r] tasks are included, those of the
 // tasks up to a wait in `pending` are not yet.
@@ -33,7 +74,7 @@ struct VectorClock {
     bool operator<(const Pending& o) const { return newest < o.newest; }
   };
   explicit VectorClock(int world) : known(world), searched(world) {}
-  std::vector<int> known, searched;
+  RankCounts known, searched;
   std::priority_queue<Pending> pending = {};
 };
 
@@ -69,7 +110,8 @@ class Lowering {
     auto each = [&](const Slices& slices, auto&& f) {
       for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c]); });
     };
-    const Slices dsts = writes(plan_, task, me);
+    const Slices boundary = step < 0 ? writes(plan_, task, me) : Slices();
+    const Slices& dsts = step < 0 ? boundary : plan_.steps[step].dsts;
     const Slices& srcs = reads(plan_, task);
     each(srcs, [&](LastAccess& c) { after(me, task, c.writer); });
     each(dsts, [&](LastAccess& c) {
@@ -123,15 +165,16 @@ class Lowering {
            clock.pending.top().newest >= w.count) {
       const Wait p = clock.pending.top().wait;
       clock.pending.pop();
-      for (int& i = clock.searched[p.rank]; i < p.count; ++i)
+      for (int i = clock.searched[p.rank]; i < p.count; ++i)
         for (Wait v : program_[p.rank][i].waits) add_wait(clock, v);
+      clock.searched.set(p.rank, std::max(clock.searched[p.rank], p.count));
     }
     return clock.known[w.rank] >= w.count;
   }
 
   void add_wait(VectorClock& clock, Wait w) {
     if (clock.known[w.rank] >= w.count) return;
-    clock.known[w.rank] = w.count;
+    clock.known.set(w.rank, w.count);
     if (info(w).newest > 0) clock.pending.push({info(w).newest, w});
   }
 

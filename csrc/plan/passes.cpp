@@ -14,22 +14,23 @@ constexpr int kNone = -1;
 
 class Merging {
  public:
-  Merging(const Plan& plan, bool in_place)
-      : plan_(plan),
+  Merging(Plan plan, bool in_place)
+      : plan_(std::move(plan)),
         in_place_(in_place),
-        result_{plan.world, plan.chunks},
-        writer_(cells(plan), kNone),
-        touched_(cells(plan), kNone) {}
+        result_{plan_.world, plan_.chunks},
+        writer_(cells(plan_), kNone),
+        touched_(cells(plan_), kNone) {
+    result_.steps.reserve(plan_.steps.size());
+  }
 
   Plan run() {
-    for (const Step& step : plan_.steps) {
-      Step left = step;
-      left.by = step.owner();
+    for (Step& step : plan_.steps) {
+      step.by = step.owner();
       if (step.srcs.size() == 1)
-        std::erase_if(left.dsts, [&](const Slice& d) {
-          return same(d, step.srcs[0]) || joins_fold(left.by, d, step.srcs[0]);
+        std::erase_if(step.dsts, [&](const Slice& d) {
+          return same(d, step.srcs[0]) || joins_fold(step.by, d, step.srcs[0]);
         });
-      if (!left.dsts.empty()) keep(std::move(left));
+      if (!step.dsts.empty()) keep(std::move(step));
     }
     return std::move(result_);
   }
@@ -74,7 +75,7 @@ class Merging {
     result_.steps.push_back(std::move(step));
   }
 
-  const Plan& plan_;
+  Plan plan_;
   bool in_place_;
   Plan result_;
   std::vector<int> writer_, touched_;  // [cell]: the last step of the result
@@ -92,12 +93,11 @@ bool fills_own(const Step& step) {
 
 }  // namespace
 
-Plan forward_copies(const Plan& plan, bool in_place) { return Merging(plan, in_place).run(); }
+Plan forward_copies(Plan plan, bool in_place) { return Merging(std::move(plan), in_place).run(); }
 
-Plan hoist_local_copies(const Plan& plan, bool in_place) {
+Plan hoist_local_copies(Plan plan, bool in_place) {
   std::vector<bool> written(cells(plan)), touched(cells(plan));  // by steps that are not moved
-  Plan result{plan.world, plan.chunks};
-  std::vector<Step> behind;
+  std::vector<bool> moves;                                       // [step]
   for (const Step& step : plan.steps) {
     bool first = fills_own(step);
     auto each = [&](const Slices& slices, auto&& f) {
@@ -105,19 +105,23 @@ Plan hoist_local_copies(const Plan& plan, bool in_place) {
     };
     each(step.srcs, [&](int c) { first &= !written[c]; });
     each(step.dsts, [&](int c) { first &= !touched[c]; });
-    (first ? result.steps : behind).push_back(step);
+    moves.push_back(first);
     if (first) continue;
     each(step.srcs, [&](int c) { touched[c] = true; });
     each(step.dsts, [&](int c) { written[c] = touched[c] = true; });
   }
-  result.steps.insert(result.steps.end(), behind.begin(), behind.end());
+  Plan result{plan.world, plan.chunks};
+  result.steps.reserve(plan.steps.size());
+  for (const bool first : {true, false})
+    for (std::size_t i = 0; i < plan.steps.size(); ++i)
+      if (moves[i] == first) result.steps.push_back(std::move(plan.steps[i]));
   return result;
 }
 
 Plan for_processes(const Plan& plan, bool in_place, bool input, bool output, bool push_to_all) {
-  const Plan staged =
+  Plan staged =
       stage(plan, in_place, MemoryReach::processes(plan.world, input, output, push_to_all));
-  return hoist_local_copies(forward_copies(staged, in_place), in_place);
+  return hoist_local_copies(forward_copies(std::move(staged), in_place), in_place);
 }
 
 }  // namespace pycollect

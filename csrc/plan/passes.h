@@ -7,11 +7,11 @@ namespace pycollect {
 
 // Removes copies of a slice onto itself. Where a rank folds and then copies the result elsewhere,
 // lets the fold write both places, so that the copy does not read the result again.
-Plan forward_copies(const Plan& plan, bool in_place);
+Plan forward_copies(Plan plan, bool in_place);
 
 // Moves to the front the steps with which a rank fills its own scratch and host memory from its own
 // buffers, because these steps need no other rank. The order of all other steps is unchanged.
-Plan hoist_local_copies(const Plan& plan, bool in_place);
+Plan hoist_local_copies(Plan plan, bool in_place);
 
 // Returns the plan that processes run: staged, merged and ordered. `input`, `output`: every process
 // reaches these buffers of every other one. `push_to_all`: see MemoryReach.

@@ -38,6 +38,7 @@ class Staging {
         has_scratch_(cells(plan), true) {
     std::iota(values_.begin(), values_.end(), 0);
     next_value_ = cells(plan);
+    if (reach.shares_staging()) return;  // no copies in, for which unused scratch is room
     for (const Step& step : plan.steps)
       for (const Slices* side : {&step.dsts, &step.srcs})
         for (const Slice& s : *side) each(s, [&](int c) { has_scratch_[c] = false; });
@@ -256,6 +257,10 @@ Plan stage(const Plan& plan, bool in_place, const MemoryReach& reach, int pieces
   check(plan, in_place);
   check(plan, reach, pieces);
   if (pieces == 1 && !reach.shares_staging()) return Staging(plan, in_place, reach).run();
+  // Processes have a region of a staging buffer for each chunk, so their slices are single chunks.
+  const auto is_single = [](const Step& step) { return step.dsts.front().count == 1; };
+  if (pieces == 1 && std::all_of(plan.steps.begin(), plan.steps.end(), is_single))
+    return Staging(plan, in_place, reach).run();
   const Plan parts = cut(plan, pieces);
   return Staging(parts, in_place, reach).run();
 }
