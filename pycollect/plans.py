@@ -20,6 +20,7 @@ from pycollect._plan_text import describe
 # Limits that keep the largest plans in memory. A plan has its steps for every rank and piece: a
 # chain of W ranks and P pieces has 2 W P steps, half a million at most.
 _MOST_RANKS = 1024
+_MOST_RANKS_OVER_HOSTS, _MOST_RANKS_OF_HOST = 4096, 64  # for plans that grow with the ranks
 _MOST_PIECES = 1 << 18  # of all ranks together
 _PIECES = 4  # of a plan for one host
 
@@ -127,7 +128,8 @@ class Plan:
     order: str
     cost: str
     _plan: _C.Plan = field(repr=False, compare=False)
-    _program: _C.Program = field(repr=False, compare=False)
+    # None if it is made when it is needed.
+    _program: _C.Program | None = field(repr=False, compare=False)
     # What the plan is made from over several hosts; None on one host.
     _world_view: _C.WorldView | None = field(default=None, repr=False, compare=False)
 
@@ -176,9 +178,9 @@ class Plan:
         >>> pc.plan("all_reduce", 3, algorithm="one_shot").levels
         ((0, 1, 2), (3, 4, 5))
         """
-        tasks = self._program.tasks
+        tasks = self._lowered.tasks
         # Without the first and the last level, whose tasks take and return the ranks' buffers.
-        inner = self._program.levels[1:-1]
+        inner = self._lowered.levels[1:-1]
         return tuple(tuple(tasks[rank][index][0] for rank, index in level) for level in inner)
 
     def verify(self) -> str | None:
@@ -202,7 +204,7 @@ class Plan:
         orders = ("exact", "native", "other")
         if orders.index(order) > orders.index(self.order):
             return f"sums are in the order '{order}', and '{self.order}' is promised"
-        races = _C.find_races(self._program)
+        races = _C.find_races(self._lowered)
         if races.defect is not None:
             return races.defect
         if self.collective == "barrier" and not races.is_barrier:
@@ -221,7 +223,7 @@ class Plan:
         >>> [span.rank for span in pc.plan("gather", 3).timeline()]
         [0, 0, 0]
         """
-        spans = self._predict(model)[1]
+        spans = self._timeline(model)[1]
         return [TaskSpan(*span) for span in spans if span[1] >= 0]
 
     def predict(self, model: str | CostModel | None = None) -> float:
@@ -239,14 +241,21 @@ class Plan:
         >>> small < large
         True
         """
-        return self._predict(model)[0]
+        if self._world_view is None:
+            return self._timeline(model)[0]
+        figures = _figures(self._model(model))
+        return self._world_view.predict(self.nbytes, _BUFFER_BYTES, figures)
 
-    def _predict(self, model: str | CostModel | None) -> tuple[float, list[_C.SpanTuple]]:
+    @cached_property
+    def _lowered(self) -> _C.Program:
+        return self._program or _C.Program(self._plan, self.in_place)
+
+    def _timeline(self, model: str | CostModel | None) -> tuple[float, list[_C.SpanTuple]]:
         figures = _figures(self._model(model))
         if self._world_view is not None:
-            return self._world_view.predict(self.nbytes, _BUFFER_BYTES, figures)
+            return self._world_view.timeline(self.nbytes, _BUFFER_BYTES, figures)
         alpha, port, memory, bridge, _, _ = figures
-        return _C.predict(self._program, self.nbytes, (alpha, port, memory, bridge))
+        return _C.predict(self._lowered, self.nbytes, (alpha, port, memory, bridge))
 
     def _model(self, model: str | CostModel | None) -> str | CostModel:
         if model is not None:
@@ -267,7 +276,7 @@ class Plan:
         >>> path.stat().st_size > 1000
         True
         """
-        seconds, spans = self._predict(model)
+        seconds, spans = self._timeline(model)
         draw(self, path, _label(self._model(model)), seconds, spans)
 
 
@@ -298,15 +307,16 @@ def plan(
 
     algorithm: a name from ``algorithms(collective)``; None selects the one for ranks that share
     memory, or over several hosts the one that a group over these hosts selects. world: 1 to 1024
-    ranks; may be left out with hosts. hosts: the number of ranks on each host, in rank order; None
-    means that all ranks are on one. nbytes: bytes of a rank's largest buffer, for ``predict``: its
-    tensor, but the result of all_gather and gather and the input of reduce_scatter and scatter;
-    ignored for a barrier. root: the root rank, 0 to world - 1, for collectives that have one.
-    pieces: the number of pieces of a pipeline, 1 to 2**18 / world; None means 4, or over several
-    hosts what a group selects. in_place: whether a rank's output is its input; None means yes if
-    the algorithm allows it. Raises ValueError for an unknown name, for a rank or number out of
-    range, for hosts without ranks or with other ranks than the world, and for ``in_place=True`` if
-    the algorithm does not allow it; TypeError for a value of another type.
+    ranks, or up to 4096 on hosts with up to 64 each, if the plan is not too large; may be left out
+    with hosts. hosts: the number of ranks on each host, in rank order; None means that all ranks
+    are on one. nbytes: bytes of a rank's largest buffer, for ``predict``: its tensor, but the
+    result of all_gather and gather and the input of reduce_scatter and scatter; ignored for a
+    barrier. root: the root rank, 0 to world - 1, for collectives that have one. pieces: the number
+    of pieces of a pipeline, 1 to 2**18 / world; None means 4, or over several hosts what a group
+    selects. in_place: whether a rank's output is its input; None means yes if the algorithm allows
+    it. Raises ValueError for an unknown name, for a rank or number out of range, for hosts without
+    ranks or with other ranks than the world, and for ``in_place=True`` if the algorithm does not
+    allow it; TypeError for a value of another type.
 
     >>> import pycollect as pc
     >>> print(pc.plan("all_reduce", 2, algorithm="fused"))
@@ -320,7 +330,7 @@ def plan(
     places = _hosts(world, hosts)
     nbytes, root = _C.int_from(nbytes, "plan", "nbytes"), _C.int_from(root, "plan", "root")
     pieces = None if pieces is None else _C.int_from(pieces, "plan", "pieces")
-    _check_numbers(sum(places), nbytes, root, 1 if pieces is None else pieces)
+    _check_numbers(places, nbytes, root, 1 if pieces is None else pieces)
     name, best, first_ranks_send = _select(collective, places, nbytes, algorithm)
     chosen, pieces = _C.find_algorithm(collective, name), best if pieces is None else pieces
     in_place = _in_place(chosen, in_place)
@@ -340,7 +350,7 @@ def plan(
         order=chosen.order,
         cost=chosen.cost,
         _plan=made,
-        _program=_C.Program(made, in_place),
+        _program=_C.Program(made, in_place) if view is None else None,
         _world_view=view,
     )
 
@@ -378,13 +388,16 @@ def _hosts(world: int | None, hosts: Sequence[int] | None) -> tuple[int, ...]:
     return places
 
 
-def _check_numbers(world: int, nbytes: int, root: int, pieces: int) -> None:
+def _check_numbers(hosts: tuple[int, ...], nbytes: int, root: int, pieces: int) -> None:
+    world = sum(hosts)
     if nbytes < 0:
         raise ValueError(f"plan: nbytes is {nbytes}; it cannot be negative")
     if world < 1:
         raise ValueError(f"plan: world is {world}; pass at least one rank")
-    if world > _MOST_RANKS:
-        raise ValueError(f"plan: world is {world}; at most {_MOST_RANKS} ranks are allowed")
+    large = len(hosts) > 1 and max(hosts) <= _MOST_RANKS_OF_HOST
+    most = _MOST_RANKS_OVER_HOSTS if large else _MOST_RANKS
+    if world > most:
+        raise ValueError(f"plan: world is {world}; at most {most} ranks are allowed")
     if not 0 <= root < world:
         raise ValueError(f"plan: root {root} is not a rank of a world of {world}")
     if pieces < 1:

@@ -131,6 +131,7 @@ def test_algorithms_are_those_of_groups_over_hosts() -> None:
         ((), {"hosts": "22"}, TypeError, "hosts is a str; pass"),
         ((), {"hosts": (2, 2.0)}, TypeError, r"hosts\[1\] is a float; pass an int"),
         ((), {"hosts": (1024, 1)}, ValueError, "world is 1025; at most 1024"),
+        ((), {"hosts": (64,) * 65}, ValueError, "world is 4160; at most 4096"),
         ((), {"hosts": (2, 2), "root": 4}, ValueError, "root 4 is not a rank of a world of 4"),
         ((), {"hosts": (2, 2), "pieces": 0}, ValueError, "pieces is 0; pass at least one piece"),
         ((), {"hosts": (2, 2), "algorithm": "x"}, ValueError, "no broadcast algorithm 'x'"),
@@ -141,6 +142,30 @@ def test_invalid_hosts_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         pc.plan("broadcast", *arguments, **options)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast"])
+def test_the_steps_of_a_host_do_not_grow_with_the_hosts(collective: str) -> None:
+    def slices_of_hosts(count: int) -> set[int]:
+        plan = pc.plan(collective, hosts=(2,) * count, nbytes=1 << 20)
+        slices = [0] * count
+        for step in plan.steps:
+            slices[plan.host_of[plan_cases.executor(step)]] += len(step[0]) + len(step[1])
+        return set(slices)
+
+    assert slices_of_hosts(8) == slices_of_hosts(64)
+
+
+def test_thousands_of_ranks_over_hosts() -> None:
+    plan = pc.plan("all_reduce", hosts=(8,) * 512)
+    assert len(plan.steps) < 40 * plan.world * plan.chunks / 8  # a few for each rank and piece
+    assert plan.predict() > 2 * 511 * 50e-6  # a message up and a message down for each host
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "gather"])
+def test_plans_that_do_not_fit_into_memory_are_refused(collective: str) -> None:
+    with pytest.raises(ValueError, match=f"{collective} by .* slices and cells for 4096 ranks, mo"):
+        pc.plan(collective, hosts=(8,) * 512)
 
 
 def test_a_plan_over_hosts_as_text() -> None:

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cmath>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -31,10 +32,38 @@ ChoiceTuple select_over_hosts(const std::string& collective, const HostSizes& si
   return {choice.algorithm->name, choice.pieces, choice.senders == HostSenders::first};
 }
 
+// Most slices and cells of a plan for more than kUnlimitedRanks ranks: about 5 GB with its view.
+constexpr double kMostSlicesAndCells = 1 << 24;
+constexpr int kUnlimitedRanks = 1024;
+
+// Returns the number of slices and cells of the plan for the first hosts.
+double size_of(const Algorithm& algorithm, const HostSizes& sizes, int hosts, int pieces) {
+  const Hosts first = Hosts::of_sizes({sizes.begin(), sizes.begin() + hosts});
+  const Plan plan = algorithm({first.world(), 0, pieces, &first});
+  std::size_t size = cells(plan);
+  for (const Step& step : plan.steps) size += step.dsts.size() + step.srcs.size();
+  return static_cast<double>(size);
+}
+
+// Plans of a few hosts show how fast those of an algorithm grow, before too large a one is made.
+void check_size(const Algorithm& algorithm, const HostSizes& sizes, int world, int pieces) {
+  constexpr int kSome = 4, kMore = 8;
+  if (world <= kUnlimitedRanks || sizes.size() <= kMore) return;
+  const double some = size_of(algorithm, sizes, kSome, pieces);
+  const double more = size_of(algorithm, sizes, kMore, pieces);
+  const double doublings = std::log2(static_cast<double>(sizes.size()) / kMore);
+  const double size = more * std::pow(more / some, doublings);
+  require(size <= kMostSlicesAndCells, name(algorithm.collective), " by '", algorithm.name,
+          "' has about ", static_cast<int64_t>(size), " slices and cells for ", world,
+          " ranks, more than ", static_cast<int64_t>(kMostSlicesAndCells),
+          "; pass fewer ranks or pieces, or another algorithm");
+}
+
 LoweredWorldView world_view_of(const Algorithm& algorithm, const HostSizes& sizes, Rank root,
                                bool in_place, const std::pair<int, bool>& choice) {
   const Hosts hosts = Hosts::of_sizes(sizes);
   const auto [pieces, first] = choice;
+  check_size(algorithm, sizes, hosts.world(), pieces);
   return LoweredWorldView(algorithm({hosts.world(), root, pieces, &hosts}), in_place, hosts,
                           first ? HostSenders::first : HostSenders::all);
 }
@@ -46,12 +75,22 @@ py::object verify_world(const LoweredWorldView& world, const std::string& collec
                         name(v.order));
 }
 
-auto predict_world(const LoweredWorldView& world, double bytes, double buffer_bytes,
-                   const std::array<double, 6>& figures) {
+Prediction predicted(const LoweredWorldView& world, double bytes, double buffer_bytes,
+                     const std::array<double, 6>& figures) {
   CostModel model{figures[0], figures[1], figures[2], figures[3]};
   model.network = figures[4];
   model.latency = figures[5];
-  const Prediction done = predict(world, {bytes, buffer_bytes}, model);
+  return predict(world, {bytes, buffer_bytes}, model);
+}
+
+double predict_world(const LoweredWorldView& world, double bytes, double buffer_bytes,
+                     const std::array<double, 6>& figures) {
+  return predicted(world, bytes, buffer_bytes, figures).seconds;
+}
+
+auto timeline_of_world(const LoweredWorldView& world, double bytes, double buffer_bytes,
+                       const std::array<double, 6>& figures) {
+  const Prediction done = predicted(world, bytes, buffer_bytes, figures);
   std::vector<std::tuple<int, int, double, double>> spans;
   spans.reserve(done.spans.size());
   for (const TimeSpan& s : done.spans) spans.emplace_back(s.rank, s.step, s.start, s.end);
@@ -64,7 +103,9 @@ void bind_world_view(py::module_& m) {
   py::class_<LoweredWorldView>(m, "WorldView")
       .def(py::init(&world_view_of), py::arg("algorithm"), py::arg("hosts"), py::arg("root"),
            py::arg("in_place"), py::arg("choice"))
-      .def_property_readonly("plan", [](const LoweredWorldView& w) { return w.view.plan; })
+      .def_property_readonly(
+          "plan", [](const LoweredWorldView& w) -> const Plan& { return w.view.plan; },
+          py::return_value_policy::reference_internal)
       .def_property_readonly("chunks", [](const LoweredWorldView& w) { return w.view.chunks; })
       .def("verify", &verify_world, py::arg("collective"), py::arg("root"))
       .def(
@@ -73,7 +114,9 @@ void bind_world_view(py::module_& m) {
             return runs(w.view, {bytes, buffer_bytes});
           },
           py::arg("bytes"), py::arg("buffer_bytes"))
-      .def("predict", &predict_world, py::arg("bytes"), py::arg("buffer_bytes"), py::arg("model"));
+      .def("predict", &predict_world, py::arg("bytes"), py::arg("buffer_bytes"), py::arg("model"))
+      .def("timeline", &timeline_of_world, py::arg("bytes"), py::arg("buffer_bytes"),
+           py::arg("model"));
   m.def(
       "find_fold_between_hosts",
       [](const Plan& plan, const HostSizes& sizes) {
