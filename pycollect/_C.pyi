@@ -17,6 +17,7 @@ OneHostModelTuple: TypeAlias = tuple[float, float, float, float]  # alpha, port,
 ModelTuple: TypeAlias = tuple[float, float, float, float, float, float]  # ..., network, latency
 
 COLLECTIVES: tuple[str, ...]
+HOSTS_BUFFER_BYTES: int  # of a staging buffer of ranks on several hosts, by default
 
 class Plan:
     def __init__(

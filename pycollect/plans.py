@@ -24,9 +24,6 @@ _MOST_RANKS_OVER_HOSTS, _MOST_RANKS_OF_HOST = 4096, 64  # for plans that grow wi
 _MOST_PIECES = 1 << 18  # of all ranks together
 _PIECES = 4  # of a plan for one host
 
-# The size of a staging buffer in a group over several hosts, unless options() has another one.
-_BUFFER_BYTES = 4 << 20
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -244,7 +241,7 @@ class Plan:
         if self._world_view is None:
             return self._timeline(model)[0]
         figures = _figures(self._model(model))
-        return self._world_view.predict(self.nbytes, _BUFFER_BYTES, figures)
+        return self._world_view.predict(self.nbytes, _C.HOSTS_BUFFER_BYTES, figures)
 
     @cached_property
     def _lowered(self) -> _C.Program:
@@ -253,7 +250,7 @@ class Plan:
     def _timeline(self, model: str | CostModel | None) -> tuple[float, list[_C.SpanTuple]]:
         figures = _figures(self._model(model))
         if self._world_view is not None:
-            return self._world_view.timeline(self.nbytes, _BUFFER_BYTES, figures)
+            return self._world_view.timeline(self.nbytes, _C.HOSTS_BUFFER_BYTES, figures)
         alpha, port, memory, bridge, _, _ = figures
         return _C.predict(self._lowered, self.nbytes, (alpha, port, memory, bridge))
 

@@ -26,8 +26,9 @@ using ChoiceTuple = std::tuple<std::string, int, bool>;  // algorithm, pieces, f
 ChoiceTuple select_over_hosts(const std::string& collective, const HostSizes& sizes,
                               std::size_t nbytes, const std::string& named) {
   const Hosts hosts = Hosts::of_sizes(sizes);
-  const SelectionKey key{collective_of(collective), hosts.world(), nbytes, DType::f32, false,
-                         Topology::hosts,           &hosts};
+  const SelectionKey key{
+      collective_of(collective), hosts.world(), nbytes,           DType::f32, false,
+      Topology::hosts,           &hosts,        kHostsBufferBytes};
   const Choice choice = choose(key, named);
   return {choice.algorithm->name, choice.pieces, choice.senders == HostSenders::first};
 }
@@ -100,6 +101,7 @@ auto timeline_of_world(const LoweredWorldView& world, double bytes, double buffe
 }  // namespace
 
 void bind_world_view(py::module_& m) {
+  m.attr("HOSTS_BUFFER_BYTES") = kHostsBufferBytes;
   py::class_<LoweredWorldView>(m, "WorldView")
       .def(py::init(&world_view_of), py::arg("algorithm"), py::arg("hosts"), py::arg("root"),
            py::arg("in_place"), py::arg("choice"))

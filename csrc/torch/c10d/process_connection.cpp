@@ -7,12 +7,13 @@
 #include "../../group/format_ranks.h"
 #include "../../hosts/hosts_transport.h"
 #include "../../plan/error.h"
+#include "../../plan/select.h"
 #include "../log.h"
 #include "binder.h"
 #include "connection.h"
 #include "hosts/hosts_monitor.h"
-#include "hosts/process_group_wire.h"
 #include "hosts/messages_of_hosts.h"
+#include "hosts/process_group_wire.h"
 #include "messages.h"
 #include "process_queue.h"
 #include "symmetric_heap_allocator.h"
@@ -23,12 +24,6 @@ namespace {
 
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
-
-// Default size of a staging buffer of ranks on several hosts. The links between hosts are idle when
-// a run begins and ends, so runs are few: with 2 x 4 ranks on two cores, which take turns for every
-// wait, an all_reduce of 16 MiB on a link of 10 Gbit/s took 190 ms with buffers of 1 MiB, 62 ms
-// with 4 MiB, 39 ms with 16 MiB and 34 ms with 32 MiB.
-constexpr std::size_t kHostsBufferBytes = 16 << 20;
 
 // A rank that waits for another host leaves its core to the threads that send and receive.
 constexpr std::chrono::microseconds kHostsYieldTime{50};
