@@ -115,7 +115,8 @@ def test_algorithms_are_those_of_groups_over_hosts() -> None:
     assert name("reduce", 1 << 10) == "direct"
     assert name("reduce_scatter", 1 << 20) == "host_chain"
     assert name("broadcast", 1 << 20) == "direct"
-    assert pc.plan("all_reduce", hosts=(4, 4), nbytes=1 << 20).pieces == 4
+    assert pc.plan("all_reduce", hosts=(4, 4), nbytes=1 << 20).pieces == 2
+    assert pc.plan("all_reduce", hosts=(4, 4), nbytes=1 << 30).pieces == 16
     assert pc.plan("all_reduce", hosts=(4, 4), nbytes=1 << 20, pieces=7).pieces == 7
 
 

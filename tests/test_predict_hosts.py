@@ -86,10 +86,10 @@ def test_more_bytes_take_longer_over_hosts(collective: str) -> None:
 
 
 def test_large_data_passes_the_staging_buffers_in_runs() -> None:
-    plan = pc.plan("broadcast", hosts=(1, 1), nbytes=10 << 20)
+    plan = pc.plan("broadcast", hosts=(1, 1), nbytes=40 << 20)
     assert plan._world_view is not None
-    assert plan._world_view.runs(plan.nbytes, 4 << 20) == 3
-    assert plan._world_view.runs(0, 4 << 20) == 1
+    assert plan._world_view.runs(plan.nbytes, 16 << 20) == 3
+    assert plan._world_view.runs(0, 16 << 20) == 1
     line = plan.timeline()
     assert [span.step for span in line] == 3 * list(range(len(plan.steps)))
     assert max(span.end for span in line) <= plan.predict()

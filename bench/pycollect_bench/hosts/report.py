@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import pycollect as pc
 
 from ..cases import Case
 from ..comparison import CaseResult, Row
@@ -12,7 +16,7 @@ from ..table import Column, gigabytes_per_second
 from ..table import columns as usual_columns
 from .candidates import LINK
 from .comparison import HostRow
-from .groups import GLOO
+from .groups import FAST, GLOO, OURS
 from .pool import HostJob
 
 LEGEND = """\
@@ -24,12 +28,26 @@ LEGEND = """\
 # host to the second. %limit: relative to link. xgloo: gloo's time divided by this candidate's.
 # first: the first call of this size. out/S, in/S: bytes of a call on the link, with headers, that a
 # host sends and receives, on the host with most, divided by the size; least/S: the lower bound.
+# model: the seconds that pycollect.plan(...).predict() says, divided by the time.
 # #wrong: elements that differ from the exact result; of pycollect's reductions also those that
 # differ in a bit from the fold of random values in rank order."""
 # Share of the rate by which the sends may miss it before a warning. Headers take 4 %.
 _MOST_MISSED = 0.12
 # Least size in bytes of a send that measures the rate: for fewer the token bucket is too large.
 _LEAST_FOR_RATE = 1 << 20
+
+# Of a machine with fewer cores than ranks, which therefore take turns: fitted to one of two cores,
+# on which every wait takes a turn and sends reach four fifths of the rate of a link.
+_MODEL = pc.CostModel(alpha=100e-6, port=8e9, memory=10e9, latency=500e-6)
+_SHARE_OF_RATE = 0.8
+_LEAST_FOR_MODEL = 1 << 20  # bytes
+# The names of collectives in pycollect.plan, if other ones.
+_REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+_PLANNED = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 # Bytes of a call that cross the link of the busiest host in its busier direction, at least, divided
 # by the size, for this number of hosts and ranks of a host. Hosts reduce before they send.
@@ -45,6 +63,21 @@ LEAST: dict[str, Callable[[int, int], float]] = {
 def least(job: HostJob, case: Case, row: Row) -> float:
     """Return the lower bound of the bytes of a call on a link, divided by the size."""
     return 1 if row.name == LINK else LEAST[case.collective](job.hosts, job.ranks_per_host)
+
+
+def predicted(job: HostJob, case: Case, row: Row) -> float | None:
+    """Return the predicted seconds of a call; None for a peer, and where the model is no use."""
+    is_planned = row.name in (OURS, FAST) and job.rate and case.dtype.itemsize == 4
+    if not is_planned or case.nbytes < _LEAST_FOR_MODEL:
+        return None
+    assert job.rate is not None
+    plan = pc.plan(
+        _PLANNED.get(case.collective, case.collective),
+        hosts=(job.ranks_per_host,) * job.hosts,
+        nbytes=case.nbytes,
+        algorithm="host_direct" if row.name == FAST and case.collective in _REDUCTIONS else None,
+    )
+    return plan.predict(replace(_MODEL, network=_SHARE_OF_RATE * job.rate / 8))
 
 
 def gigabits(rate: float | None) -> str:
@@ -79,8 +112,14 @@ def columns(job: HostJob) -> list[Column]:
         Column("out/S", "", 6, share(lambda row: row.sent)),
         Column("in/S", "", 6, share(lambda row: row.received)),
         Column("least/S", "", 7, lambda case, row: f"{least(job, case, row):.2f}"),
+        Column("model", "", 6, partial(_model, job)),
         usual["#wrong"],
     ]
+
+
+def _model(job: HostJob, case: Case, row: Row) -> str:
+    seconds = predicted(job, case, row)
+    return "-" if seconds is None else f"{seconds / row.timing.percentile(50):.2f}"
 
 
 def _first(row: Row) -> str:
@@ -127,7 +166,8 @@ def _case_record(job: HostJob, result: CaseResult) -> dict[str, Any]:
     for row in result.rows:
         assert isinstance(row, HostRow)
         link = {"sent": list(row.sent), "received": list(row.received), "first": row.first}
-        rows.append(link | {"least": least(job, result.case, row) * result.case.nbytes})
+        bound = least(job, result.case, row) * result.case.nbytes
+        rows.append(link | {"least": bound, "predicted": predicted(job, result.case, row)})
     record = case_record(result)
     pairs = zip(record["rows"], rows, strict=True)
     return record | {"rows": [row | link for row, link in pairs]}
