@@ -79,8 +79,9 @@ def options(
 
     `hosts` says how ranks on several hosts work together. "exact" (default): they exchange data
     through a Gloo process group of torch, and reductions have the same bits as on one host. "fast":
-    the same, but a reduction of more than 32 KiB of a host adds up each host's ranks and then the
-    hosts' sums, both in order, and rounds once; so the bits depend on the placement of the ranks.
+    the same, but a reduction of more than 32 KiB of a host (between two hosts: from 512 KiB of a
+    rank) adds up each host's ranks and then the hosts' sums, both in order, and rounds once; so the
+    bits depend on the placement of the ranks.
     Fewer bytes go between hosts, and at the same time in both directions. "one": a group over
     several hosts raises ValueError. Ranks are on one host if they run on the same boot of a machine
     in the same network namespace; the environment variable PYCOLLECT_HOST replaces this test by a

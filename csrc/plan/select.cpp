@@ -95,8 +95,19 @@ bool fits_message(const SelectionKey& s) {
   return s.bytes * most <= kMessageBetweenHosts;
 }
 
+// Between two hosts, a chain has as few hops as an exchange of sums, and fewer waits within the
+// hosts: with 2 x 4 ranks on two cores, an all_reduce of 256 KiB took half of the time at 10 Gbit/s.
+// The exchange, whose links are busy from the start, is 1.1 to 1.2 times as fast from 1 MiB on.
+constexpr std::size_t kSumsOfTwoHostsBytes = 512 * 1024;
+
+// Whether hosts exchange their sums: if the order of addition is free.
+bool prefers_sums(const SelectionKey& s) {
+  if (s.keeps_order && !is_integer(s.dtype)) return false;
+  return s.hosts->count() > 2 || !s.hosts->in_rank_order() || s.bytes >= kSumsOfTwoHostsBytes;
+}
+
 Default reduction_between_hosts(const SelectionKey& s) {
-  if (!fits_message(s) && (!s.keeps_order || is_integer(s.dtype)))
+  if (!fits_message(s) && prefers_sums(s))
     return {"host_direct", "hosts exchange their sums, as the order of addition is free"};
   if (!fits_message(s) && s.hosts->in_rank_order())
     return {"host_chain", "each host goes on with the sum of the hosts before it"};

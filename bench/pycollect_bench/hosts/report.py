@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 import pycollect as pc
 
 from ..cases import Case
@@ -67,7 +69,7 @@ def least(job: HostJob, case: Case, row: Row) -> float:
 
 def predicted(job: HostJob, case: Case, row: Row) -> float | None:
     """Return the predicted seconds of a call; None for a peer, and where the model is no use."""
-    is_planned = row.name in (OURS, FAST) and job.rate and case.dtype.itemsize == 4
+    is_planned = row.name in (OURS, FAST) and job.rate and case.dtype == torch.float32
     if not is_planned or case.nbytes < _LEAST_FOR_MODEL:
         return None
     assert job.rate is not None
