@@ -244,6 +244,7 @@ class Options(Backend.Options):
 
     algorithm: str
     hosts: str
+    _version: str
     _between_hosts: Callable[[Any, int, int, datetime.timedelta], Any] | None
     buffer_bytes: int | None
     symmetric_heap_bytes: int | None

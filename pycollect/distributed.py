@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a str
 
 from . import _C, _coalescing_patch
+from ._build_check import build_info
+from ._version import __version__
 from .plans import algorithms
 
 __all__ = ["options"]
@@ -126,6 +128,8 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 def _new_options() -> Any:
     made = _C.Options()
     made._between_hosts = _process_group
+    commit = build_info().get("commit") or ""
+    made._version = f"{__version__} {commit}".strip().removesuffix("-dirty")
     return made
 
 

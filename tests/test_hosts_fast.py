@@ -120,8 +120,10 @@ def test_the_expected_bits_differ_from_those_of_one_host():
     assert torch.equal(expected(whole, "aabb", "sum"), expected(whole, "aaaa", "sum"))
 
 
-def mixed_options(me: RankContext) -> str:
-    made = options(hosts="fast" if me.rank == 0 else "exact")
+def mixed_options(me: RankContext, version: str) -> str:
+    made = options(hosts="fast" if me.rank == 0 or version else "exact")
+    if version and me.rank == 0:
+        made._version = version
     try:
         dist.new_group(backend="pycollect", pg_options=made)
     except ValueError as error:
@@ -130,6 +132,13 @@ def mixed_options(me: RankContext) -> str:
 
 
 def test_all_ranks_must_give_the_same_option(pools):
-    for why in pools(4, placement="aabb").run(mixed_options):
+    for why in pools(4, placement="aabb").run(mixed_options, ""):
         assert "hosts=fast" in why
         assert "hosts=exact" in why
+
+
+def test_all_ranks_must_run_the_same_version(pools):
+    """Other versions may select other algorithms, and so exchange other messages."""
+    for why in pools(4, placement="aabb").run(mixed_options, "0.0.1"):
+        assert "rank 0 has" in why
+        assert "pycollect=0.0.1" in why

@@ -74,6 +74,7 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("hosts", &Options::hosts)
       .def_readwrite("_between_hosts", &Options::between_hosts)
+      .def_readwrite("_version", &Options::version)
       .def_readwrite("buffer_bytes", &Options::buffer_bytes)
       .def_readwrite("cuda_buffer_bytes", &Options::cuda_buffer_bytes)
       .def_readwrite("symmetric_heap_bytes", &Options::symmetric_heap_bytes)

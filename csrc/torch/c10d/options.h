@@ -32,6 +32,7 @@ struct Options final : c10d::Backend::Options {
   // How ranks on several hosts work together: "exact", with the bits of one host; "fast", adding
   // the sums of the hosts; or "one": not.
   std::string hosts = "exact";
+  std::string version = {};  // of pycollect, and the commit of its build
   // Makes the process group for what goes between hosts, of all ranks of the world.
   std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,
                                                   int world, std::chrono::milliseconds)>

@@ -36,8 +36,8 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
-          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
-                                  " cuda_transport=", o.cuda_transport, " hosts=", o.hosts),
+          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes, " cuda_transport=",
+                                  o.cuda_transport, " hosts=", o.hosts, " pycollect=", o.version),
           .one_host = o.hosts == kOneHost};
 }
 
