@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     option = add("plan", _plan, "Print, verify and predict the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)
     option("world", type=_ranks, help="number of ranks, or numbers on each host, such as 8,8,4")
-    option("-a", "--algorithm", help="its name (default: the one for ranks that share memory)")
+    option("-a", "--algorithm", help="its name (default: as pycollect.plan selects)")
     about = "of a rank's largest buffer, such as 64K (default: 1M)"
     option("-b", "--bytes", type=_size, default=1 << 20, help=about)
     option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -97,6 +99,8 @@ def many_sends(me: RankContext, count: int) -> float:
         for i in range(count):
             dist.recv(x, 0)
             assert x[0] == i
+            if i % 50 == 49:
+                dist.send(x, 0)
         return 0.0
     before = 0
     for i in range(count):
@@ -104,7 +108,7 @@ def many_sends(me: RankContext, count: int) -> float:
             before = rss()
         dist.isend(x.fill_(i), 1)
         if i % 50 == 49:
-            time.sleep(0.01)  # the receiver gets as far
+            dist.recv(x, 1)  # the receiver has got as far
     return (rss() - before) / 2**20
 
 
@@ -117,3 +121,64 @@ def test_sends_that_nobody_awaits_release_their_memory():
     with fresh(2, placement="ab") as pool:
         grown, _ = pool.run(many_sends, 4000, seconds=60)
     assert grown < 16  # 3,600 messages have 58 MB
+
+
+def the_stores_host_dies(me: RankContext, port: int) -> tuple[Caught, float]:
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, timeout, False)
+    dist.init_process_group(
+        "pycollect", store=store, rank=me.rank, world_size=me.world, timeout=timeout
+    )
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    publish(me, "ready")
+    if me.rank == 0:
+        wait_published(me, "ready", others(me))
+        publish(me, "death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 1:
+        time.sleep(LATE)
+    error = caught(dist.recv, x, 2 if me.rank == 1 else 1)
+    return error, error.when - wait_published(me, "death", [0])
+
+
+def test_the_end_of_the_host_with_the_store_is_noticed_by_all():
+    """The cause goes from host to host, because no rank finds it in the store any more."""
+    with fresh(8, placement="abcdefgh", group=False) as pool:
+        outcomes = pool.outcomes(the_stores_host_dies, free_port(), seconds=40)
+    assert outcomes[0].died
+    for rank, outcome in enumerate(outcomes[1:], 1):
+        assert not outcome.error, outcome.error
+        error, seconds = outcome.value
+        assert error.kinds[0] == "PeerLost", error
+        assert "rank 0" in error.text, error
+        assert rank == 1 or seconds < NOTICE_SECONDS, error
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def one_leaves_after_a_refusal(me: RankContext) -> str:
+    dist.all_reduce(torch.ones(3))
+    if me.rank == 2:
+        refusal = caught(dist.all_reduce, torch.ones(3).to_sparse())
+        dist.destroy_process_group()
+        return refusal.text
+    time.sleep(LATE)  # longer than the leaver waits for the others to make the refused call
+    x = torch.ones(3)
+    if me.rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    dist.destroy_process_group()
+    return ""
+
+
+def test_a_host_that_leaves_after_a_refused_call_is_no_failure():
+    with fresh(3, placement="aab") as pool:
+        found = pool.run(one_leaves_after_a_refusal, seconds=30)
+    assert found[:2] == ["", ""]
+    assert "sparse" in found[2].lower()

@@ -207,3 +207,13 @@ def test_the_command_plans_over_hosts(capsys: Any) -> None:
         with pytest.raises(SystemExit):
             cli.main(["plan", "all_reduce", wrong])
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("algorithm", "order"), [("host_chain", "exact"), ("host_direct", "other")]
+)
+def test_the_order_of_additions_over_hosts(collective: str, algorithm: str, order: str) -> None:
+    plan = pc.plan(collective, hosts=(2, 3, 2), algorithm=algorithm)
+    assert plan._world_view is not None
+    assert plan._world_view.verify(collective, 0) == (None, order)

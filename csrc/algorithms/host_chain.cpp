@@ -79,10 +79,11 @@ Plan reduce(const AlgorithmParams& params) {
 Plan reduce_scatter(const AlgorithmParams& params) {
   HostChain chain(params);
   const HostRails& rails = chain.rails;
-  chain.plan.chunks = params.world * chain.pieces;
-  rails.pipeline(chain.last() + 1, chain.pieces, [&](int host, int piece) {
+  const int pieces = rails.pieces_of_part(chain.pieces);
+  chain.plan.chunks = params.world * pieces;
+  rails.pipeline(chain.last() + 1, pieces, [&](int host, int piece) {
     for (Rank to = 0; to < params.world; ++to) {
-      const int c = to * chain.pieces + piece, rail = rails.towards(to);
+      const int c = to * pieces + piece, rail = rails.towards(to);
       const Rank me = rails.rank(host, rail);
       const bool own = to == me;
       chain.up(host, rail, c, {own ? out(me, c) : tmp(me, c)});

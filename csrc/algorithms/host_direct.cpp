@@ -34,12 +34,16 @@ class HostDirect {
   Plan plan;
 };
 
+int pieces_of(const HostDirect& direct, const AlgorithmParams& params) {
+  return direct.hosts == 1 ? 1 : params.pieces;
+}
+
 // A rail's share has a part for each host. A host begins with the part of the next host, so that
 // not all send to the same one.
 Plan all_reduce(const AlgorithmParams& params) {
   HostDirect direct(params);
   const HostRails& rails = direct.rails;
-  const int hosts = direct.hosts, pieces = std::max(hosts == 1 ? 1 : params.pieces / hosts, 1);
+  const int hosts = direct.hosts, pieces = rails.pieces_of_part(pieces_of(direct, params));
   direct.plan.chunks = rails.count() * hosts * pieces;
   rails.pipeline(4, pieces, [&](int hop, int piece) {
     const auto each = [&](int from, int until, const auto& f) {
@@ -84,10 +88,6 @@ void reduce_to(HostDirect& direct, int hop, Rank to, int rail, int c) {
   }
 }
 
-int pieces_of(const HostDirect& direct, const AlgorithmParams& params) {
-  return direct.hosts == 1 ? 1 : params.pieces;
-}
-
 Plan reduce(const AlgorithmParams& params) {
   HostDirect direct(params);
   const int pieces = pieces_of(direct, params), rails = direct.rails.count();
@@ -101,7 +101,7 @@ Plan reduce(const AlgorithmParams& params) {
 
 Plan reduce_scatter(const AlgorithmParams& params) {
   HostDirect direct(params);
-  const int pieces = pieces_of(direct, params);
+  const int pieces = direct.rails.pieces_of_part(pieces_of(direct, params));
   direct.plan.chunks = params.world * pieces;
   HostRails::pipeline(2, pieces, [&](int hop, int piece) {
     for (Rank to = 0; to < params.world; ++to)

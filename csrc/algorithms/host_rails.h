@@ -1,6 +1,7 @@
 // Rails of plans that reduce over hosts: on every rail, one rank of each host moves a share of the
 // data between the hosts, in pieces, a few of which are under way at a time.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "../plan/hosts.h"
@@ -18,6 +19,9 @@ class HostRails {
   Rank rank(int host, int rail) const { return hosts_.ranks(host)[rail]; }
   // Returns the rail on which data for rank `to` passes.
   int towards(Rank to) const { return hosts_.index(to) % hosts_.rails(); }
+
+  // Returns the number of pieces of a part of a rail's share, which has a part for each host.
+  int pieces_of_part(int pieces) const { return std::max(pieces / hosts_.count(), 1); }
 
   // Calls `round(hop, piece)` for every piece and hop. A rank that waits for a piece has begun
   // kAhead more for every hop between, so that the links are busy meanwhile.

@@ -96,8 +96,9 @@ bool fits_message(const SelectionKey& s) {
 }
 
 // Between two hosts, a chain has as few hops as an exchange of sums, and fewer waits within the
-// hosts: with 2 x 4 ranks on two cores, an all_reduce of 256 KiB took half of the time at 10 Gbit/s.
-// The exchange, whose links are busy from the start, is 1.1 to 1.2 times as fast from 1 MiB on.
+// hosts: with 2 x 4 ranks on two cores, an all_reduce of 256 KiB took half of the time at 10
+// Gbit/s. The exchange, whose links are busy from the start, is 1.1 to 1.2 times as fast from 1 MiB
+// on.
 constexpr std::size_t kSumsOfTwoHostsBytes = 512 * 1024;
 
 // Whether hosts exchange their sums: if the order of addition is free.

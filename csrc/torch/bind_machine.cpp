@@ -38,10 +38,10 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   Tensors list = tensors_from(tensors, write_access, kCall, producers);
   const int world = static_cast<int>(list.size());
   const PreparedCall prepared = pycollect::in_place({.collective = Collective::all_reduce,
-                                          .call = kCall,
-                                          .op = op_from(op, kCall),
-                                          .algorithm = algorithm_from(algorithm, kCall)},
-                                         {std::move(list), world});
+                                                     .call = kCall,
+                                                     .op = op_from(op, kCall),
+                                                     .algorithm = algorithm_from(algorithm, kCall)},
+                                                    {std::move(list), world});
   const py::gil_scoped_release no_gil;
   std::vector<double> seconds;
   for (int i = 0; i < iterations; ++i) {

@@ -26,9 +26,14 @@ using ChoiceTuple = std::tuple<std::string, int, bool>;  // algorithm, pieces, f
 ChoiceTuple select_over_hosts(const std::string& collective, const HostSizes& sizes,
                               std::size_t nbytes, const std::string& named) {
   const Hosts hosts = Hosts::of_sizes(sizes);
-  const SelectionKey key{
-      collective_of(collective), hosts.world(), nbytes,           DType::f32, false,
-      Topology::hosts,           &hosts,        kHostsBufferBytes};
+  const Collective called = collective_of(collective);
+  // No rank of a group knows the sizes of all blocks of these.
+  const bool irregular = called == Collective::gather || called == Collective::scatter ||
+                         called == Collective::all_to_all;
+  SelectionKey key{called, hosts.world(), irregular ? 0 : nbytes, DType::f32, false};
+  key.topology = Topology::hosts;
+  key.hosts = &hosts;
+  key.run_bytes = kHostsBufferBytes;
   const Choice choice = choose(key, named);
   return {choice.algorithm->name, choice.pieces, choice.senders == HostSenders::first};
 }

@@ -167,7 +167,8 @@ def _case_record(job: HostJob, result: CaseResult) -> dict[str, Any]:
     rows = []
     for row in result.rows:
         assert isinstance(row, HostRow)
-        link = {"sent": list(row.sent), "received": list(row.received), "first": row.first}
+        sent, received = ([round(count) for count in counts] for counts in (row.sent, row.received))
+        link = {"sent": sent, "received": received, "first": row.first}
         bound = least(job, result.case, row) * result.case.nbytes
         rows.append(link | {"least": bound, "predicted": predicted(job, result.case, row)})
     record = case_record(result)

@@ -239,6 +239,7 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
 }
 
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
+  if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
   queue_->close(deadline);
   const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
   devices()->await_held(device_deadline(deadline));
@@ -260,7 +261,6 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   }
   if (remote_messages) remote_messages->close(deadline);
   if (messages) messages->close(deadline);
-  if (monitor) monitor->leave();
   monitor.reset();
   if (group) {
     selector_->leave();

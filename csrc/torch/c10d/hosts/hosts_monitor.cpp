@@ -3,6 +3,8 @@
 
 #include <pthread.h>
 
+#include <cstring>
+
 #include "../../../group/new_thread.h"
 
 namespace pycollect::dist {
@@ -14,8 +16,30 @@ constexpr std::chrono::milliseconds kInterval{200};
 // How long a rank that finds a connection closed waits for the cause.
 constexpr std::chrono::milliseconds kCauseTime{500};
 
-// How long a rank that leaves waits until the host that watches it knows.
+// How long a rank waits until the host that watches it has its last message.
 constexpr std::chrono::milliseconds kFarewellTime{500};
+
+// The last message to the host that watches this one: a kind as in AbortCause, or `healthy` in a
+// farewell, and the text of the cause.
+constexpr std::size_t kKindBytes = sizeof(uint32_t), kMostText = 1000;
+using LastMessage = std::vector<std::byte>;
+
+std::shared_ptr<LastMessage> encode(const ipc::AbortCause& cause) {
+  const std::size_t n = std::min(cause.text.size(), kMostText);
+  auto made = std::make_shared<LastMessage>(kKindBytes + n);
+  std::memcpy(made->data(), &cause.kind, kKindBytes);
+  std::memcpy(made->data() + kKindBytes, cause.text.data(), n);
+  return made;
+}
+
+// `message` is zeros behind the text.
+ipc::AbortCause decode(const LastMessage& message) {
+  ipc::AbortCause cause;
+  std::memcpy(&cause.kind, message.data(), kKindBytes);
+  const auto* const text = reinterpret_cast<const char*>(message.data() + kKindBytes);
+  cause.text.assign(text, strnlen(text, kMostText));
+  return cause;
+}
 
 }  // namespace
 
@@ -26,19 +50,27 @@ HostsMonitor::HostsMonitor(std::shared_ptr<ipc::Group> group,
       wire_(std::move(wire)),
       board_(std::move(board)),
       link_(std::move(link)) {
-  monitor_thread_ = ipc::new_thread([this] { serve(); });
-  if (group_->rank() == 0) watching_thread_ = ipc::new_thread([this] { watch(); });
+  try {
+    monitor_thread_ = ipc::new_thread([this] { serve(); });
+    if (group_->rank() == 0) watching_thread_ = ipc::new_thread([this] { watch(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-HostsMonitor::~HostsMonitor() {
+HostsMonitor::~HostsMonitor() { stop(); }
+
+void HostsMonitor::stop() {
+  if (!group_->is_healthy()) end();
   {
     const std::lock_guard lock(mutex_);
     left_ = true;
   }
   changed_.notify_all();
   wire_->abort();
-  monitor_thread_.join();
-  if (watching_thread_.joinable()) watching_thread_.join();
+  for (std::thread* thread : {&monitor_thread_, &watching_thread_})
+    if (thread->joinable()) thread->join();
 }
 
 Rank HostsMonitor::first_rank(int hosts_after) const {
@@ -47,19 +79,35 @@ Rank HostsMonitor::first_rank(int hosts_after) const {
   return hosts.ranks((here + hosts_after) % hosts.count())[0];
 }
 
-void HostsMonitor::leave() {
-  if (!group_->is_healthy()) return board_->publish(group_->abort_cause());
+void HostsMonitor::say_farewell() {
+  if (group_->is_healthy()) tell({ipc::AbortRecord::healthy, ""});
+}
+
+// Sends the last message of this host, if it is the first one.
+void HostsMonitor::tell(const ipc::AbortCause& cause) {
   if (group_->rank() != 0) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(told_, true)) return;
+  }
   try {
     const ipc::Deadline soon = ipc::Clock::now() + kFarewellTime;
-    const auto farewell = std::make_shared<std::byte>();
+    const auto message = encode(cause);
     const Rank before = first_rank(link_.hosts->count() - 1);
-    wire_->await(
-        wire_->post_send(before, ProcessGroupWire::kFarewell, farewell.get(), 1, soon, farewell),
-        soon);
+    wire_->await(wire_->post_send(before, ProcessGroupWire::kFarewell, message->data(),
+                                  message->size(), soon, message),
+                 soon);
   } catch (const ipc::WireFailure&) {
-    // That host has left or died.
+    // That host has left or died, or all connections are closed.
   }
+}
+
+// Ends the group for other hosts, too, after it has been aborted.
+void HostsMonitor::end() {
+  const ipc::AbortCause cause = group_->abort_cause();
+  tell(cause);
+  board_->publish(cause);
+  wire_->abort();
 }
 
 void HostsMonitor::serve() {
@@ -69,8 +117,7 @@ void HostsMonitor::serve() {
     group_->abort_if_died();
     if (group_->is_healthy()) continue;
     lock.unlock();
-    board_->publish(group_->abort_cause());
-    return wire_->abort();
+    return end();
   }
 }
 
@@ -88,17 +135,19 @@ bool HostsMonitor::await_cause() {
 void HostsMonitor::watch() {
   pthread_setname_np(pthread_self(), "pycollect watch");
   const Rank next = first_rank(1);
+  const auto message = std::make_shared<LastMessage>(kKindBytes + kMostText);
   try {
-    const auto farewell = std::make_shared<std::byte>();
-    wire_->await(wire_->post_receive(next, ProcessGroupWire::kFarewell, farewell.get(), 1,
-                                     ipc::Deadline::max(), farewell),
+    wire_->await(wire_->post_receive(next, ProcessGroupWire::kFarewell, message->data(),
+                                     message->size(), ipc::Deadline::max(), message),
                  ipc::Deadline::max());
+    const ipc::AbortCause cause = decode(*message);
+    if (cause.kind == ipc::AbortRecord::healthy) return;
+    group_->abort(cause);
   } catch (const ipc::WireFailure& failure) {
     if (!await_cause()) return;
     group_->abort(link_.cause_of(next, failure));
-    board_->publish(group_->abort_cause());
-    wire_->abort();
   }
+  end();
 }
 
 }  // namespace pycollect::dist

@@ -1,7 +1,8 @@
 // Monitor of a group over several hosts: when a rank of this host has died, or has aborted the
-// group, it publishes the cause and closes the connections to other hosts, whose ranks then throw,
-// too. The first rank of every host also watches that of the next one, so that the end of a host is
-// noticed although nobody waits for it.
+// group, it tells other hosts the cause and closes the connections to them, so that their ranks
+// throw, too. The first rank of every host also watches that of the next one, which sends it the
+// cause or a farewell. So the end of a host is noticed although nobody waits for it, and although
+// the store may have ended with its host.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -23,11 +24,14 @@ class HostsMonitor {
   HostsMonitor(const HostsMonitor&) = delete;
   HostsMonitor& operator=(const HostsMonitor&) = delete;
 
-  // Tells other hosts that the group's end is no failure, or which failure it is.
-  void leave();
+  // Tells the host that watches this one that the group's end is no failure, unless it is one.
+  void say_farewell();
 
  private:
+  void stop();
   void serve();
+  void tell(const ipc::AbortCause& cause);
+  void end();
   void watch();
   // Returns whether this rank is to abort the group because of a closed connection.
   bool await_cause();
@@ -40,7 +44,7 @@ class HostsMonitor {
   const ipc::HostsLink link_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool left_ = false;
+  bool left_ = false, told_ = false;
   std::thread monitor_thread_, watching_thread_;
 };
 

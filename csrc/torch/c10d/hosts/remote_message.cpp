@@ -98,7 +98,10 @@ void RemoteMessage::finish_receive() {
 void RemoteMessage::run(ipc::Deadline at_most) {
   {
     std::unique_lock lock(mutex_);
-    if (state_ != State::posted) return changed_.wait(lock, [&] { return state_ == State::done; });
+    if (state_ != State::posted) {
+      changed_.wait_until(lock, at_most, [&] { return state_ == State::done; });
+      return;
+    }
     state_ = State::running;
   }
   deadline_ = std::min(deadline_, at_most);

@@ -24,8 +24,8 @@ class RemoteMessage final : public GroupWork {
         first_(sizeof(FirstMessage) + kEagerBytes) {}
 
   void post();  // a send: its messages; a receive: the first one
-  // Ends the message in this thread, or waits for the thread that does. After `at_most` the group
-  // is aborted.
+  // Ends the message in this thread; after `at_most` the group is aborted. If another thread does,
+  // waits for it until `at_most`.
   void run(ipc::Deadline at_most = ipc::Deadline::max());
   bool is_eager() const { return envelope_.bytes <= kEagerBytes; }
   void start();  // runs the message in a thread of its own, unless a thread does so already

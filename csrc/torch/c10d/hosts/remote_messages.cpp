@@ -53,25 +53,29 @@ WorkPtr RemoteMessages::submit(const P2POp& op, const char* name, bool receives)
 void RemoteMessages::end_sends() {
   {
     const std::lock_guard lock(mutex_);
-    if (open_.size() <= kMostOpen || std::exchange(ending_sends_, true)) return;
+    if (ending_sends_ || !excess_send()) return;
+    ending_sends_ = true;
   }
   const bool begun = run_in_thread([this] {
-    while (const MessagePtr send = excess_send()) send->run();
+    std::unique_lock lock(mutex_);
+    while (const MessagePtr send = excess_send()) {
+      lock.unlock();
+      send->run();
+      lock.lock();
+    }
+    ending_sends_ = false;
   });
   if (begun) return;
   const std::lock_guard lock(mutex_);
   ending_sends_ = false;
 }
 
-// Returns the oldest send if many messages are open; null: the thread that ends them is done.
-RemoteMessages::MessagePtr RemoteMessages::excess_send() {
-  const std::lock_guard lock(mutex_);
+RemoteMessages::MessagePtr RemoteMessages::excess_send() const {
+  if (open_.size() <= kMostOpen) return {};
   const auto sent = std::find_if(open_.begin(), open_.end(), [](const auto& open) {
     return !open->receives() && !open->is_running();
   });
-  if (open_.size() > kMostOpen && sent != open_.end()) return *sent;
-  ending_sends_ = false;
-  return {};
+  return sent == open_.end() ? MessagePtr() : *sent;
 }
 
 WorkPtr RemoteMessages::send(const P2POp& op) { return submit(op, "send", false); }

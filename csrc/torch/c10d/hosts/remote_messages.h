@@ -38,9 +38,11 @@ class RemoteMessages final : public std::enable_shared_from_this<RemoteMessages>
   // Runs `task` in a thread of its own, and returns whether there can be one.
   bool run_in_thread(std::function<void()> task);
   void join_ended();
-  // Ends sends in a thread if there are many: it is found by waiting, which nobody may ever do.
+  // Ends sends in a thread if there are many. That a send has ended is found by waiting for it,
+  // which its caller may never do.
   void end_sends();
-  MessagePtr excess_send();
+  // Returns the oldest send if many messages are open, else null. Under the mutex.
+  MessagePtr excess_send() const;
   void forget(const RemoteMessage* message);
   Rank me() const { return group_->world_rank(group_->rank()); }
 
