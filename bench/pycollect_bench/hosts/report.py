@@ -43,8 +43,8 @@ _LEAST_FOR_RATE = 1 << 20
 _MODEL = pc.CostModel(alpha=100e-6, port=8e9, memory=10e9, latency=500e-6)
 _SHARE_OF_RATE = 0.8
 _LEAST_FOR_MODEL = 1 << 20  # bytes
-# The names of collectives in pycollect.plan, if other ones.
 _REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+# The names of collectives in pycollect.plan, if other ones.
 _PLANNED = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
