@@ -5,77 +5,19 @@ A plan is data, so this works for any world on any machine and uses no tensors.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
 from os import PathLike
 from typing import NamedTuple
 
 from pycollect import _C
+from pycollect._cost_model import CostModel, figures_of, label_of
+from pycollect._plan_arguments import check_numbers, in_place_of, ranks_of_hosts
 from pycollect._plan_picture import draw
 from pycollect._plan_text import describe
 
-# Limits that keep the largest plans in memory. A plan has its steps for every rank and piece: a
-# chain of W ranks and P pieces has 2 W P steps, half a million at most.
-_MOST_RANKS = 1024
-_MOST_RANKS_OVER_HOSTS, _MOST_RANKS_OF_HOST = 4096, 64  # for plans that grow with the ranks
-_MOST_PIECES = 1 << 18  # of all ranks together
 _PIECES = 4  # of a plan for one host
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Describe the speed of a machine, or of machines on a network, for ``Plan.predict``.
-
-    alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
-    and as many out of it. memory: bytes per second of a device's memory, reads and writes
-    together. bridge: bytes per second between the two halves of the world, each way; 0 (default)
-    for no such limit. The machine has one device per rank.
-
-    Over several hosts, ranks are processes on CPUs that share their host's memory: port is in bytes
-    per second that one rank copies, and memory those that all ranks of a host read and write
-    together. network: bytes per second from a host to the network, and as many from it, which its
-    ranks share. latency: seconds that a message between hosts takes besides its bytes.
-
-    Raises TypeError for a value that is not a number, and ValueError for one that is infinite, NaN
-    or negative, and for a port, memory or network of zero.
-
-    The named models are "nvlink", CostModel(1.5e-6, 400e9, 3000e9), for eight GPUs behind a switch,
-    "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each, and "ethernet",
-    CostModel(5e-7, 8e9, 60e9), for hosts on a network of 10 Gbit/s. For another machine,
-    ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs, and memory
-    twice that within a GPU, as a copy reads and writes. It does not measure alpha.
-
-    >>> import pycollect as pc
-    >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
-    >>> pc.plan("all_reduce", 4, algorithm="chain").predict(model) > 0
-    True
-    """
-
-    alpha: float
-    port: float
-    memory: float
-    bridge: float = 0.0
-    network: float = 1.25e9
-    latency: float = 50e-6
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number:
-                raise TypeError(f"CostModel: {item.name} is {value!r}; pass a number")
-            may_be_zero = item.name in ("alpha", "bridge", "latency")
-            least = "not negative" if may_be_zero else "above zero"
-            in_range = value >= 0 if least == "not negative" else value > 0
-            if not (in_range and value <= sys.float_info.max):
-                is_time = item.name in ("alpha", "latency")
-                unit = "seconds" if is_time else "bytes per second"
-                raise ValueError(
-                    f"CostModel: {item.name} is {value}; pass {unit}, finite and {least}"
-                )
 
 
 class TaskSpan(NamedTuple):
@@ -240,7 +182,7 @@ class Plan:
         """
         if self._world_view is None:
             return self._timeline(model)[0]
-        figures = _figures(self._model(model))
+        figures = figures_of(self._model(model))
         return self._world_view.predict(self.nbytes, _C.HOSTS_BUFFER_BYTES, figures)
 
     @cached_property
@@ -248,7 +190,7 @@ class Plan:
         return self._program or _C.Program(self._plan, self.in_place)
 
     def _timeline(self, model: str | CostModel | None) -> tuple[float, list[_C.SpanTuple]]:
-        figures = _figures(self._model(model))
+        figures = figures_of(self._model(model))
         if self._world_view is not None:
             return self._world_view.timeline(self.nbytes, _C.HOSTS_BUFFER_BYTES, figures)
         alpha, port, memory, bridge, _, _ = figures
@@ -274,7 +216,7 @@ class Plan:
         True
         """
         seconds, spans = self._timeline(model)
-        draw(self, path, _label(self._model(model)), seconds, spans)
+        draw(self, path, label_of(self._model(model)), seconds, spans)
 
 
 def algorithms(collective: str = "all_reduce") -> list[str]:
@@ -324,13 +266,13 @@ def plan(
     >>> pc.plan("all_reduce", hosts=(8, 8, 4)).algorithm
     'host_chain'
     """
-    places = _hosts(world, hosts)
+    places = ranks_of_hosts(world, hosts)
     nbytes, root = _C.int_from(nbytes, "plan", "nbytes"), _C.int_from(root, "plan", "root")
     pieces = None if pieces is None else _C.int_from(pieces, "plan", "pieces")
-    _check_numbers(places, nbytes, root, 1 if pieces is None else pieces)
+    check_numbers(places, nbytes, root, 1 if pieces is None else pieces)
     name, best, first_ranks_send = _select(collective, places, nbytes, algorithm)
     chosen, pieces = _C.find_algorithm(collective, name), best if pieces is None else pieces
-    in_place = _in_place(chosen, in_place)
+    in_place = in_place_of(chosen, in_place)
     view = None
     if len(places) > 1:
         view = _C.WorldView(chosen, places, root, in_place, (pieces, first_ranks_send))
@@ -360,72 +302,3 @@ def _select(
     if len(hosts) > 1:
         return _C.select_over_hosts(collective, hosts, nbytes, named)
     return named or _C.default_algorithm(collective, hosts[0], nbytes), _PIECES, False
-
-
-def _hosts(world: int | None, hosts: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the number of ranks on each host."""
-    world = None if world is None else _C.int_from(world, "plan", "world")
-    if hosts is None:
-        if world is None:
-            raise TypeError("plan: pass world, the number of ranks, or hosts, those of each host")
-        return (world,)
-    if isinstance(hosts, str) or not isinstance(hosts, Iterable):
-        raise TypeError(
-            f"plan: hosts is a {type(hosts).__name__}; "
-            "pass the number of ranks on each host, such as (8, 8)"
-        )
-    places = tuple(_C.int_from(ranks, "plan", f"hosts[{h}]") for h, ranks in enumerate(hosts))
-    if not places:
-        raise ValueError("plan: hosts is empty; pass the number of ranks on each host")
-    for host, ranks in enumerate(places):
-        if ranks < 1:
-            raise ValueError(f"plan: host {host} has {ranks} ranks; every host needs at least one")
-    if world is not None and world != sum(places):
-        raise ValueError(f"plan: world is {world}, and the hosts have {sum(places)} ranks together")
-    return places
-
-
-def _check_numbers(hosts: tuple[int, ...], nbytes: int, root: int, pieces: int) -> None:
-    world = sum(hosts)
-    if nbytes < 0:
-        raise ValueError(f"plan: nbytes is {nbytes}; it cannot be negative")
-    if world < 1:
-        raise ValueError(f"plan: world is {world}; pass at least one rank")
-    large = len(hosts) > 1 and max(hosts) <= _MOST_RANKS_OF_HOST
-    most = _MOST_RANKS_OVER_HOSTS if large else _MOST_RANKS
-    if world > most:
-        raise ValueError(f"plan: world is {world}; at most {most} ranks are allowed")
-    if not 0 <= root < world:
-        raise ValueError(f"plan: root {root} is not a rank of a world of {world}")
-    if pieces < 1:
-        raise ValueError(f"plan: pieces is {pieces}; pass at least one piece")
-    most = _MOST_PIECES // world
-    if pieces > most:
-        raise ValueError(f"plan: pieces is {pieces}; {world} ranks allow at most {most}")
-
-
-def _in_place(chosen: _C.Algorithm, wanted: bool | None) -> bool:
-    wanted = None if wanted is None else _C.flag_from(wanted, "plan", "in_place")
-    if wanted and not chosen.in_place:
-        what = f"{chosen.collective} by '{chosen.name}'"
-        raise ValueError(f"plan: {what} cannot run in place; pass in_place=False")
-    return chosen.in_place if wanted is None else wanted
-
-
-def _figures(model: str | CostModel) -> _C.ModelTuple:
-    if isinstance(model, str):
-        known = _C.models()
-        if model not in known:
-            names = ", ".join(f"'{name}'" for name in known)
-            raise ValueError(f"there is no model '{model}'; pass one of {names}, or a CostModel")
-        return known[model]
-    if not isinstance(model, CostModel):
-        raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
-    alpha, port, memory = float(model.alpha), float(model.port), float(model.memory)
-    return (alpha, port, memory, float(model.bridge), float(model.network), float(model.latency))
-
-
-def _label(model: str | CostModel) -> str:
-    if isinstance(model, str):
-        return model
-    return f"{model.alpha * 1e6:.3g} µs and {model.port / 1e9:.3g} GB/s"

@@ -60,9 +60,11 @@ AWKWARD: dict[str, Any] = NUMBERS | {
 }
 # Arguments that accept one number per rank; they are also tried with lists of awkward numbers.
 LISTS = {"split_sizes", "chunk_sizes", "sizes", "size", "devices", "spec", "tensors", "streams"}
+LISTS |= {"hosts"}
 # Arguments that take an int: True, 1.0 and "3" are refused, NumPy integers are accepted.
 INTS = {"dst", "src", "dim", "world", "root", "pieces", "nbytes", "batch_size", *LISTS}
 INTS -= {"devices", "spec", "tensors", "streams"}
+OPTIONAL_INTS = {"world", "pieces"}  # may be None
 NOT_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
 Case = tuple[str, Callable[..., object], Callable[[], dict[str, Any]]]
 
@@ -130,13 +132,15 @@ TUNE = {"collectives": ["broadcast"], "sizes": [64], "seconds": 1e-4}
 PLAN = {
     "collective": "broadcast",
     "world": 2,
+    "hosts": None,
     "algorithm": "chain",
     "nbytes": 64,
     "root": 0,
     "pieces": 2,
     "in_place": None,
 }
-MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
+OVER_HOSTS = {"world": None, "hosts": [1, 1], "algorithm": None, "pieces": None}
+MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9, "network": 1e9, "latency": 1e-6}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
 NOT_CALLED = {"CollectiveError", "Deadlock", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
 NOT_CALLED |= {"autograd", "distributed"}
@@ -156,9 +160,13 @@ def bound() -> Iterator[Case]:
 
 
 def models(**figures: Any) -> object:
-    """Build a CostModel from the figures and use it: predict, timeline and plot a plan with it."""
-    plan, model = pc.plan("all_reduce", 2), pc.CostModel(**figures)
-    return plan.predict(model), plan.timeline(model), plan.plot(FOLDER / "plan.svg", model)
+    """Build a CostModel from the figures and use it: predict, timeline and plot plans with it."""
+    model = pc.CostModel(**figures)
+    for plan in (pc.plan("all_reduce", 2), pc.plan("all_reduce", hosts=(1, 1))):
+        plan.predict(model)
+        plan.timeline(model)
+        plan.plot(FOLDER / "plan.svg", model)
+    return model
 
 
 def planned(**numbers: Any) -> object:
@@ -190,6 +198,7 @@ def cases() -> Iterator[Case]:
     yield "devices", pc.devices, lambda: {"spec": "cpu*2"}
     yield "algorithms", pc.algorithms, lambda: {"collective": "all_reduce"}
     yield "plan", planned, lambda: dict(PLAN)
+    yield "plan over hosts", planned, lambda: PLAN | OVER_HOSTS
     yield "CostModel", models, lambda: dict(MODEL)
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
     yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
@@ -211,9 +220,10 @@ def missing() -> list[str]:
     forgotten = [name for name in sorted(public) if name not in table]
     for name, (function, given) in table.items():
         try:
-            known = inspect.signature(pc.plan if name == "plan" else function).parameters.values()
+            signature = inspect.signature(pc.plan if function is planned else function)
         except ValueError:  # compiled functions have no signature
             continue
+        known = signature.parameters.values()
         named = {p.name for p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         named -= {"devices"} if name.startswith("Communicator.") else set()
         forgotten += [f"{name}({argument})" for argument in sorted(named - given)]
@@ -248,6 +258,7 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
 def wrong(call: str, argument: str, what: str, result: str, in_list: bool) -> str:
     """Return a description of a wrong outcome, or "" if the outcome is right."""
     is_int = argument in INTS and not call.endswith("copy_")
+    is_int = is_int and not (what == "None" and argument in OPTIONAL_INTS)
     if is_int and what in NOT_INTS and not result and (in_list or argument not in LISTS):
         return "was accepted as an int"
     return "" if result == "refused" else result

@@ -68,7 +68,7 @@ def expected(inputs: list[torch.Tensor], placement: str, op: str) -> torch.Tenso
 def calls(
     me: RankContext, x: torch.Tensor, op: str, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Return the rank's parts of the results of all reductions, the whole one first."""
+    """Return the rank's tensors after all_reduce, reduce to rank 1, and reduce_scatter."""
     whole = x.clone()
     dist.all_reduce(whole, OPS[op], group)
     again = x.clone()
@@ -76,7 +76,7 @@ def calls(
     n = x.numel() // me.world
     part = torch.empty(n, dtype=x.dtype)
     dist.reduce_scatter_tensor(part, x[: n * me.world].clone(), OPS[op], group)
-    return [whole, again if me.rank == 1 else whole, part]
+    return [whole, again, part]
 
 
 def wrong_calls(me: RankContext, placement: str, dtype: torch.dtype) -> list[str]:
@@ -92,7 +92,7 @@ def wrong_calls(me: RankContext, placement: str, dtype: torch.dtype) -> list[str
             exact = nbytes * me.world <= MESSAGE or (two_in_order and nbytes < OF_TWO)
             want = expected(inputs, "a" * me.world if exact else placement, op)
             n = count // me.world
-            wanted = [want, want, want[n * me.rank :][:n]]
+            wanted = [want, want if me.rank == 1 else inputs[me.rank], want[n * me.rank :][:n]]
             for turn in range(2):
                 found = calls(me, inputs[me.rank], op, fast)
                 wrong += [

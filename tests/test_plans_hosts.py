@@ -39,7 +39,6 @@ def test_every_algorithm_can_be_planned_over_hosts(a: _C.Algorithm, hosts: Any) 
     for nbytes, root in ((64, 0), (1 << 20, sum(hosts) - 1 if rooted else 0)):
         plan = pc.plan(a.collective, hosts=hosts, algorithm=a.name, nbytes=nbytes, root=root)
         assert plan.verify() is None
-        assert plan.order == a.order
         assert (plan.world, plan.hosts) == (sum(hosts), hosts)
         assert plan.predict() > 0
 

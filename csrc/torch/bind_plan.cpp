@@ -78,10 +78,6 @@ DType dtype_named(const std::string& dtype) {
   throw TypeError(text("there is no dtype '", dtype, "'; use a name such as 'float32'"));
 }
 
-Collective collective_from(py::handle name, const char* call) {
-  return collective_of(string_from(name, call, "collective", "a name such as 'all_reduce'"));
-}
-
 // A plan and its program in one object, so that neither can be used with another's.
 struct Lowered {
   Plan plan;
@@ -233,6 +229,10 @@ void bind_registry(py::module_& m) {
 }
 
 }  // namespace
+
+Collective collective_from(py::handle name, const char* call) {
+  return collective_of(string_from(name, call, "collective", "a name such as 'all_reduce'"));
+}
 
 LevelPolicy level_policy_of(const std::string& name) {
   require(name == "any" || name == "one_task", "there is no level_policy '", name,

@@ -23,10 +23,10 @@ using HostSizes = std::vector<int>;  // [host]: number of ranks, which are conse
 using ChoiceTuple = std::tuple<std::string, int, bool>;  // algorithm, pieces, first ranks send
 
 // Returns what the executor of processes selects for a call. `named`: as for `choose`.
-ChoiceTuple select_over_hosts(const std::string& collective, const HostSizes& sizes,
-                              std::size_t nbytes, const std::string& named) {
+ChoiceTuple select_over_hosts(py::handle collective, const HostSizes& sizes, std::size_t nbytes,
+                              const std::string& named) {
   const Hosts hosts = Hosts::of_sizes(sizes);
-  const Collective called = collective_of(collective);
+  const Collective called = collective_from(collective, "plan");
   // No rank of a group knows the sizes of all blocks of these.
   const bool irregular = called == Collective::gather || called == Collective::scatter ||
                          called == Collective::all_to_all;
