@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._distributed_c10d import Backend
 
 from pycollect._C import Options, Plan
 
@@ -320,6 +321,18 @@ class EmulatedTorch:
 
     @property
     def gpu(self) -> Emulator: ...
+
+# Emulated NCCL (emulated_nccl.cpp).
+
+class EmulatedNccl(Backend):
+    """NCCL's send and recv over a Gloo process group, with NCCL's order and its silence."""
+
+    def __init__(self, gloo: Any) -> None: ...
+    def transfers(self) -> int:
+        """Return the number of transfers begun."""
+
+    def hold(self) -> None:
+        """Let no further transfer move."""
 
 def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.

@@ -27,10 +27,13 @@ from .plans import algorithms
 __all__ = ["options"]
 
 NAME = "pycollect"
-HOSTS = ("exact", "fast", "one")  # values of the option `hosts`
+# Values of the options `hosts` and `between_hosts`.
+HOSTS, BETWEEN_HOSTS = ("exact", "fast", "one"), ("gloo", "nccl")
 # Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
 # left the group, and must fit into its clock.
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
+# A transfer of NCCL times out so much later than the group's call, which aborts it.
+_NCCL_TIMEOUT = datetime.timedelta(minutes=1)
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
@@ -49,6 +52,7 @@ def options(
     cuda_buffer_bytes: int | None = None,
     cuda_transport: str = "auto",
     hosts: str = "exact",
+    between_hosts: str = "gloo",
 ) -> Any:
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
@@ -89,8 +93,15 @@ def options(
     in the same network namespace; the environment variable PYCOLLECT_HOST replaces this test by a
     name of the host. Ranks of one host must be able to share memory.
 
+    `between_hosts` says what carries the data of collectives from host to host: "gloo" (default),
+    or "nccl" between ranks that have the same number within their hosts. Every rank must have a
+    current CUDA device when the group is made. It moves the data between staging buffers, which are
+    in page-locked memory, also that of CPU tensors. Small calls, messages of `send` and `recv`, and
+    all that goes between other ranks use Gloo. Tested with an emulation of NCCL; never run with
+    NCCL itself.
+
     All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
-    ValueError for an unknown algorithm, transport or value of `hosts` and for a size out of range,
+    ValueError for an unknown algorithm, transport or other name and for a size out of range,
     and TypeError for a size that is not an int and for another option that is not a string.
 
     >>> options(algorithm="fused").algorithm
@@ -113,6 +124,7 @@ def options(
         )
     made.cuda_transport = cuda_transport
     made.hosts = _choice("hosts", hosts, HOSTS)
+    made.between_hosts = _choice("between_hosts", between_hosts, BETWEEN_HOSTS)
     return made
 
 
@@ -127,7 +139,7 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 def _new_options() -> Any:
     made = _C.Options()
-    made._between_hosts = _process_group
+    made._gloo, made._nccl = _gloo, _nccl
     commit = build_info().get("commit") or ""
     made._version = f"{__version__} {commit}".strip().removesuffix("-dirty")
     return made
@@ -201,7 +213,7 @@ def _address_towards(host: str) -> str | None:
         return None
 
 
-def _process_group(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
+def _gloo(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
     """Return the process group for what goes between hosts. It connects two ranks when they first
     exchange data, because most ranks never do."""
     if not dist.is_gloo_available():
@@ -214,6 +226,21 @@ def _process_group(store: Any, rank: int, world: int, timeout: datetime.timedelt
     made._devices = _devices(gloo)
     made._threads = 2 * len(made._devices)  # as torch does; used by Gloo's collectives only
     return gloo(store, rank, world, made)
+
+
+def _nccl(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
+    """Return a process group for the data of collectives between hosts. NCCL ends the process of a
+    transfer that times out, so it must never come to that: pycollect aborts the group before."""
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            "between_hosts='nccl' needs NCCL, which this torch does not have; pass 'gloo'"
+        )
+    from torch._C import _distributed_c10d
+
+    nccl: Any = _distributed_c10d.ProcessGroupNCCL
+    made = nccl.Options()
+    made._timeout = min(max(timeout, _LEAST_TIMEOUT) + _NCCL_TIMEOUT, _MOST_TIMEOUT)
+    return nccl(store, rank, world, made)
 
 
 def _create(request: Any, given: Any) -> Any:

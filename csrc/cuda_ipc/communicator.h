@@ -12,20 +12,20 @@
 
 namespace pycollect::cuda_ipc {
 
-// Registers with one device the pages of the signal pad that devices access.
+// Registers pages of a group's segment with one device.
 class RegisteredHostMemory {
  public:
-  RegisteredHostMemory(CudaIpcMemory& gpu, Device device, const SignalPad& signal_pad,
+  RegisteredHostMemory(CudaIpcMemory& gpu, Device device, std::byte* host, std::size_t bytes,
                        std::shared_ptr<ipc::Segment> segment)
       : gpu_(gpu),
         device_(device),
         segment_(std::move(segment)),
-        host_(signal_pad.base()),
-        base_(gpu.register_host(device, host_, signal_pad.registered_bytes())) {}
+        host_(host),
+        base_(gpu.register_host(device, host, bytes)) {}
   ~RegisteredHostMemory();  // unregisters it, unless `abandon`ed
   RegisteredHostMemory(const RegisteredHostMemory&) = delete;
   RegisteredHostMemory& operator=(const RegisteredHostMemory&) = delete;
-  std::byte* base() const { return base_; }
+  std::byte* base() const { return base_; }  // address on the device
   // Leaves it registered, and mapped until the process ends: the device may still access it, and
   // other memory must not get a registered address.
   void abandon() {

@@ -86,8 +86,9 @@ class CudaIpcRendezvous {
       staging_buffer_ = std::make_unique<StagingBuffer>(
           *setup_.gpu,
           StagingBufferParams{device, group_.rank(), group_.world(), setup_.buffer_bytes});
-      registered_ = std::make_unique<RegisteredHostMemory>(*setup_.gpu, device, signal_pad_,
-                                                           group_.segment());
+      registered_ =
+          std::make_unique<RegisteredHostMemory>(*setup_.gpu, device, signal_pad_.base(),
+                                                 signal_pad_.registered_bytes(), group_.segment());
       self_test_ = std::make_unique<SelfTest>(setup_.gpu, *staging_buffer_, signal_pad_,
                                               registered_->base());
       self_test_->clear();

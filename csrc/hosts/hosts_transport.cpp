@@ -9,8 +9,8 @@
 namespace pycollect::ipc {
 namespace {
 
-// Number of the messages of the agreement; transfers of plans have the numbers from kTransfers on.
-constexpr int kAgreement = 0, kTransfers = 1;
+constexpr int kAgreement = 0;  // number of the messages of the agreement
+static_assert(kAgreement < Wire::kFirstTransfer);
 constexpr uint64_t kMagic = 0x70796873'00000001;  // changes with the format of a message
 // A rank that waits for another host waits this much longer than the ranks of that host wait for
 // each other, and the ranks of its own host wait for it twice as much longer. So the rank that
@@ -26,6 +26,8 @@ OpContext with_grace(const OpContext& context, int times) {
   return {context.operation, context.call,
           std::min(context.deadline, Deadline::max() - grace) + grace};
 }
+
+int number_of(const HostTransfer& transfer) { return Wire::kFirstTransfer + transfer.number; }
 
 }  // namespace
 
@@ -73,19 +75,19 @@ void HostsTransport::on_wire(const OpContext& context, Rank peer, const F& f) {
 
 void HostsTransport::send(const HostTransfer& transfer, const std::byte* at, std::size_t bytes) {
   on_wire(context_, transfer.peer, [&] {
-    link_.wire->send(transfer.peer, kTransfers + transfer.number, at, bytes, context_.deadline);
+    link_.wire->send(transfer.peer, number_of(transfer), at, bytes, context_.deadline);
   });
 }
 
 void HostsTransport::receive(const HostTransfer& transfer, std::byte* at, std::size_t bytes) {
   on_wire(context_, transfer.peer, [&] {
-    link_.wire->receive(transfer.peer, kTransfers + transfer.number, at, bytes, context_.deadline);
+    link_.wire->receive(transfer.peer, number_of(transfer), at, bytes, context_.deadline);
   });
 }
 
 void HostsTransport::await_receive(const HostTransfer& transfer) {
   on_wire(context_, transfer.peer, [&] {
-    link_.wire->await_receive(transfer.peer, kTransfers + transfer.number, context_.deadline);
+    link_.wire->await_receive(transfer.peer, number_of(transfer), context_.deadline);
   });
 }
 

@@ -21,6 +21,9 @@ struct WireFailure : std::runtime_error {
 // All methods throw WireFailure.
 class Wire {
  public:
+  // Numbers of the data of collectives; others are for messages.
+  static constexpr int kFirstTransfer = 1, kLastTransfer = (1 << 30) - 1;
+
   virtual ~Wire() = default;
   // Begin to send and to receive. The memory must stay valid until the transfer is awaited, or as
   // long as `owner` keeps it: after a failure the wire keeps owners until its connections are

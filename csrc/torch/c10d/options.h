@@ -11,7 +11,7 @@
 namespace pycollect::dist {
 
 inline constexpr const char* kBackendName = "pycollect";
-inline constexpr const char *kOneHost = "one", *kFastHosts = "fast";
+inline constexpr const char *kOneHost = "one", *kFastHosts = "fast", *kNccl = "nccl";
 
 struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
@@ -33,10 +33,12 @@ struct Options final : c10d::Backend::Options {
   // the sums of the hosts; or "one": not.
   std::string hosts = "exact";
   std::string version = {};  // of pycollect, and the commit of its build
-  // Makes the process group for what goes between hosts, of all ranks of the world.
-  std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,
-                                                  int world, std::chrono::milliseconds)>
-      between_hosts = {};
+  // What carries data between hosts: "gloo", or "nccl" for the data of collectives.
+  std::string between_hosts = "gloo";
+  // Make a process group of all ranks of the world.
+  using ProcessGroupFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+      c10::intrusive_ptr<c10d::Store>, int rank, int world, std::chrono::milliseconds)>;
+  ProcessGroupFactory gloo = {}, nccl = {};
   std::shared_ptr<TorchRuntime> torch = {};  // replaces torch's runtime in tests
 
   // Newer torch calls this override, so that a split-off group has its own options.

@@ -1,11 +1,7 @@
-// See process_group_wire.h. Of a Gloo process group, a wait that runs out of time closes all
-// connections; `abort` makes use of it, because no other call ends a wait of another thread.
+// See process_group_wire.h.
 #include "process_group_wire.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <condition_variable>
-#include <limits>
 #include <set>
 #include <thread>
 
@@ -15,21 +11,10 @@
 namespace pycollect::dist {
 namespace {
 
-// Limits of the timeout that is passed to a work: zero stands for the group's, and Gloo adds it to
-// a clock of nanoseconds.
-constexpr std::chrono::milliseconds kLeastTimeout{1}, kMostTimeout = std::chrono::hours(24 * 365);
-
 std::string first_line(std::string_view text) {
   // Drops "[file:line] " and the advice that Gloo adds to every message.
   if (text.starts_with("[")) text.remove_prefix(std::min(text.size(), text.find("] ") + 2));
   return std::string(text.substr(0, text.find(". This is")));
-}
-
-// Numbers that no other message has.
-constexpr int kConnect = ProcessGroupWire::kFarewell + 1, kNever = kConnect + 1;
-
-at::Tensor tensor_of(std::byte* at, std::size_t bytes) {
-  return at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte));
 }
 
 }  // namespace
@@ -38,38 +23,38 @@ at::Tensor tensor_of(std::byte* at, std::size_t bytes) {
 struct ProcessGroupWire::Connections {
   std::mutex mutex;
   std::condition_variable changed;
-  c10::intrusive_ptr<c10d::Backend> group;  // null after close()
-  std::set<Rank> peers, failed;             // ranks to which this one is connected, and cannot be
+  std::shared_ptr<Carrier> carrier;  // null after close()
+  std::set<Rank> peers, failed;      // ranks to which this one is connected, and cannot be
 
-  // Returns the process group once this rank is connected to `peer`.
-  c10::intrusive_ptr<c10d::Backend> with(Rank peer, ipc::Deadline deadline) {
+  // Returns the carrier once this rank is connected to `peer`.
+  std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
     const bool known = changed.wait_until(
-        lock, deadline, [&] { return !group || peers.contains(peer) || failed.contains(peer); });
+        lock, deadline, [&] { return !carrier || peers.contains(peer) || failed.contains(peer); });
     if (!known) throw ipc::WireFailure("not connected in time", true);
-    if (!group) throw ipc::WireFailure("the connections are closed", false);
+    if (!carrier) throw ipc::WireFailure("the connections are closed", false);
     if (failed.contains(peer)) throw ipc::WireFailure("it did not connect", false);
-    return group;
+    return carrier;
   }
 
   bool is_closed() {
     const std::lock_guard lock(mutex);
-    return !group;
+    return !carrier;
   }
 
-  c10::intrusive_ptr<c10d::Backend> close() {
+  std::shared_ptr<Carrier> close() {
     const std::lock_guard lock(mutex);
     changed.notify_all();
-    return std::move(group);
+    return std::move(carrier);
   }
 
   void connect(const std::vector<Rank>& all) {
     for (const Rank peer : all) {
       std::unique_lock lock(mutex);
-      const auto made = group;
+      const auto open = carrier;
       lock.unlock();
-      if (!made) return;
-      const bool connected = connects(*made, peer);
+      if (!open) return;
+      const bool connected = connects(*open, peer);
       lock.lock();
       (connected ? peers : failed).insert(peer);
       changed.notify_all();
@@ -77,24 +62,19 @@ struct ProcessGroupWire::Connections {
   }
 
  private:
-  // One byte from one to the other makes both of them use the connection.
-  bool connects(c10d::Backend& group, Rank peer) {
-    std::vector<at::Tensor> byte{tensor_of(&scratch, 1)};
+  static bool connects(Carrier& carrier, Rank peer) {
     try {
-      const auto work = group.getRank() < peer ? group.send(byte, peer, kConnect)
-                                               : group.recv(byte, peer, kConnect);
-      return work->wait(kMostTimeout);
+      carrier.connect(peer);
+      return true;
     } catch (const std::exception&) {
       return false;
     }
   }
-
-  std::byte scratch{};
 };
 
-ProcessGroupWire::ProcessGroupWire(c10::intrusive_ptr<c10d::Backend> group, std::vector<Rank> peers)
+ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers)
     : connections_(std::make_shared<Connections>()) {
-  connections_->group = std::move(group);
+  connections_->carrier = std::move(carrier);
   ipc::new_thread([all = connections_, peers = std::move(peers)] { all->connect(peers); }).detach();
 }
 
@@ -102,23 +82,22 @@ void ProcessGroupWire::await_connected(Rank peer, ipc::Deadline deadline) {
   connections_->with(peer, deadline);
 }
 
-ProcessGroupWire::PendingPtr ProcessGroupWire::post(Rank peer, int number, WireBuffer memory,
-                                                    bool receives, ipc::Deadline deadline) {
-  const auto group = connections_->with(peer, deadline);
-  std::vector<at::Tensor> tensors{tensor_of(memory.at, memory.bytes)};
-  WorkPtr work;
+ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Rank peer, int number,
+                                                    WireBuffer memory, ipc::Deadline deadline) {
+  const auto carrier = connections_->with(peer, deadline);
+  Carrier::BegunTransfer begun;
   try {
-    work = receives ? group->recv(tensors, peer, number) : group->send(tensors, peer, number);
+    begun = carrier->begin(end, peer, number, memory.at, memory.bytes);
   } catch (const std::exception& error) {
     throw ipc::WireFailure(first_line(error.what()), false);
   }
-  auto pending = std::make_shared<Pending>(peer, std::move(work), std::move(memory.owner));
+  auto pending = std::make_shared<Pending>(peer, std::move(begun), std::move(memory.owner));
   {
     const std::lock_guard lock(mutex_);
     pending_.push_back(pending);
   }
   if (connections_->is_closed()) {  // perhaps abort() has not seen the transfer
-    close_all(*group);
+    close_all(*carrier);
     throw ipc::WireFailure("the connections are closed", false);
   }
   return pending;
@@ -127,18 +106,18 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Rank peer, int number, WireB
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_send(Rank to, int number, const std::byte* at,
                                                          std::size_t bytes, ipc::Deadline deadline,
                                                          Owner owner) {
-  return post(to, number, {const_cast<std::byte*>(at), bytes, std::move(owner)}, false, deadline);
+  return post(Carrier::TransferEnd::send, to, number,
+              {const_cast<std::byte*>(at), bytes, std::move(owner)}, deadline);
 }
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_receive(Rank from, int number, std::byte* at,
                                                             std::size_t bytes,
                                                             ipc::Deadline deadline, Owner owner) {
-  return post(from, number, {at, bytes, std::move(owner)}, true, deadline);
+  return post(Carrier::TransferEnd::receive, from, number, {at, bytes, std::move(owner)}, deadline);
 }
 
 void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - ipc::Clock::now());
   try {
-    pending->work->wait(std::clamp(left, kLeastTimeout, kMostTimeout));
+    pending->begun.carrier->await(*pending->begun.work, deadline);
   } catch (const std::exception& error) {
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
@@ -192,33 +171,18 @@ void ProcessGroupWire::await_sends(ipc::Deadline deadline) {
   }
 }
 
-// A receive of a message that never comes runs out of time.
-void ProcessGroupWire::close_all(c10d::Backend& group) const {
+void ProcessGroupWire::close_all(Carrier& carrier) const {
   std::set<Rank> peers;
   {
     const std::lock_guard lock(connections_->mutex);
     peers = connections_->peers;
   }
-  auto byte = std::make_shared<std::byte>();
-  for (const Rank peer : peers) {
-    std::vector<at::Tensor> tensors{tensor_of(byte.get(), 1)};
-    WorkPtr work;
-    try {
-      work = group.recv(tensors, peer, kNever);
-    } catch (const std::exception&) {
-      continue;  // this connection is closed already
-    }
-    try {
-      work->wait(kLeastTimeout);
-    } catch (const std::exception& error) {
-      if (std::string_view(error.what()).find("Timed out") != std::string_view::npos) return;
-    }
-  }
+  carrier.close(peers);
 }
 
 void ProcessGroupWire::abort() {
-  const auto group = connections_->close();
-  if (group) close_all(*group);
+  const auto carrier = connections_->close();
+  if (carrier) close_all(*carrier);
   std::list<PendingPtr> pending;
   const std::lock_guard lock(mutex_);
   pending.swap(pending_);

@@ -1,28 +1,26 @@
-// The wire over a process group of torch that has all ranks of the world. Thread-safe.
+// The wire over a carrier: over process groups of torch. Thread-safe.
 //
-// Gloo connects two ranks when both have begun to use the connection, and blocks the one that
+// A carrier connects two ranks when both have begun to use the connection, and blocks the one that
 // begins first. So a thread connects this rank to others, one after the other; no other thread uses
 // a connection before it is there.
 #pragma once
 #include <atomic>
 #include <deque>
-#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../../../rank_executor/wire.h"
+#include "carrier.h"
 
 namespace pycollect::dist {
 
 class ProcessGroupWire final : public ipc::Wire {
  public:
   // Number of a message that says that its sender leaves.
-  static constexpr int kFarewell = std::numeric_limits<int>::max() - 2;
+  static constexpr int kFarewell = kConnect - 1;
 
   // `peers`: in an order such that all ranks connect to each other.
-  ProcessGroupWire(c10::intrusive_ptr<c10d::Backend> group, std::vector<Rank> peers);
+  ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers);
   ~ProcessGroupWire() override { abort(); }
 
   void send(Rank to, int number, const std::byte* at, std::size_t bytes, ipc::Deadline deadline,
@@ -48,16 +46,16 @@ class ProcessGroupWire final : public ipc::Wire {
   void abort();
 
  private:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   struct Connections;
   struct WireBuffer {
     std::byte* at;
     std::size_t bytes;
     Owner owner;
   };
-  PendingPtr post(Rank peer, int number, WireBuffer memory, bool receives, ipc::Deadline deadline);
+  PendingPtr post(Carrier::TransferEnd end, Rank peer, int number, WireBuffer memory,
+                  ipc::Deadline deadline);
 
-  void close_all(c10d::Backend& group) const;
+  void close_all(Carrier& carrier) const;
 
   const std::shared_ptr<Connections> connections_;
   mutable std::mutex mutex_;
@@ -68,15 +66,15 @@ class ProcessGroupWire final : public ipc::Wire {
 
 class ProcessGroupWire::Pending {
  public:
-  Pending(Rank peer_, WorkPtr work_, Owner owner)
-      : peer(peer_), owner_(std::move(owner)), work(std::move(work_)) {}
+  Pending(Rank peer_, Carrier::BegunTransfer begun_, Owner owner)
+      : peer(peer_), owner_(std::move(owner)), begun(std::move(begun_)) {}
   const Rank peer;
 
  private:
-  const Owner owner_;  // outlives the work, which has addresses in its memory
+  const Owner owner_;  // outlives the transfer, which has addresses in its memory
 
  public:
-  const WorkPtr work;
+  const Carrier::BegunTransfer begun;
 };
 
 }  // namespace pycollect::dist

@@ -1,0 +1,120 @@
+// See carrier.h. NCCL's kernels read and write the staging buffers, which are registered with the
+// device, so data of CPU tensors and of CUDA tensors takes the same way. A work of NCCL waits only
+// on a stream, and counts as complete when its communicator is aborted; so `await` polls, and
+// trusts no work that ends when the carrier is closed.
+#include <ATen/ops/from_blob.h>
+
+#include <atomic>
+#include <thread>
+
+#include "../../../cuda_ipc/communicator.h"
+#include "../../../plan/error.h"
+#include "carrier.h"
+
+namespace pycollect::dist {
+namespace {
+
+// Time between two looks at a transfer; one takes about as long as a small message.
+constexpr std::chrono::microseconds kLook{20};
+
+class NcclCarrier final : public Carrier {
+ public:
+  NcclCarrier(NcclGroups groups, std::shared_ptr<Carrier> other, const Hosts& hosts,
+              const ipc::Group& group, std::shared_ptr<TorchRuntime> torch)
+      : groups_(std::move(groups)),
+        other_(std::move(other)),
+        hosts_(hosts),
+        me_(groups_.to_higher_ranks->getRank()),
+        torch_(std::move(torch)),
+        device_(torch_->with_index(at::kCUDA)),
+        stream_(torch_->new_stream(device_)),
+        gpu_(torch_->cuda(), [torch = torch_] { torch->empty_cache(); }),
+        staging_(gpu_, stream_.device, group.staging_begin(),
+                 group.staging_end() - group.staging_begin(), group.segment()),
+        scratch_(group.unused_line()) {
+    require(staging_.base() == group.staging_begin(),
+            "between_hosts='nccl': the device has other addresses for host memory than the host");
+  }
+  ~NcclCarrier() override {
+    abort();
+    torch_->give_back(stream_);
+  }
+
+  void connect(Rank peer) override {
+    other_->connect(peer);
+    if (!in_column(peer)) return;
+    const bool first = me_ < peer;
+    for (const auto end : {first ? TransferEnd::send : TransferEnd::receive,
+                           first ? TransferEnd::receive : TransferEnd::send})
+      await(*begin_nccl(end, peer, scratch_, 1).work, ipc::Deadline::max());
+  }
+
+  BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at,
+                      std::size_t bytes) override {
+    if (number < ipc::Wire::kFirstTransfer || number > ipc::Wire::kLastTransfer || !in_column(peer))
+      return other_->begin(end, peer, number, at, bytes);
+    return begin_nccl(end, peer, at, bytes);
+  }
+
+  void await(c10d::Work& transfer, ipc::Deadline deadline) override {
+    while (!transfer.isCompleted()) {
+      if (closed_) break;
+      TORCH_CHECK(ipc::Clock::now() < deadline, "Timed out");
+      std::this_thread::sleep_for(kLook);
+    }
+    TORCH_CHECK(!closed_, "the connections are closed");
+    if (const auto error = transfer.exception()) std::rethrow_exception(error);
+  }
+
+  void close(const std::set<Rank>& peers) override {
+    closed_ = true;
+    other_->close(peers);
+    abort();
+  }
+
+ private:
+  bool in_column(Rank peer) const { return hosts_.index(peer) == hosts_.index(me_); }
+
+  BegunTransfer begin_nccl(TransferEnd end, Rank peer, std::byte* at, std::size_t bytes) {
+    std::vector<at::Tensor> tensors{at::for_blob(at, {static_cast<int64_t>(bytes)})
+                                        .options(at::TensorOptions(at::kByte).device(device_))
+                                        .target_device(device_)
+                                        .make_tensor()};
+    const bool sends = end == TransferEnd::send;
+    auto& group = sends == (peer > me_) ? *groups_.to_higher_ranks : *groups_.to_lower_ranks;
+    c10::intrusive_ptr<c10d::Work> work;
+    // NCCL waits for the work on the current stream.
+    torch_->with_streams({stream_}, [&] {
+      work = sends ? group.send(tensors, peer, 0) : group.recv(tensors, peer, 0);
+    });
+    return {std::move(work), shared_from_this()};
+  }
+
+  void abort() {
+    if (aborted_.exchange(true)) return;
+    for (const auto& group : {groups_.to_higher_ranks, groups_.to_lower_ranks}) group->abort();
+  }
+
+  const NcclGroups groups_;
+  const std::shared_ptr<Carrier> other_;
+  const Hosts& hosts_;
+  const Rank me_;
+  const std::shared_ptr<TorchRuntime> torch_;
+  const at::Device device_;
+  const cuda::Stream stream_;
+  cuda_ipc::CudaIpcMemory gpu_;
+  const cuda_ipc::RegisteredHostMemory staging_;
+  std::byte* const scratch_;
+  std::atomic<bool> closed_{false}, aborted_{false};
+};
+
+}  // namespace
+
+std::shared_ptr<Carrier> nccl_carrier(NcclGroups groups, std::shared_ptr<Carrier> other,
+                                      const Hosts& hosts, const ipc::Group& group,
+                                      std::shared_ptr<TorchRuntime> torch) {
+  return std::make_shared<NcclCarrier>(std::move(groups), std::move(other), hosts, group,
+                                       std::move(torch));
+}
+
+}  // namespace pycollect::dist
