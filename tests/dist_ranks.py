@@ -37,8 +37,6 @@ def on_one_host(why: str) -> pytest.MarkDecorator:
     return pytest.mark.on_one_host(why)
 
 
-sends_from_devices = on_one_host("messages of CUDA tensors to other hosts are refused")
-receives_from_any = on_one_host("a receive from any rank is refused")
 slow_on_processes = pytest.mark.slow_on_processes
 quick_on_hosts = pytest.mark.quick_on_hosts
 

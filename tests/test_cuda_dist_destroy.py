@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_ranks import NO_TRANSPORTS, between_processes
 from dist_sites import sites, until
 from test_cuda_dist_faults import FAULTY_RANK, warm
 from test_cuda_dist_lifecycle import memory_of_groups
+from test_cuda_dist_p2p import LARGE
+from test_cuda_dist_p2p_faults import receive, send
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 LIMIT = 25.0  # seconds within which a group is destroyed, whatever its devices do
@@ -123,3 +126,40 @@ def test_memory_that_stays_registered_stays_mapped():
         for error, mappings in pool.run(failing_unregister):
             assert error.kind == ""
             assert mappings > 0
+
+
+def destroyed(me: RankContext, how: str) -> tuple[float, Caught, bool]:
+    """Destroy the group without waiting for the send: rank 0 gives its peer some time."""
+    y, work = torch.zeros(LARGE), None
+    if me.rank == 0:
+        if how == "small":
+            me.fake.stall(True)
+        work = send(me, how == "meanwhile", 3 if how == "small" else LARGE)
+    elif how == "received":
+        time.sleep(0.5)
+        dist.recv(y, 0)
+    elif how == "meanwhile":
+        work = receive(me, True)
+    start = time.monotonic()
+    dist.destroy_process_group()
+    took = time.monotonic() - start
+    return took, caught(work.wait) if work else caught(print), bool(y.any())
+
+
+# Limits in seconds for destroying the group: up to one or two shutdown timeouts.
+DESTROY_LIMITS = {"received": 3.0, "unmatched": 12.0, "small": 12.0, "meanwhile": 24.0}
+
+
+@between_processes(NO_TRANSPORTS)
+@pytest.mark.parametrize(
+    "how",
+    ["received", *(pytest.param(how, marks=pytest.mark.slow) for how in list(DESTROY_LIMITS)[1:])],
+)
+def test_destroy_with_messages_in_flight(how, ranks_as):
+    with fresh(2, site="late", ranks_as=ranks_as) as pool:
+        (first, sender, _), (second, receiver, right) = pool.run(destroyed, how, seconds=60.0)
+    assert max(first, second if how != "received" else 0) < DESTROY_LIMITS[how]
+    assert right == (how == "received")
+    if how == "meanwhile":  # a device copy is still in flight
+        assert "CollectiveError" in sender.kinds
+        assert "CollectiveError" in receiver.kinds

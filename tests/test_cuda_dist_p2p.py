@@ -13,14 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes, sends_from_devices
+from dist_ranks import NO_TRANSPORTS, between_processes
 from dist_sites import REAL, site_worlds, sites, until
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    sends_from_devices,
-]
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_ranks, scope="module")
 SITES = ("late:cuda_ipc", "late", "eager")
 FRAGMENT = (1 << 20) // 4  # float32 elements of a fragment; smaller messages are one fragment

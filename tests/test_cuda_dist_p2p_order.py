@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes, sends_from_devices
+from dist_ranks import NO_TRANSPORTS, between_processes
 from dist_sites import CUDA_IPC_SITES, REAL, sites, until
 from dist_waits import publish, wait_published
 from test_cuda_dist_p2p import (
@@ -22,10 +22,7 @@ from test_cuda_dist_p2p import (
     waits_for_a_copy_to_device,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    sends_from_devices,
-]
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_ranks, scope="module")
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
-from dist_ranks import THREADS, between_processes, on_one_host, sends_from_devices, staged
+from dist_ranks import THREADS, between_processes, on_one_host, staged
 
 import pycollect as pc
 
@@ -180,7 +180,6 @@ def mixed(me: RankContext) -> list[str]:
     return raised
 
 
-@sends_from_devices
 @pytest.mark.parametrize("site", staged(*STAGED))
 def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, site):
     for refused, differ, *right in pools(2, site=site).run(mixed):
@@ -293,7 +292,6 @@ def message_of_results(me: RankContext) -> float:
     return got[0].item()
 
 
-@sends_from_devices
 @pytest.mark.parametrize("site", staged(*STAGED))
 def test_coalesced_messages_are_sent_after_the_collectives(pools, site):
     assert pools(2, site=site).run(message_of_results) == [0.0, 2.0**16]

@@ -23,7 +23,7 @@ from dist_pool import (
     pools_of_a_module,
     started_jobs,
 )
-from dist_ranks import THREADS, between_processes, sends_from_devices, staged
+from dist_ranks import THREADS, between_processes, staged
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
@@ -199,7 +199,6 @@ def under_another_stream(me: RankContext) -> list[float]:
     return found
 
 
-@sends_from_devices
 @pytest.mark.parametrize("site", staged(*DEVICES))
 def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
     assert pools(2, site=site).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2

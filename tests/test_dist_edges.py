@@ -26,7 +26,6 @@ from dist_pool import (
     fresh,
     started_jobs,
 )
-from dist_ranks import receives_from_any
 from dist_waits import DESTROYED, NOTICE_SECONDS
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
@@ -228,7 +227,6 @@ def early_receive(me: RankContext) -> None:
     dist.barrier()
 
 
-@receives_from_any
 def test_receives_from_any_source_beside_a_posted_one(ranks_as):
     with fresh(3, ranks_as=ranks_as) as pool:
         pool.run(early_receive)

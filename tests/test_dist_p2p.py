@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
-from dist_ranks import receives_from_any
 from reference import DTYPES, assert_same, randoms
 from torch import Tensor
 
@@ -213,11 +212,7 @@ def in_a_subgroup(me: RankContext) -> None:
     dist.destroy_process_group(group)
 
 
-ANY_SOURCE = tuple(
-    pytest.param(job, marks=receives_from_any)
-    for job in (from_any_source, any_source_asynchronously)
-)
-JOBS = (ring, all_pairs, *ANY_SOURCE, batch, dtypes)
+JOBS = (ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
 JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",

@@ -52,7 +52,8 @@ void CudaIpcCommunicator::wait(Rank r, uint64_t value, const ipc::OpContext& con
   const std::atomic<uint64_t>& enqueued = resources_.signal_pad.entry(r).enqueued;
   const auto ready = [&] { return ipc::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready())
-    group().await(ready, [&] { return missing(group(), resources_.signal_pad, r); }, context);
+    group().await(ready, {.missing = [&] { return missing(group(), resources_.signal_pad, r); }},
+                  context);
   if (ipc::reached(awaited_[r], value)) return;  // counters only grow
   if (!work_) begin_work(context);
   work_->add_wait(r, value);  // from now on, enqueueing may block until the peer signals

@@ -76,7 +76,7 @@ class CudaIpcRendezvous {
         if (signal_pad_.entry(r).steps.load(std::memory_order_acquire) < step_) ranks.push_back(r);
       return ranks;
     };
-    group_.await([&] { return behind().empty(); }, behind, context_);
+    group_.await([&] { return behind().empty(); }, {.missing = behind}, context_);
   }
 
   std::string share_memory() {

@@ -60,7 +60,8 @@ std::byte* CudaIpcTransport::find(Rank r, ipc::OperandBuffer where) const {
                                                 offset);
   } catch (const std::runtime_error& error) {
     if ((group().dead() >> r & 1) != 0)  // its death explains more than a failed fetch
-      group().await([] { return false; }, [r] { return std::vector<Rank>{r}; }, *context_);
+      group().await([] { return false; }, {.missing = [r] { return std::vector<Rank>{r}; }},
+                    *context_);
     const std::string why = text("rank ", r, "'s tensor cannot be reached: ", error.what());
     group().abort(text("it failed in ", context_->operation, ": ", why));
     throw CollectiveError(text(context_->operation, ": ", why));

@@ -171,11 +171,14 @@ void Watchdog::poll_until_done(const std::shared_ptr<PendingWork>& pending) {
   std::this_thread::sleep_for(kFirstPollDelay);
   ipc::Deadline next_check = ipc::Clock::now() + kDeviceCheckInterval;
   try {
-    group_->await([&] { return work.ended(); }, [&] { return missing(work); }, work.context(),
-                  [&] {
-                    std::this_thread::sleep_for(kPollInterval);
-                    request_check(pending, next_check);
-                  });
+    group_->await([&] { return work.ended(); },
+                  {.missing = [&] { return missing(work); },
+                   .back_off =
+                       [&] {
+                         std::this_thread::sleep_for(kPollInterval);
+                         request_check(pending, next_check);
+                       }},
+                  work.context());
   } catch (...) {
     work.fail(std::current_exception());
   }

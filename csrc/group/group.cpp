@@ -178,6 +178,7 @@ class Group::WaitMonitor {
   struct WaitRequest {
     std::function<bool()> ready;
     Suspects suspects, late;
+    std::function<void()> check = {};
   };
   WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
       : group_(group), request_(request), context_(context) {}
@@ -188,6 +189,7 @@ class Group::WaitMonitor {
     const uint64_t dead = group_.failure_detector_->dead();
     const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
     if ((dead | left) != 0) find_lost(dead, left);
+    if (request_.check) request_.check();
     if (now >= context_.deadline) time_out(now);
   }
 
@@ -199,6 +201,7 @@ class Group::WaitMonitor {
   void find_lost(uint64_t dead, uint64_t left) {
     std::vector<Rank> died, departed;
     for (Rank r : request_.suspects()) {
+      if (r >= group_.world_) continue;
       if ((dead >> r & 1) != 0 && group_.rank_states_[r].left.load() == 0)
         died.push_back(r);
       else if (((dead | left) >> r & 1) != 0)
@@ -330,16 +333,15 @@ bool Group::spin_for(const std::function<bool()>& ready) {
   return spin(crowded_, ready, [this] { return shares_core(); });
 }
 
-void Group::await(const std::function<bool()>& ready,
-                  const std::function<std::vector<Rank>()>& missing, const OpContext& context,
-                  const std::function<void()>& back_off) {
+void Group::await(const std::function<bool()>& ready, const WaitHooks& hooks,
+                  const OpContext& context) {
   if (spin_for(ready)) return;
-  const WaitMonitor::WaitRequest request{ready, missing, missing};
+  const WaitMonitor::WaitRequest request{ready, hooks.missing, hooks.missing, hooks.check};
   WaitMonitor monitor(*this, request, context);
   wait(
       ready, [] { return true; }, [&](Deadline now) { monitor.check(now); },
       [&](std::chrono::nanoseconds waited) {
-        if (back_off) return back_off();
+        if (hooks.back_off) return hooks.back_off();
         std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
             waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
       },

@@ -76,11 +76,16 @@ class Group {
   // finished the run, has died or left; Timeout at the deadline. Either exception names the
   // operation and all missing ranks, and aborts the group: every later operation throws it again.
   void await(Rank r, uint64_t wanted, const OpContext& context);
+  struct WaitHooks {
+    // Returns the ranks that the condition depends on. Those from `world()` on are elsewhere, and
+    // are only named.
+    std::function<std::vector<Rank>()> missing;
+    std::function<void()> check = {};     // called every kCheckInterval or so, and may throw
+    std::function<void()> back_off = {};  // replaces sleeping; must return in some milliseconds
+  };
   // Polls `ready`, any condition on the shared memory, until it holds; throws as the other `await`.
-  // `missing` returns the ranks that it depends on. No peer wakes this wait, so it sleeps briefly.
-  // `back_off`, if given, is called instead of sleeping, and must return within some milliseconds.
-  void await(const std::function<bool()>& ready, const std::function<std::vector<Rank>()>& missing,
-             const OpContext& context, const std::function<void()>& back_off = {});
+  // No peer wakes this wait, so it sleeps briefly.
+  void await(const std::function<bool()>& ready, const WaitHooks& hooks, const OpContext& context);
   // Polls `ready` as the first stage of `await` does, spinning for longer if every rank has a core
   // of its own. Returns true if `ready` held.
   bool spin_for(const std::function<bool()>& ready);

@@ -23,7 +23,8 @@ struct GroupSettings {
   std::size_t signal_pad_bytes = 0;
   // Other settings that must be equal on all ranks, as text: " name=value" each.
   std::string common_settings = {};
-  // The ranks' numbers in a world of several hosts, for messages; empty: the group is the world.
+  // The ranks' numbers in a world of several hosts, then those of ranks on other hosts; empty: the
+  // group is the world.
   std::vector<int> world_ranks = {};
   bool one_host = true;  // false: ranks on several hosts are no error, but SeveralHosts
   int all_ranks = 0;     // ranks of that world; 0: the group is the world

@@ -105,7 +105,7 @@ Agreement HostsTransport::confirm(const CallFingerprint& mine, const Agreement& 
     lead(mine, of_host, with_grace(context, 1), loop);
   else
     group().await([&] { return agreed.calls.load(std::memory_order_acquire) == mine.call + 1; },
-                  [] { return std::vector<Rank>{0}; }, with_grace(context, 2));
+                  {.missing = [] { return std::vector<Rank>{0}; }}, with_grace(context, 2));
   const std::string why = read_text(agreed.why);
   if (!why.empty()) throw std::invalid_argument(why);
   if (loop != nullptr) use_context(local_context_);

@@ -22,9 +22,10 @@ bool fits(const Record& r) { return r.payload == (r.kind == Record::eager ? r.by
 
 Incoming::Incoming(const MailArea& area, Rank me, Wakeups& wakeups)
     : area_(area), me_(me), wakeups_(wakeups) {
-  for (Rank from = 0; from < area.world(); ++from)
-    senders_.push_back({RingReader(area.messages(from, me)), RingReader(area.fragments(from, me)),
-                        RingWriter(area.replies(from, me))});
+  for (Rank from = 0; from < area.world(); ++from) {
+    const auto [messages, fragments, replies] = area.rings(from, me);
+    senders_.push_back({RingReader(messages), RingReader(fragments), RingWriter(replies)});
+  }
 }
 
 void Incoming::receive(const TransferPtr& transfer) {
@@ -169,8 +170,7 @@ void Incoming::progress() {
   }
   for (Rank from = 0; from < world; ++from) {
     SourcePeer& peer = senders_[from];
-    const uint64_t end =
-        peer.fragments.read() + MailArea::fragment_ring_bytes(world);  // as in push_fragments
+    const uint64_t end = peer.fragments.read() + peer.fragments.bytes();  // as in push_fragments
     while (!peer.requested.empty() && peer.fragments.read() < end && take_fragment(from)) continue;
     flush_replies(from);
   }

@@ -1,13 +1,16 @@
 // Layout of a group's mailboxes in its shared memory: a doorbell per rank, then three rings per
-// ordered pair of ranks. A rank also has rings to itself.
+// ordered pair of ranks. A rank also has rings to itself. Ranks on other hosts, if there are any,
+// are numbered after those of this host, and their rings lie in this rank's own memory.
 #pragma once
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <utility>
 
 #include "../group/doorbell.h"
 #include "../group/group.h"
 #include "record_ring.h"
+#include "remote_peers.h"
 
 namespace pycollect::ipc {
 
@@ -40,29 +43,50 @@ class MailArea {
   // Bytes of one reply ring: 16 replies. Replies that do not fit are queued by the receiver.
   static constexpr std::size_t kReplyBytes = 1 << 10;
 
+  // Rings between hosts are as large as those of two ranks: their memory is used by few pairs.
+  static constexpr int kRemoteSharers = 2;
+
   static constexpr std::size_t bytes(int world) {
     return world * sizeof(Doorbell) + world * world * pair_bytes(world);
+  }
+  static constexpr std::size_t pair_bytes(int world) {
+    return ring_bytes(message_bytes(world)) + ring_bytes(fragment_ring_bytes(world)) +
+           ring_bytes(kReplyBytes);
   }
   // Maximum number of messages in one message ring.
   static constexpr int most_unread(int world) {
     return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
   }
+  // The three rings of a pair of ranks. The receiver writes the replies, the sender the others.
+  struct PairRings {
+    RingMemory messages, fragments, replies;
+  };
+  static PairRings rings_of(std::byte* pair, int world) {
+    const auto ring = [&](std::size_t bytes) {
+      std::byte* const at = std::exchange(pair, pair + ring_bytes(bytes));
+      return RingMemory{reinterpret_cast<RingCounters*>(at), at + sizeof(RingCounters), bytes};
+    };
+    return {ring(message_bytes(world)), ring(fragment_ring_bytes(world)), ring(kReplyBytes)};
+  }
 
-  explicit MailArea(const Group& group)
-      : base_(group.mailboxes()), world_(group.world()), group_(&group) {}
+  // `remote`: null if all ranks are on this host.
+  explicit MailArea(const Group& group, RemotePeers* remote = nullptr)
+      : base_(group.mailboxes()), local_(group.world()), group_(&group), remote_(remote) {}
 
-  int world() const { return world_; }
+  int world() const { return local_ + (remote_ ? remote_->count() : 0); }
+  bool is_remote(Rank r) const { return r >= local_; }
+  // The number of ranks with which a pair shares memory, on which the sizes of its rings depend.
+  int sharers(Rank peer) const { return is_remote(peer) ? kRemoteSharers : local_; }
   Rank world_rank(Rank r) const { return group_->world_rank(r); }
   Doorbell& doorbell(Rank r) const {
     return *reinterpret_cast<Doorbell*>(base_ + r * sizeof(Doorbell));
   }
-  RingMemory messages(Rank from, Rank to) const { return ring(from, to, 0, message_bytes(world_)); }
-  RingMemory fragments(Rank from, Rank to) const {
-    return ring(from, to, ring_bytes(message_bytes(world_)), fragment_ring_bytes(world_));
-  }
-  // Replies (CTS, NACK) that `to` writes for `from` about the messages of `from`.
-  RingMemory replies(Rank from, Rank to) const {
-    return ring(from, to, pair_bytes(world_) - ring_bytes(kReplyBytes), kReplyBytes);
+  // The rings of the messages that `from` sends to `to`, with the replies (CTS, NACK) to them.
+  PairRings rings(Rank from, Rank to) const {
+    if (is_remote(from) || is_remote(to))
+      return rings_of(remote_->rings(std::max(from, to), is_remote(to)), kRemoteSharers);
+    std::byte* const pairs = base_ + local_ * sizeof(Doorbell);
+    return rings_of(pairs + (from * local_ + to) * pair_bytes(local_), local_);
   }
 
  private:
@@ -73,19 +97,11 @@ class MailArea {
     return ring / RingMemory::kFewest - sizeof(Record);
   }
   static constexpr std::size_t ring_bytes(std::size_t data) { return sizeof(RingCounters) + data; }
-  static constexpr std::size_t pair_bytes(int world) {
-    return ring_bytes(message_bytes(world)) + ring_bytes(fragment_ring_bytes(world)) +
-           ring_bytes(kReplyBytes);
-  }
-  RingMemory ring(Rank from, Rank to, std::size_t at, std::size_t bytes) const {
-    std::byte* const ring =
-        base_ + world_ * sizeof(Doorbell) + (from * world_ + to) * pair_bytes(world_) + at;
-    return {reinterpret_cast<RingCounters*>(ring), ring + sizeof(RingCounters), bytes};
-  }
 
   std::byte* base_;
-  int world_;
+  int local_;  // ranks of this host
   const Group* group_;
+  RemotePeers* remote_;
 };
 
 }  // namespace pycollect::ipc

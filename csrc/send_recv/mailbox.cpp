@@ -30,22 +30,24 @@ std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Enve
            ", which posted a receive of ", name(wanted), ": bytes and dtype must be equal")));
 }
 
-Mailbox::Mailbox(Group& group)
+Mailbox::Mailbox(Group& group, std::shared_ptr<RemotePeers> remote)
     : group_(group),
-      area_(group),
+      remote_(std::move(remote)),
+      area_(group, remote_.get()),
       me_(group.rank()),
+      wakeups_{.local = group.world()},
       outgoing_(area_, me_, wakeups_),
       incoming_(area_, me_, wakeups_) {}
 
 Rank Mailbox::check_to(Rank to) const {
-  const int world = group_.world();
+  const int world = area_.world();
   require(to >= 0 && to < world, "cannot send to rank ", to, ": the ranks of the group are 0 to ",
           world - 1);
   return to;
 }
 
 Rank Mailbox::check_from(std::optional<Rank> from) const {
-  const int world = group_.world();
+  const int world = area_.world();
   const Rank peer = from.value_or(kAnySource);
   require(!from || (peer >= 0 && peer < world), "cannot receive from rank ", peer,
           ": the ranks of the group are 0 to ", world - 1);
@@ -59,7 +61,7 @@ TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* da
 
 TransferPtr Mailbox::send_partly(Rank to, const Envelope& envelope, const std::byte* data,
                                  uint64_t available) {
-  const std::size_t max_eager_bytes = MailArea::max_eager_bytes(group_.world());
+  const std::size_t max_eager_bytes = MailArea::max_eager_bytes(area_.sharers(to));
   require(envelope.bytes > max_eager_bytes, "a message of ", envelope.bytes,
           " bytes cannot be sent in parts: messages of up to ", max_eager_bytes,
           " bytes are eager");
@@ -83,6 +85,8 @@ TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope,
 TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
                           const std::function<void()>& act) {
   group_.require_healthy({operation, ++requests_, Deadline::max()});
+  for (Rank r = group_.world(); r < area_.world(); ++r)
+    if (transfer->peer() == r || transfer->peer() == kAnySource) remote_->open(r);
   Locked locked(mutex_);
   ++open_;
   guard(act);
@@ -93,13 +97,14 @@ TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
 // Unlocks the mailbox, then rings the doorbells: a wake-up takes time, and the woken thread needs
 // the lock.
 bool Mailbox::unlock(Locked locked) {
-  const Wakeups wakeups = std::exchange(wakeups_, {});
+  const Wakeups wakeups = std::exchange(wakeups_, {.local = wakeups_.local});
   open_.fetch_sub(wakeups.finished, std::memory_order_acq_rel);
   locked.unlock();
   for (uint64_t left = wakeups.touched; left != 0; left &= left - 1)
     area_.doorbell(std::countr_zero(left)).ring();
+  for (const Rank r : wakeups.publish) remote_->publish(r);
   if (wakeups.awaited) wake();
-  return wakeups.touched != 0 || wakeups.finished != 0;
+  return wakeups.touched != 0 || !wakeups.publish.empty() || wakeups.finished != 0;
 }
 
 // Runs `act` under the lock. An invalid record of a peer or an allocation failure aborts the group
@@ -164,7 +169,7 @@ class Mailbox::Waiter {
   // The last stage of a wait, called repeatedly after spinning and yielding.
   void back_off() {
     const auto begin = Clock::now();
-    for (auto now = begin; now - moved_ < kYieldTime; now = Clock::now()) {
+    for (auto now = begin; now - moved_ < box_.group_.settings().yield_time; now = Clock::now()) {
       if (is_over() || now - begin > kCheckInterval) return;
       sched_yield();
     }
@@ -213,29 +218,48 @@ void Mailbox::Waiter::sleep() {
 // Makes progress until nothing moves, up to a bound, because live ranks may go on sending.
 // Returns true if `until` held meanwhile.
 bool Mailbox::drain(const WaitCondition& until) {
-  for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n) {
+  const int most_unread = MailArea::most_unread(area_.sharers(area_.world() - 1));
+  for (int n = most_unread / Incoming::kMostTaken + 1; n >= 0; --n) {
     if (until.holds()) return true;
     if (!progress_locked(Locked(mutex_))) break;
   }
   return false;
 }
 
+// Returns the ranks without which the condition cannot hold. A rank that died or left may have sent
+// its messages before. They are in the memory: `drain` receives them, while `is_over` leaves them
+// to the thread that holds the lock. Ranks may leave meanwhile after sending, so a rank counts only
+// if it was missing before and after.
+std::vector<Rank> Mailbox::needed(const WaitCondition& until) {
+  const std::vector<Rank> before = until.missing();
+  if (drain(until)) return {};
+  std::vector<Rank> missing = until.missing();
+  std::erase_if(missing, [&](Rank r) { return !std::ranges::count(before, r); });
+  return missing;
+}
+
+// Throws if the wait depends on a rank of another host that is gone, or late.
+void Mailbox::check_remote(const WaitCondition& until, const OpContext& context) {
+  if (!remote_) return;
+  const bool late = Clock::now() >= context.deadline;
+  if (!late && !remote_->any_gone()) return;
+  const std::vector<Rank> missing = needed(until);
+  const auto lost = std::ranges::find_if(missing, [&](Rank r) { return is_gone(r); });
+  if (lost != missing.end()) remote_->fail(*lost, false, context);
+  if (late && missing.size() == 1 && area_.is_remote(missing.front()))
+    remote_->fail(missing.front(), true, context);
+}
+
 void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
   if (until.holds()) return;
   Waiter waiter(*this, until);
-  // A rank that died or left may have sent its messages before. They are in the shared memory:
-  // `drain` receives them, while `is_over` leaves them to the thread that holds the lock. Ranks may
-  // leave meanwhile after sending, so a rank counts only if it was missing before and after.
-  const auto needed = [&] {
-    const std::vector<Rank> before = until.missing();
-    if (drain(until)) return std::vector<Rank>();
-    std::vector<Rank> missing = until.missing();
-    std::erase_if(missing, [&](Rank r) { return !std::ranges::count(before, r); });
-    return missing;
-  };
   try {
     group_.require_healthy(context);
-    group_.await([&] { return waiter.is_over(); }, needed, context, [&] { waiter.back_off(); });
+    group_.await([&] { return waiter.is_over(); },
+                 {.missing = [&] { return needed(until); },
+                  .check = [&] { check_remote(until, context); },
+                  .back_off = [&] { waiter.back_off(); }},
+                 context);
   } catch (const CollectiveError&) {
     fail(std::current_exception());
     if (!until.holds()) throw;
@@ -253,10 +277,10 @@ void Mailbox::wait(Transfer& transfer, const OpContext& context) {
 std::vector<Rank> Mailbox::wildcard_sources() const {
   std::vector<Rank> present, others;
   const uint64_t left = group_.left();
-  for (Rank r = 0; r < group_.world(); ++r) {
+  for (Rank r = 0; r < area_.world(); ++r) {
     if (r == me_) continue;
     others.push_back(r);
-    if ((left >> r & 1) == 0) present.push_back(r);
+    if (area_.is_remote(r) ? !is_gone(r) : (left >> r & 1) == 0) present.push_back(r);
   }
   if (others.empty()) return {me_};
   return present.empty() ? others : present;

@@ -2,6 +2,8 @@
 // makes progress independently. Small messages are copied into the peer's ring at once (eager). The
 // fragments of a large one go through a second ring after RTS and CTS, when the receiver has
 // matched it; so no unexpected message blocks an expected one. A rank may be its own peer.
+// A peer's number is its rank, except in a world of several hosts: there the ranks of this host
+// come first, and then the others, both in the order of their ranks.
 //
 // One thread at a time makes progress, and rings the doorbells of ranks that may sleep until then.
 #pragma once
@@ -20,7 +22,8 @@ class Mailbox {
   // Bytes of shared memory for the mailboxes of a group.
   static std::size_t bytes(int world) { return MailArea::bytes(world); }
 
-  explicit Mailbox(Group& group);
+  // `remote`: null if all ranks are on this host.
+  explicit Mailbox(Group& group, std::shared_ptr<RemotePeers> remote = nullptr);
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
@@ -43,6 +46,12 @@ class Mailbox {
   bool progress();
   // Returns true if no transfer of this rank is pending.
   bool idle() const { return open_.load(std::memory_order_acquire) == 0; }
+  // Returns true if all eager messages are where their receivers find them after this rank has
+  // left.
+  bool has_delivered() { return !remote_ || remote_->has_delivered(); }
+  // Whether the connection to a peer on another host is closed.
+  bool is_gone(Rank peer) const { return area_.is_remote(peer) && remote_->is_gone(peer); }
+  bool any_gone() const { return remote_ && remote_->any_gone(); }
   // Makes progress, and sleeps when there is none to make, until the transfer is done. Any number
   // of threads may wait at a time. Throws the transfer's own error, or PeerLost or Timeout, which
   // fail all pending transfers.
@@ -74,9 +83,12 @@ class Mailbox {
   bool progress_locked(Locked locked);
   bool unlock(Locked locked);
   bool drain(const WaitCondition& until);
+  std::vector<Rank> needed(const WaitCondition& until);
+  void check_remote(const WaitCondition& until, const OpContext& context);
   std::vector<Rank> wildcard_sources() const;  // the ranks that a wildcard receive depends on
 
   Group& group_;
+  const std::shared_ptr<RemotePeers> remote_;
   ForkGuard fork_guard_;  // a forked child must not touch the queues of its parent
   MailArea area_;
   Rank me_;

@@ -9,10 +9,11 @@
 namespace pycollect::ipc {
 
 Outgoing::Outgoing(const MailArea& area, Rank me, Wakeups& wakeups)
-    : area_(area), me_(me), wakeups_(wakeups), max_eager_(MailArea::max_eager_bytes(area.world())) {
-  for (Rank to = 0; to < area.world(); ++to)
-    receivers_.push_back({RingWriter(area.messages(me, to)), RingWriter(area.fragments(me, to)),
-                          RingReader(area.replies(me, to))});
+    : area_(area), me_(me), wakeups_(wakeups) {
+  for (Rank to = 0; to < area.world(); ++to) {
+    const auto [messages, fragments, replies] = area.rings(me, to);
+    receivers_.push_back({RingWriter(messages), RingWriter(fragments), RingReader(replies)});
+  }
 }
 
 void Outgoing::send(TransferPtr transfer) {
@@ -22,7 +23,7 @@ void Outgoing::send(TransferPtr transfer) {
 
 bool Outgoing::post(DestinationPeer& peer, const TransferPtr& transfer) {
   const Envelope& envelope = transfer->envelope;
-  const bool whole = envelope.bytes <= max_eager_;
+  const bool whole = envelope.bytes <= MailArea::max_eager_bytes(area_.sharers(transfer->peer()));
   Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
   record.dtype = envelope.dtype;
   record.kind = whole ? Record::eager : Record::rts;
@@ -55,7 +56,8 @@ void Outgoing::read_replies(DestinationPeer& peer) {
 
 bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
   const uint64_t moved = transfer.moved();
-  const std::size_t most = MailArea::fragment_bytes(area_.world(), transfer.envelope.bytes);
+  const std::size_t most =
+      MailArea::fragment_bytes(area_.sharers(transfer.peer()), transfer.envelope.bytes);
   Record record{.number = transfer.number_, .kind = Record::fragment};
   record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.available_ - moved, most));
   if (!peer.fragments.push(record, transfer.from_ + moved)) return false;
@@ -68,7 +70,7 @@ bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
 // the size of the ring, so that a peer that empties it as fast as it is filled does not starve
 // others.
 void Outgoing::push_fragments(DestinationPeer& peer) {
-  const uint64_t end = peer.fragments.written() + MailArea::fragment_ring_bytes(area_.world());
+  const uint64_t end = peer.fragments.written() + peer.fragments.bytes();
   bool room = true;
   std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
     while (room && transfer->moved() < transfer->available_)

@@ -37,7 +37,6 @@ class Outgoing {
   MailArea area_;
   Rank me_;
   Wakeups& wakeups_;
-  std::size_t max_eager_;
   std::vector<DestinationPeer> receivers_;  // [rank]
 };
 

@@ -77,6 +77,7 @@ class RingWriter {
     return true;
   }
   uint64_t written() const { return written_; }
+  std::size_t bytes() const { return ring_.bytes; }
 
  private:
   std::size_t at() const { return written_ & (ring_.bytes - 1); }
@@ -117,6 +118,7 @@ class RingReader {
     ring_.counters->read.store(read_, std::memory_order_seq_cst);
   }
   uint64_t read() const { return read_; }
+  std::size_t bytes() const { return ring_.bytes; }
   // Returns true if the ring is so full that the writer may soon have to wait.
   bool crowded() const {
     return ring_.counters->written.load(std::memory_order_seq_cst) - read_ > ring_.bytes / 2;

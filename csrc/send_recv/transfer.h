@@ -1,8 +1,10 @@
 // One send or receive (Transfer), and the wake-ups collected while transfers make progress.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <vector>
 
 #include "../group/group.h"
 
@@ -71,12 +73,19 @@ using TransferPtr = std::shared_ptr<Transfer>;
 
 // Wake-ups that are collected while the mailbox is locked and issued after it is unlocked.
 struct Wakeups {
-  uint64_t touched = 0;  // bit r: rank r may be asleep, and its doorbell must ring
-  int finished = 0;      // number of finished transfers
-  bool awaited = false;  // another thread of this rank sleeps for a finished transfer
+  int local;                    // ranks of this host
+  uint64_t touched = 0;         // bit r: rank r may be asleep, and its doorbell must ring
+  std::vector<Rank> publish{};  // ranks on other hosts to which news must be sent
+  int finished = 0;             // number of finished transfers
+  bool awaited = false;         // another thread of this rank sleeps for a finished transfer
   static_assert(kMaxRanks <= 64);
 
-  void touch(Rank r) { touched |= uint64_t{1} << r; }
+  void touch(Rank r) {
+    if (r < local)
+      touched |= uint64_t{1} << r;
+    else if (std::ranges::find(publish, r) == publish.end())
+      publish.push_back(r);
+  }
   void finish(Transfer& transfer, std::exception_ptr error = nullptr) {
     awaited |= transfer.finish(std::move(error));
     ++finished;

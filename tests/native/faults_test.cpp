@@ -30,7 +30,8 @@ void expect_detected(std::chrono::microseconds after, bool by_counter) {
       if (by_counter) {
         group.await(me.rank == 0 ? 1 : 0, kGoal, me.context(10s));
       } else {
-        group.await([] { return false; }, [] { return std::vector<Rank>{1}; }, me.context(10s));
+        group.await([] { return false; }, {.missing = [] { return std::vector<Rank>{1}; }},
+                    me.context(10s));
       }
       return std::string("nothing");
     });

@@ -27,7 +27,7 @@ inline void write_first(const RingMemory& ring, const Record& record) {
 }
 
 inline void invalid_message(const Member& m, const Record& record) {
-  if (m.rank == 1) return write_first(MailArea(m.group).messages(1, 0), record);
+  if (m.rank == 1) return write_first(MailArea(m.group).rings(1, 0).messages, record);
   Bytes into(record.bytes);
   expect_aborted(m, m.box.receive(1, envelope(record.bytes, 0, 0), into.data()));
 }
@@ -44,8 +44,8 @@ inline void invalid_fragment(const Member& m) {
     return check(received->moved() == kHalf);
   }
   Record record{.number = 1, .bytes = kBytes - 1, .kind = Record::rts};
-  RingWriter(area.messages(1, 0)).push(record);
-  RingWriter fragments(area.fragments(1, 0));
+  RingWriter(area.rings(1, 0).messages).push(record);
+  RingWriter fragments(area.rings(1, 0).fragments);
   for (const auto& [number, bytes] : {std::pair{2u, kHalf}, {1u, kHalf}, {1u, kHalf}}) {
     record = {.number = number, .payload = bytes, .kind = Record::fragment};
     fragments.push(record, payload.data());

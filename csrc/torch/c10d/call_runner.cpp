@@ -75,7 +75,7 @@ std::vector<Rank> CallRunner::missing() const {
 void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline) {
   try {
     group_->await([&] { return staging.inputs_ready(); },
-                  [&] { return std::vector<Rank>{group_->rank()}; },
+                  {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
                   {pycollect::name(call.collective), calls_, deadline});
   } catch (const CollectiveError&) {
     throw;

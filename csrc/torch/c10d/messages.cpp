@@ -20,15 +20,16 @@ constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 }  // namespace
 
 Messages::Messages(std::shared_ptr<ipc::Group> group,
-                   std::shared_ptr<const TransportSelector> selector)
+                   std::shared_ptr<const TransportSelector> selector,
+                   std::shared_ptr<ipc::RemotePeers> remote)
     : group_(std::move(group)),
       selector_(std::move(selector)),
       devices_(selector_->devices()->with_own_streams()),
-      mailbox_(*group_) {}
+      mailbox_(*group_, std::move(remote)) {}
 
 bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_not_forked(name);
-  return check_message(op, name, receives, group_->world(), *selector_->devices());
+  return check_message(op, name, receives, group_->all_ranks(), *selector_->devices());
 }
 
 // A PostingScope exists from before a message is visible to any thread until the message is in
@@ -56,10 +57,18 @@ class Messages::PostingScope {
   Messages& all_;
 };
 
+// Returns the number of a rank of the world as a peer of the mailbox.
+std::optional<Rank> Messages::mailbox_peer(std::optional<Rank> rank) const {
+  const std::vector<Rank>& ranks = group_->settings().world_ranks;
+  if (!rank || ranks.empty()) return rank;
+  return static_cast<Rank>(std::ranges::find(ranks, *rank) - ranks.begin());
+}
+
 WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
   const bool on_device = check(op, name, receives);
   const PostingScope scope(*this, name);
-  const MessageWork::MessageInfo info{name, scope.number, op.peer, op.tag, op.timeout, receives};
+  const MessageWork::MessageInfo info{name,   scope.number, mailbox_peer(op.peer),
+                                      op.tag, op.timeout,   receives};
   auto work = c10::make_intrusive<MessageWork>(
       info, op.tensor, on_device ? staging_of(op.tensor) : nullptr, shared_from_this());
   if (receives)
@@ -182,10 +191,9 @@ bool Messages::waiters_suffice() const {
   return std::none_of(open_.begin(), open_.end(), [&](const auto& work) {
     const ipc::Deadline due = work->due();
     if (due == ipc::Deadline::max() || work->is_moved()) return false;
-    if (due <= now || gone == 0) return due <= now;
+    if (due <= now || (gone == 0 && !mailbox_.any_gone())) return due <= now;
     const std::vector<Rank> missing = this->missing(*work, gone);
-    return std::any_of(missing.begin(), missing.end(),
-                       [&](Rank r) { return (gone >> r & 1) != 0; });
+    return std::ranges::any_of(missing, [&](Rank r) { return is_gone(r, gone); });
   });
 }
 
@@ -235,7 +243,10 @@ void Messages::finish(ipc::Deadline deadline) {
   const ipc::OpContext context{"destroy_process_group", 0, ipc::Clock::now() + kNoLimit};
   group_->require_healthy(context);
   progress();
-  const auto done = [&] { return (mailbox_.idle() && !polls()) || ipc::Clock::now() >= deadline; };
+  const auto done = [&] {
+    return (mailbox_.idle() && !polls() && mailbox_.has_delivered()) ||
+           ipc::Clock::now() >= deadline;
+  };
   await(done, [this] { return missing(); }, nullptr, context);
 }
 
@@ -264,7 +275,8 @@ void Messages::close(ipc::Deadline deadline) {
   }
   drop_pending_sends(std::make_exception_ptr(CollectiveError(
       "send: the group was destroyed before the tensor's stream reached the send")));
-  if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
+  if (!mailbox_.idle() || !mailbox_.has_delivered())
+    group_->abort("it was destroyed while messages were under way");
   fail_with_group();
   end_thread();
   {
@@ -351,11 +363,11 @@ void Messages::dispatch_arrived() {
   if (!any_pending_send_) return;
   std::vector<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
   const std::lock_guard lock(pending_mutex_);
-  uint64_t held_up = 0;  // bit mask of ranks
+  std::vector<Rank> held_up;
   std::erase_if(pending_sends_, [&](c10::intrusive_ptr<MessageWork>& work) {
-    const uint64_t peer = uint64_t{1} << *work->info_.peer;
-    if ((held_up & peer) != 0 || !try_post(work)) {
-      held_up |= peer;
+    const Rank peer = *work->info_.peer;
+    if (std::ranges::count(held_up, peer) != 0 || !try_post(work)) {
+      held_up.push_back(peer);
       return false;
     }
     finished.push_back(std::move(work));
@@ -378,7 +390,7 @@ void Messages::fail_with_group() {
 // of this rank still delays the message.
 std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
   const Rank peer = work.transfer() ? work.peer() : group_->rank();
-  return peer >= 0 && (gone >> peer & 1) != 0 ? std::vector<Rank>{peer} : work.missing(mailbox_);
+  return peer >= 0 && is_gone(peer, gone) ? std::vector<Rank>{peer} : work.missing(mailbox_);
 }
 
 std::vector<Rank> Messages::missing() {

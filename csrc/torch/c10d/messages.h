@@ -92,7 +92,9 @@ class MessageWork final : public GroupWork {
 
 class Messages final : public PointToPoint, public std::enable_shared_from_this<Messages> {
  public:
-  Messages(std::shared_ptr<ipc::Group> group, std::shared_ptr<const TransportSelector> selector);
+  // `remote`: the ranks on other hosts, if there are any. Messages name peers by their ranks.
+  Messages(std::shared_ptr<ipc::Group> group, std::shared_ptr<const TransportSelector> selector,
+           std::shared_ptr<ipc::RemotePeers> remote = nullptr);
 
   WorkPtr send(const P2POp& op) override;
   WorkPtr receive(const P2POp& op) override;
@@ -109,6 +111,10 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   using Lock = std::unique_lock<std::mutex>;
   class PostingScope;  // defined in messages.cpp
   WorkPtr submit(const P2POp& op, const char* name, bool receives);
+  std::optional<Rank> mailbox_peer(std::optional<Rank> rank) const;
+  bool is_gone(Rank peer, uint64_t gone) const {  // `gone`: as Group::gone returns
+    return peer < group_->world() ? (gone >> peer & 1) != 0 : mailbox_.is_gone(peer);
+  }
   WorkPtr track(c10::intrusive_ptr<MessageWork> work);
   using MissingRanks = std::function<std::vector<Rank>()>;
   // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.

@@ -12,7 +12,7 @@
 #include "binder.h"
 #include "connection.h"
 #include "hosts/hosts_monitor.h"
-#include "hosts/messages_of_hosts.h"
+#include "hosts/mirrored_rings.h"
 #include "hosts/process_group_wire.h"
 #include "messages.h"
 #include "process_queue.h"
@@ -124,6 +124,8 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   const RankAndWorld here{hosts.index(me.rank), static_cast<int>(hosts.ranks(host).size())};
   ipc::GroupSettings settings = settings_of(options, here.world);
   settings.world_ranks = hosts.ranks(host);
+  for (Rank r = 0; r < me.world; ++r)
+    if (hosts.of(r) != host) settings.world_ranks.push_back(r);
   settings.all_ranks = me.world;
   settings.buffer_bytes = options.buffer_bytes.value_or(kHostsBufferBytes);
   settings.yield_time = kHostsYieldTime;
@@ -159,12 +161,14 @@ class ProcessConnection final : public Connection {
                                                  options.cuda_buffer_bytes / kAlign * kAlign})),
         members_(join(store, me, options)),
         group_(members_.group),
-        local_messages_(std::make_shared<Messages>(group_, selector_)),
+        remote_(members_.link
+                    ? std::make_shared<MirroredRings>(group_, *members_.link, members_.wire)
+                    : nullptr),
+        messages_(std::make_shared<Messages>(group_, selector_, remote_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
             std::make_shared<CallRunner>(group_, members_.transport()))) {
-    messages_ = local_messages_;
-    if (members_.wire) connect_hosts(me.rank);
+    if (members_.wire) connect_hosts();
     selector_->attach(*group_);
   }
 
@@ -198,11 +202,8 @@ class ProcessConnection final : public Connection {
     const std::lock_guard lock(mutex_);
     return group_;
   }
-  void connect_hosts(Rank me) {
+  void connect_hosts() {
     selector_->use_host_staging();
-    remote_messages_ = std::make_shared<RemoteMessages>(group_, *members_.link, members_.wire);
-    messages_ = messages_of_hosts(local_messages_, remote_messages_, *members_.link->hosts, me,
-                                  selector_->devices());
     monitor_ =
         std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link);
   }
@@ -211,9 +212,8 @@ class ProcessConnection final : public Connection {
   Members members_;
   mutable std::mutex mutex_;  // guards the members down to allocator_, which close() resets
   std::shared_ptr<ipc::Group> group_;
-  std::shared_ptr<Messages> local_messages_;
-  std::shared_ptr<RemoteMessages> remote_messages_;  // null: one host
-  std::shared_ptr<PointToPoint> messages_;
+  std::shared_ptr<MirroredRings> remote_;  // null: one host
+  std::shared_ptr<Messages> messages_;
   std::unique_ptr<HostsMonitor> monitor_;  // null: one host
   std::shared_ptr<SymmetricHeapAllocator> allocator_;
   const std::shared_ptr<ProcessQueue> queue_;
@@ -261,24 +261,23 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
   devices()->await_held(device_deadline(deadline));
   std::shared_ptr<Messages> messages;
-  std::shared_ptr<RemoteMessages> remote_messages;
+  std::shared_ptr<MirroredRings> remote;
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricHeapAllocator> allocator;
   std::unique_ptr<HostsMonitor> monitor;
   Members members;
   {
     const std::lock_guard lock(mutex_);
-    messages_.reset();
-    messages.swap(local_messages_);
-    remote_messages.swap(remote_messages_);
+    messages.swap(messages_);
+    remote.swap(remote_);
     monitor.swap(monitor_);
     std::swap(members, members_);
     group.swap(group_);
     allocator.swap(allocator_);
   }
-  if (remote_messages) remote_messages->close(deadline);
   if (messages) messages->close(deadline);
   monitor.reset();
+  if (remote) remote->join();
   if (group) {
     selector_->leave();
     group->leave();  // a work held by the caller may keep the group alive

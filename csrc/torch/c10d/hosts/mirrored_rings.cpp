@@ -1,0 +1,228 @@
+// See mirrored_rings.h.
+#include "mirrored_rings.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../../../group/new_thread.h"
+
+namespace pycollect::dist {
+namespace {
+
+// Number of packets on the wire. Those below belong to collectives.
+constexpr int kPackets = 1 << 30;
+
+// Packets of one peer that can be received while another one is copied.
+constexpr int kBuffers = 2;
+
+// A rank tells how far it has read when that is a fourth of the ring: the writer finds room for any
+// record in a ring that it believes to be a fourth full.
+constexpr std::size_t kTold = 4;
+
+void copy_from(const ipc::RingMemory& ring, uint64_t position, std::byte* to, std::size_t bytes) {
+  const std::size_t begin = position & (ring.bytes - 1);
+  const std::size_t first = std::min(bytes, ring.bytes - begin);
+  std::memcpy(to, ring.data + begin, first);
+  std::memcpy(to + first, ring.data, bytes - first);
+}
+
+void copy_to(const ipc::RingMemory& ring, uint64_t position, const std::byte* from,
+             std::size_t bytes) {
+  const std::size_t begin = position & (ring.bytes - 1);
+  const std::size_t first = std::min(bytes, ring.bytes - begin);
+  std::memcpy(ring.data + begin, from, first);
+  std::memcpy(ring.data, from + first, bytes - first);
+}
+
+// A packet has room for all that the rings can hold, so that it ends with a whole record.
+constexpr std::size_t kPairBytes = ipc::MailArea::pair_bytes(ipc::MailArea::kRemoteSharers);
+
+}  // namespace
+
+// What the sender has written to each ring follows.
+struct MirroredRings::PacketHeader {
+  uint64_t received = 0;  // packets of the receiver of this one
+  std::array<uint64_t, kRings> read{};
+  std::array<uint32_t, kRings> bytes{};
+  uint32_t asks = 0;  // 1: for a packet at once
+};
+
+MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
+                             std::shared_ptr<ProcessGroupWire> wire)
+    : group_(std::move(group)), link_(std::move(link)), wire_(std::move(wire)) {
+  const auto new_rings = [](auto& memory) {
+    // Not cleared: most peers never use more than the counters.
+    memory.reset(new (std::align_val_t{128}) std::byte[kPairBytes]);
+    const auto rings = ipc::MailArea::rings_of(memory.get(), ipc::MailArea::kRemoteSharers);
+    for (const auto& ring : {rings.messages, rings.fragments, rings.replies})
+      new (ring.counters) ipc::RingCounters;
+    return rings;
+  };
+  for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
+    Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
+    peer.rank = group_->world_rank(r);
+    const auto out = new_rings(peer.outgoing), in = new_rings(peer.incoming);
+    peer.writes = {{{out.messages}, {out.fragments}, {in.replies}}};
+    peer.reads = {{{in.messages}, {in.fragments}, {out.replies}}};
+  }
+}
+
+std::byte* MirroredRings::rings(Rank peer, bool outgoing) {
+  return (outgoing ? at(peer).outgoing : at(peer).incoming).get();
+}
+
+void MirroredRings::open(Rank peer) {
+  Peer& p = at(peer);
+  if (p.opened) return;
+  const std::lock_guard lock(opening_mutex_);
+  if (p.opened) return;
+  p.thread = ipc::new_thread([this, &p] { receive_packets(p); });
+  p.opened = true;
+}
+
+void MirroredRings::join() {
+  const std::lock_guard lock(opening_mutex_);
+  for (const auto& peer : peers_) {
+    if (peer->thread.joinable()) peer->thread.join();
+    peer->opened = true;
+  }
+}
+
+void MirroredRings::publish(Rank peer) { send_news(at(peer), false, false); }
+
+// A peer counts as gone only after its thread has taken all that it had sent.
+void MirroredRings::send_news(Peer& peer, bool asks, bool answers) {
+  const std::lock_guard lock(peer.mutex);
+  if (!peer.connected || peer.gone) return;
+  try {
+    send_packet(peer, asks, answers);
+  } catch (const ipc::WireFailure&) {
+  }
+}
+
+void MirroredRings::send_packet(Peer& peer, bool asks, bool answers) {
+  PacketHeader header;
+  header.received = peer.received;
+  header.asks = asks;
+  std::size_t bytes = 0;
+  for (int i = 0; i < kRings; ++i) {
+    const MirroredRing& mirrored = peer.writes[i];
+    header.bytes[i] = static_cast<uint32_t>(mirrored.written() - mirrored.sent);
+    bytes += header.bytes[i];
+    header.read[i] = peer.reads[i].read();
+  }
+  const auto must_tell = [&](const MirroredRing& mirrored) {
+    return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kTold;
+  };
+  if (bytes == 0 && !asks && !answers && std::ranges::none_of(peer.reads, must_tell)) return;
+  const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
+  std::memcpy(packet.get(), &header, sizeof header);
+  std::byte* to = packet.get() + sizeof header;
+  for (int i = 0; i < kRings; to += header.bytes[i++]) {
+    copy_from(peer.writes[i].ring, peer.writes[i].sent, to, header.bytes[i]);
+    peer.writes[i].sent += header.bytes[i];
+    peer.reads[i].sent = header.read[i];
+  }
+  ++peer.sent;
+  if (bytes != 0) peer.data = peer.sent;
+  if (asks) peer.asked = peer.sent;
+  peer.pending.push_back(wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
+                                          ipc::Deadline::max(), packet));
+}
+
+void MirroredRings::receive_packets(Peer& peer) {
+  pthread_setname_np(pthread_self(), "pycollect mail");
+  try {
+    wire_->await_connected(peer.rank, ipc::Deadline::max());
+    constexpr std::size_t most = sizeof(PacketHeader) + kPairBytes;
+    struct PostedPacket {
+      std::shared_ptr<std::byte[]> buffer{new std::byte[most]};
+      ProcessGroupWire::PendingPtr pending = {};
+    };
+    std::array<PostedPacket, kBuffers> posted;
+    const auto post = [&](PostedPacket& packet) {
+      packet.pending = wire_->post_receive(peer.rank, kPackets, packet.buffer.get(), most,
+                                           ipc::Deadline::max(), packet.buffer);
+    };
+    for (PostedPacket& packet : posted) post(packet);
+    {
+      const std::lock_guard lock(peer.mutex);
+      peer.connected = true;
+    }
+    send_news(peer, false, false);
+    for (int i = 0;; i = (i + 1) % kBuffers) {
+      wire_->await(posted[i].pending, ipc::Deadline::max());
+      take(peer, posted[i].buffer.get());
+      post(posted[i]);
+    }
+  } catch (const std::exception& error) {  // also if there is no memory
+    lose(peer, error.what());
+  }
+}
+
+void MirroredRings::take(Peer& peer, const std::byte* packet) {
+  PacketHeader header;
+  std::memcpy(&header, packet, sizeof header);
+  const std::byte* from = packet + sizeof header;
+  std::vector<ProcessGroupWire::PendingPtr> confirmed;
+  {
+    const std::lock_guard lock(peer.mutex);
+    ++peer.received;
+    for (; peer.confirmed < header.received; ++peer.confirmed, peer.pending.pop_front())
+      confirmed.push_back(std::move(peer.pending.front()));
+  }
+  for (int i = 0; i < kRings; from += header.bytes[i++]) {
+    const MirroredRing& mirrored = peer.reads[i];
+    const uint64_t written = mirrored.written();
+    copy_to(mirrored.ring, written, from, header.bytes[i]);
+    mirrored.ring.counters->written.store(written + header.bytes[i]);
+    peer.writes[i].ring.counters->read.store(header.read[i]);
+  }
+  ipc::MailArea(*group_).doorbell(group_->rank()).ring();
+  for (const auto& sent : confirmed) wire_->await(sent, ipc::Deadline::max());
+  if (header.asks != 0) send_news(peer, false, true);
+}
+
+void MirroredRings::lose(Peer& peer, const std::string& failure) {
+  {
+    const std::lock_guard lock(peer.mutex);
+    peer.failure = failure;
+  }
+  peer.gone = any_gone_ = true;
+  ipc::MailArea(*group_).doorbell(group_->rank()).ring();
+}
+
+bool MirroredRings::has_delivered() {
+  bool all = true;
+  for (const auto& peer : peers_) {
+    bool asks;
+    {
+      const std::lock_guard lock(peer->mutex);
+      const bool sent = std::ranges::all_of(
+          peer->writes, [](const auto& mirrored) { return mirrored.written() == mirrored.sent; });
+      if (peer->gone || (sent && peer->data <= peer->confirmed)) continue;
+      all = false;
+      asks = peer->asked < peer->data;
+    }
+    if (asks) send_news(*peer, true, false);
+  }
+  return all;
+}
+
+void MirroredRings::fail(Rank peer, bool is_late, const ipc::OpContext& context) {
+  Peer& p = at(peer);
+  if (is_late)
+    group_->fail(ipc::AbortRecord::timed_out,
+                 text("timed out; ", link_.describe(p.rank), " did not arrive"), context);
+  std::string failure;
+  {
+    const std::lock_guard lock(p.mutex);
+    failure = p.failure;
+  }
+  const ipc::AbortCause cause = link_.cause_of(p.rank, ipc::WireFailure(failure, false));
+  group_->fail(cause.kind, cause.text, context);
+}
+
+}  // namespace pycollect::dist

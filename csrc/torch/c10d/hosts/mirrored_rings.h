@@ -1,0 +1,81 @@
+// Mirrored rings: the rings of a mailbox between ranks on different hosts, over the wire. Each of
+// two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
+// read, in packets. A thread for each peer with which there are messages always has receives
+// posted, so every packet is received at once; data flows as fast as it is read, because a ring has
+// no room for more.
+#pragma once
+#include <array>
+#include <atomic>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../../../hosts/hosts_link.h"
+#include "../../../send_recv/mail_area.h"
+#include "process_group_wire.h"
+
+namespace pycollect::dist {
+
+class MirroredRings final : public ipc::RemotePeers {
+ public:
+  MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
+                std::shared_ptr<ProcessGroupWire> wire);
+  ~MirroredRings() override { join(); }
+  MirroredRings(const MirroredRings&) = delete;
+  MirroredRings& operator=(const MirroredRings&) = delete;
+
+  int count() const override { return static_cast<int>(peers_.size()); }
+  std::byte* rings(Rank peer, bool outgoing) override;
+  void open(Rank peer) override;
+  void publish(Rank peer) override;
+  bool has_delivered() override;
+  bool is_gone(Rank peer) const override { return at(peer).gone; }
+  bool any_gone() const override { return any_gone_; }
+  [[noreturn]] void fail(Rank peer, bool is_late, const ipc::OpContext& context) override;
+
+  // Waits for the threads. Call when the wire's connections are closed.
+  void join();
+
+ private:
+  static constexpr int kRings = 3;  // that a rank writes for a peer, and that it reads
+  struct PacketHeader;
+  struct PairMemory {
+    void operator()(std::byte* pair) const { ::operator delete[](pair, std::align_val_t{128}); }
+  };
+  struct MirroredRing {
+    ipc::RingMemory ring;
+    uint64_t sent = 0;  // of the counter that this rank advances
+    uint64_t written() const { return ring.counters->written.load(); }
+    uint64_t read() const { return ring.counters->read.load(); }
+  };
+  struct Peer {
+    Rank rank;
+    std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
+    std::thread thread;
+    std::atomic<bool> opened = false, gone = false;
+
+    std::mutex mutex;  // guards the members below
+    std::array<MirroredRing, kRings> writes, reads;
+    bool connected = false;
+    uint64_t sent = 0, confirmed = 0, received = 0;  // packets
+    uint64_t data = 0, asked = 0;  // the last packets with ring data, and that asked
+    std::deque<ProcessGroupWire::PendingPtr> pending;  // sends of packets that are not confirmed
+    std::string failure;                               // why it is gone
+  };
+  Peer& at(Rank peer) const { return *peers_[peer - group_->world()]; }
+  void send_news(Peer& peer, bool asks, bool answers);
+  void send_packet(Peer& peer, bool asks, bool answers);
+  void receive_packets(Peer& peer);
+  void take(Peer& peer, const std::byte* packet);
+  void lose(Peer& peer, const std::string& failure);
+
+  const std::shared_ptr<ipc::Group> group_;
+  const ipc::HostsLink link_;
+  const std::shared_ptr<ProcessGroupWire> wire_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::mutex opening_mutex_;
+  std::atomic<bool> any_gone_{false};
+};
+
+}  // namespace pycollect::dist
