@@ -1,0 +1,222 @@
+"""send and recv in groups over several hosts: any source, the end of a peer, and idle groups.
+
+The tests of messages within a host run over hosts, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import resource
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_waits import AT_ONCE, NOTICE_SECONDS, publish, wait_published
+
+pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
+
+ROUNDS = 40  # of each tag
+SIZES = (2, 3000, 40_000)  # elements, by tag: eager, eager and nearly a ring full, in fragments
+
+
+def send_all(me: RankContext) -> None:
+    random_, works, counts = random.Random(me.rank), [], dict.fromkeys(range(len(SIZES)), 0)
+    while counts:
+        tag = random_.choice(list(counts))
+        x = torch.full((SIZES[tag],), float(counts[tag]))
+        works.append(dist.isend(x, 0, tag=tag))
+        counts[tag] += 1
+        if counts[tag] == 3 * ROUNDS:
+            del counts[tag]
+    for work in works:
+        work.wait()
+
+
+def receive_all(me: RankContext) -> list[str]:
+    """In each round, a receive from any rank, one from each rank, and one from any rank. A tag's
+    messages of one sender arrive once each, in the order in which their receives were posted."""
+    senders = range(1, me.world)
+    sources = [s for _ in range(ROUNDS) for s in (None, *senders, None)]
+    sources += [None] * (3 * ROUNDS * len(senders) - len(sources))
+    posted: list[tuple[int, int | None, Any, torch.Tensor]] = []
+    for source, tag in itertools.product(sources, range(len(SIZES))):
+        x = torch.full((SIZES[tag],), -1.0)
+        if source is None:
+            work = dist.group.WORLD.recv_anysource([x], tag)
+        else:
+            work = dist.irecv(x, source, tag=tag)
+        posted.append((tag, source, work, x))
+    expected = {(tag, source): 0 for tag in range(len(SIZES)) for source in senders}
+    wrong = []
+    for tag, source, work, x in posted:
+        work.wait()
+        sender = work._source_rank()
+        number = expected[tag, sender]
+        expected[tag, sender] += 1
+        if source not in (None, sender) or not torch.equal(x, torch.full_like(x, number)):
+            wrong.append(f"tag {tag} from {source}: {number} of {sender}: {x[:3]}")
+    return wrong + [f"{key}: {n}" for key, n in expected.items() if n != 3 * ROUNDS]
+
+
+def mixed_receives(me: RankContext) -> list[str]:
+    if me.rank == 0:
+        return receive_all(me)
+    send_all(me)
+    return []
+
+
+@pytest.mark.parametrize("placement", ["aab", "abc", "abab"])
+def test_messages_match_receives_in_the_order_of_posting(placement):
+    with fresh(len(placement), placement=placement) as pool:
+        assert pool.run(mixed_receives, seconds=60) == [[]] * len(placement)
+
+
+def highest_tags(me: RankContext) -> list[float]:
+    """Tags up to the largest of torch, with several hosts as with one."""
+    found = []
+    for tag in (2**29, 2**31 - 1):
+        x = torch.full((3,), float(tag % 1009))
+        if me.rank == 0:
+            dist.send(x, 1, tag=tag)
+        else:
+            dist.recv(x.zero_(), None, tag=tag)
+        found.append(x[0].item())
+    return found
+
+
+def test_messages_have_any_tag():
+    with fresh(2, placement="ab") as pool:
+        first, second = pool.run(highest_tags)
+        assert first == second
+
+
+# --- ranks that leave or die ----------------------------------------------------------------------
+
+
+def last_messages(me: RankContext) -> tuple[list[float], float]:
+    """Rank 1 leaves at once after eager sends, before its peer receives them."""
+    x, found = torch.zeros(2000), []
+    dist.barrier()
+    begin = time.monotonic()
+    if me.rank == 1:
+        for n in range(5):
+            dist.send(x.fill_(n), 0)
+    if me.rank == 0:
+        time.sleep(0.5)
+        for _ in range(5):
+            dist.recv(x, None)
+            found.append(x[-1].item())
+    dist.destroy_process_group()
+    return found, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("placement", ["ab", "abb"])
+def test_messages_before_a_rank_leaves_arrive(placement):
+    with fresh(len(placement), placement=placement) as pool:
+        (found, _), (_, seconds), *_ = pool.run(last_messages)
+    assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert seconds < 0.5 + AT_ONCE
+
+
+def from_a_leaver(me: RankContext, source: int | None) -> tuple[Caught, float]:
+    x = torch.zeros(3)
+    dist.barrier()
+    if me.rank == 1:
+        dist.send(x, 0)
+        time.sleep(0.5)
+        dist.destroy_process_group()
+        return caught(print), 0.0
+    dist.recv(x, source)
+    begin = time.monotonic()
+    error = caught(dist.recv, x, source)
+    return error, error.when - begin
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_receive_from_a_rank_that_has_left_raises(source):
+    with fresh(2, placement="ab") as pool:
+        (error, seconds), _ = pool.run(from_a_leaver, source)
+    assert error.kinds[0] == "PeerLost", error
+    assert "rank 1 on host b" in error.text, error
+    assert seconds < 0.5 + NOTICE_SECONDS
+
+
+def from_those_that_remain(me: RankContext) -> int | None:
+    """A receive from any rank waits for those that are there."""
+    x = torch.zeros(3)
+    dist.barrier()
+    if me.rank == 1:
+        time.sleep(1.5)
+        dist.send(x, 0)
+    return dist.recv(x, None) if me.rank == 0 else dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", ["abc", "aab", "aba"])
+def test_a_receive_from_any_rank_outlives_a_rank_that_leaves(placement):
+    with fresh(3, placement=placement) as pool:
+        assert pool.run(from_those_that_remain)[0] == 1
+
+
+def from_the_dead(me: RankContext, source: int | None) -> tuple[Caught, float]:
+    dist.barrier()
+    if me.rank == 2:
+        publish(me, "death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = caught(dist.recv, torch.zeros(3), source)
+    return error, error.when - wait_published(me, "death", [2])
+
+
+@pytest.mark.parametrize("source", [2, None])
+@pytest.mark.parametrize("placement", ["aab", "abb", "abc"])
+def test_a_receive_from_a_dead_rank_raises(placement, source):
+    with fresh(3, placement=placement) as pool:
+        outcomes = pool.outcomes(from_the_dead, source)
+    for outcome in outcomes[:2]:
+        error, seconds = outcome.value
+        assert error.kinds[0] == "PeerLost", error
+        assert "rank 2" in error.text, error
+        assert seconds < NOTICE_SECONDS
+
+
+def unanswered(me: RankContext) -> Caught:
+    if me.rank == 0:
+        return caught(dist.recv, torch.zeros(3), None)
+    time.sleep(2.0)
+    return caught(print)
+
+
+def test_a_receive_from_any_rank_times_out_with_all_ranks():
+    with fresh(4, placement="aabc", timeout=1.0) as pool:
+        error = pool.run(unanswered)[0]
+    assert "Timeout" in error.kinds, error
+    assert "ranks 1-3 did not arrive" in error.text, error
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+def idle(me: RankContext) -> float:
+    """Return the processor's seconds of one second without messages."""
+    x = torch.zeros(100_000)
+    for source in ((me.rank - 1) % me.world, None):
+        work = dist.isend(x, (me.rank + 1) % me.world)
+        dist.recv(torch.zeros_like(x), source)
+        work.wait()
+    dist.barrier()
+    time.sleep(0.3)  # the threads of the group fall asleep
+    begin = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(1.0)
+    end = resource.getrusage(resource.RUSAGE_SELF)
+    dist.barrier()
+    return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+
+
+def test_an_idle_group_uses_no_processor():
+    with fresh(3, placement="abc") as pool:
+        assert max(pool.run(idle)) < 0.1
