@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C._distributed_c10d import Backend
 
-from pycollect._C import Options, Plan
+from pycollect._C import Algorithm, Options, Plan
 
 # Copies by the host, and the fd server (bind_probe.cpp).
 TicketTuple: TypeAlias = tuple[int, int]  # fd server, random number
@@ -31,6 +31,24 @@ def copy_rows(
 
     pitches: bytes from one row to the next, in ``dst`` and in ``src``.
     """
+
+# Plans over several hosts as their ranks run them (bind_host_views.cpp).
+TransferTuple: TypeAlias = tuple[str, int, int, bool]  # "send" | "receive", peer, number, early
+
+class HostsCase:
+    """An algorithm on hosts of which each rank names one, consecutive or not."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        host_of: Sequence[int],
+        root: int,
+        pieces: int,
+        in_place: bool,
+        first_ranks_send: bool,
+    ) -> None: ...
+    def transfers(self, rank: int) -> list[TransferTuple]:
+        """Return the rank's transfers, in the order of its instructions."""
 
 # The CUDA executor on emulated devices (bind_emulated_run.cpp).
 

@@ -38,6 +38,7 @@ struct Route {
   // The step that only copies the cell to a staged cell of the reader, if there is one: the cell is
   // received there.
   bool replaces_step = false;
+  int number = 0;  // among the routes from the sender to the receiver
 };
 
 // Finds the routes between all hosts, in the order of their writers, and how many cells every rank
@@ -53,7 +54,11 @@ class Routing {
 
   void run() {
     for (int i = 0; i < static_cast<int>(plan_.steps.size()); ++i) visit(i);
-    for (Route& route : routes) choose_ends(route);
+    std::map<std::pair<Rank, Rank>, int> used;  // numbers of routes, by their ends
+    for (Route& route : routes) {
+      choose_ends(route);
+      route.number = used[{route.sender, route.receiver}]++;
+    }
     count_cells();
   }
 
@@ -194,13 +199,9 @@ class ViewBuilder {
     }
     view_.cells = routing.cells;
     view_.partial_cells = routing.partial_cells;
-    const auto& routes = routing.routes;
-    const int first = last_own_copy();
-    for (int t = 0; t < static_cast<int>(routes.size()); ++t) {
-      if (hosts.of(routes[t].sender) == host)
-        sends_after_[std::max(routes[t].writer, first)].push_back(t);
-      if (has(routes[t].host)) assign_place(t);
-    }
+    place_sends();
+    for (int t = 0; t < static_cast<int>(routing.routes.size()); ++t)
+      if (has(routing.routes[t].host)) assign_place(t);
     view_.plan.world = static_cast<int>(view_.world_rank.size());
     view_.plan.chunks = plan.chunks + most_received_;
     touched_.resize(cells(view_.plan));
@@ -216,11 +217,30 @@ class ViewBuilder {
   }
 
  private:
-  // Returns the last of the first steps, with which ranks copy their own buffers: these come before
-  // all sends, because they can run before the ranks have agreed on the call.
+  // A rank sends a value as soon as it is written, but after the values that the same receiver
+  // reads before it: receives are posted in the order in which the sender sends.
+  void place_sends() {
+    std::map<std::pair<Rank, Rank>, int> last;  // by the ends: the step after which the last one is
+    const int first = last_own_copy();
+    for (int t = 0; t < static_cast<int>(routing_.routes.size()); ++t) {
+      const Route& route = routing_.routes[t];
+      if (hosts_.of(route.sender) != host_) continue;
+      int& after = last.emplace(std::pair(route.sender, route.receiver), first).first->second;
+      after = std::max(after, route.writer);
+      sends_after_[after].push_back(t);
+    }
+  }
+
+  // Returns the last of the host's first steps, with which ranks copy their own buffers: these come
+  // before all sends, because they can run before the ranks have agreed on the call.
   int last_own_copy() const {
-    const auto end = std::find_if_not(plan_.steps.begin(), plan_.steps.end(), copies_own);
-    return static_cast<int>(end - plan_.steps.begin()) - 1;
+    int last = 0;
+    for (int i = 0; i < static_cast<int>(plan_.steps.size()); ++i) {
+      if (!has(hosts_.of(plan_.steps[i].owner()))) continue;
+      if (!copies_own(plan_.steps[i])) break;
+      last = i;
+    }
+    return last;
   }
 
   bool has(int host) const { return host_ == kAllHosts || host == host_; }
@@ -259,19 +279,19 @@ class ViewBuilder {
 
   void add_receive(int t) {
     const Route& route = routing_.routes[t];
-    bool early = true;
+    bool& early = early_.emplace(std::pair(route.sender, route.receiver), true).first->second;
     each_cell(view_.plan, in_place_, places_[t], [&](int c) { early &= !touched_[c]; });
     Slices srcs;
     if (host_ == kAllHosts) srcs.push_back(route.cell);
     add({{places_[t]}, std::move(srcs), local(route.receiver)},
-        HostTransfer{HostTransfer::Direction::receive, route.sender, t, early},
+        HostTransfer{HostTransfer::Direction::receive, route.sender, route.number, early},
         chunk_of_[route.writer], false);
   }
 
   void add_send(int t) {
     const Route& route = routing_.routes[t];
     add({{}, {local(route.cell)}, local(route.sender)},
-        HostTransfer{HostTransfer::Direction::send, route.receiver, t, false},
+        HostTransfer{HostTransfer::Direction::send, route.receiver, route.number, false},
         chunk_of_[route.writer], false);
   }
 
@@ -292,10 +312,11 @@ class ViewBuilder {
   const Routing& routing_;
   const std::vector<int> chunk_of_;
   const std::vector<bool> finishes_;
-  std::vector<Slice> places_;                  // [route into this host]
-  std::vector<int> received_;                  // [rank]: cells received there
-  std::vector<std::vector<int>> sends_after_;  // [step]: routes from this host
-  std::vector<bool> touched_;                  // [cell of the view]: an earlier step uses it
+  std::vector<Slice> places_;                    // [route into this host]
+  std::vector<int> received_;                    // [rank]: cells received there
+  std::vector<std::vector<int>> sends_after_;    // [step]: routes from this host
+  std::vector<bool> touched_;                    // [cell of the view]: an earlier step uses it
+  std::map<std::pair<Rank, Rank>, bool> early_;  // by the ends: all receives so far are early
   int most_received_ = 0;
   HostView view_{};
 };

@@ -15,8 +15,12 @@ struct HostTransfer {
   enum class Direction : uint8_t { send, receive };
   Direction direction;
   Rank peer;   // on the other host; numbered in the world
-  int number;  // the same at both ends, and different for every transfer between the two ranks
-  bool early;  // a receive whose place no earlier step uses: it may begin before the first step
+  // Counted from 0 for each sender and receiver, in the order in which the one sends and the other
+  // posts its receives; so it is the same at both ends.
+  int number;
+  // A receive that may begin before the first step: no earlier step uses its place, and all
+  // receives from the same rank before it are early.
+  bool early;
 };
 
 struct HostView {

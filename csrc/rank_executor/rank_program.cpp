@@ -129,8 +129,6 @@ class RankProgramBuilder {
     const auto& all = rank_program_.instructions;
     for (int i = 0; i < static_cast<int>(all.size()); ++i)
       if (all[i].transfer) rank_program_.transfers.push_back(i);
-    std::sort(rank_program_.transfers.begin(), rank_program_.transfers.end(),
-              [&](int a, int b) { return all[a].transfer->number < all[b].transfer->number; });
     for (const Instruction& instruction : rank_program_.instructions)
       rank_program_.sizes_known &= !is_staging(instruction.sized_by);
   }

@@ -65,7 +65,7 @@ struct RankProgram {
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
-  std::vector<int> transfers = {};  // instructions that are transfers, by their numbers
+  std::vector<int> transfers = {};  // indices of the instructions that are transfers
   // The prologues of all ranks write everything that the first ranks of the hosts, and only they,
   // send to each other.
   bool packs = false;

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_testing, m) {
   bind_emulated_run(m);
   bind_probe(m);
   bind_kernels(m);
+  bind_host_views(m);
 }
 
 }  // namespace pycollect
