@@ -127,9 +127,11 @@ struct alignas(64) LivenessLock {
 // to the others. There are two, used alternately like fingerprints.
 struct HostsAgreement {
   std::atomic<uint64_t> calls{0};  // number of the call, + 1
+  uint64_t piece = 0;              // see Agreement
   uint32_t pieces = 0;
   uint32_t as_many = 0;            // 1: all ranks make equally many requests, and none refuses
-  std::array<char, 496> why = {};  // the hosts' calls differ: in what; empty: they agree
+  uint32_t packed = 0;             // 1: the data went along with the agreement
+  std::array<char, 480> why = {};  // the hosts' calls differ: in what; empty: they agree
 };
 
 // Control block of the group, at the beginning of the segment.

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kAgreement = 0;  // number of the messages of the agreement
 static_assert(kAgreement < Wire::kFirstTransfer);
-constexpr uint64_t kMagic = 0x70796873'00000001;  // changes with the format of a message
+constexpr uint64_t kMagic = 0x70796873'00000002;  // changes with the format of a message
 // A rank that waits for another host waits this much longer than the ranks of that host wait for
 // each other, and the ranks of its own host wait for it twice as much longer. So the rank that
 // times out first, and whose error all others throw, is one that waits for the missing rank itself.
@@ -34,7 +34,8 @@ int number_of(const HostTransfer& transfer) { return Wire::kFirstTransfer + tran
 struct HostsTransport::Header {
   uint64_t magic = kMagic, call = 0, fingerprint_hash = 0;
   MessageKind kind = MessageKind::fingerprint;
-  uint32_t pieces = 0, as_many = 0, bytes = 0;  // `bytes`: of the data behind the header
+  uint32_t pieces = 0, as_many = 0, packs = 0, bytes = 0;  // `bytes`: of the data behind the header
+  uint64_t piece = Agreement().piece;
   FingerprintDetails details = {};
 };
 
@@ -109,8 +110,8 @@ Agreement HostsTransport::confirm(const CallFingerprint& mine, const Agreement& 
   const std::string why = read_text(agreed.why);
   if (!why.empty()) throw std::invalid_argument(why);
   if (loop != nullptr) use_context(local_context_);
-  if (loop != nullptr && loop->packs()) loop->skip_transfers();
-  return {agreed.pieces, false};
+  if (loop != nullptr && agreed.packed != 0) loop->skip_transfers();
+  return {agreed.pieces, false, agreed.piece};
 }
 
 bool HostsTransport::all_publish_as_many(const CallFingerprint& mine) const {
@@ -181,7 +182,7 @@ void HostsTransport::await_all(const CallFingerprint& mine, const OpContext& con
             [&] { link_.wire->await_receive(leader(h), kAgreement, context.deadline); });
     owed_[h] = false;
     const Header& theirs = received(h);
-    if (theirs.magic != kMagic || theirs.call != mine.call ||
+    if (theirs.magic != kMagic || theirs.call != mine.call || theirs.piece == 0 ||
         theirs.bytes > inbox_[h]->size() - sizeof(Header))
       group().fail(
           AbortRecord::lost,
@@ -276,13 +277,39 @@ void HostsTransport::unpack(int h, const OpContext& context, ChunkLoop& loop) {
   }
 }
 
+// Sets what follows from the headers of all hosts. A host with more regions has smaller ones, which
+// limit the pieces of all; in an irregular call only the host itself knows its largest block.
+void HostsTransport::combine(const Header& own, bool irregular, HostsAgreement& agreed) const {
+  const auto header_of = [&](int h) -> const Header& { return h == host() ? own : received(h); };
+  agreed.piece = own.piece;
+  agreed.as_many = agreed.packed = 1;
+  agreed.pieces = 1;
+  for (int h = 0; h < hosts()->count(); ++h) {
+    const Header& theirs = header_of(h);
+    agreed.piece = std::min(agreed.piece, theirs.piece);
+    agreed.packed &= theirs.packs;
+    agreed.as_many &= theirs.as_many & (theirs.kind == MessageKind::fingerprint) &
+                      (theirs.details.parts == own.details.parts);
+  }
+  for (int h = 0; h < hosts()->count(); ++h) {
+    const Header& theirs = header_of(h);
+    const bool larger = irregular && theirs.piece > agreed.piece;
+    const uint64_t pieces =
+        larger ? theirs.pieces * theirs.piece / agreed.piece + 1 : theirs.pieces;
+    agreed.pieces = std::max(agreed.pieces, static_cast<uint32_t>(pieces));
+  }
+}
+
 // Exchanges fingerprints with the other hosts, and publishes the result to the ranks of this one.
 void HostsTransport::lead(const CallFingerprint& mine, const Agreement& of_host,
                           const OpContext& context, ChunkLoop* loop) {
   const bool packs = loop != nullptr && loop->packs();
+  HostsAgreement& agreed = group().hosts_agreement(mine.call);
   const bool irregular = (mine.fingerprint.flags & Fingerprint::irregular) != 0;
   Header own = header(mine, MessageKind::fingerprint);
   own.pieces = of_host.pieces;
+  own.piece = loop != nullptr ? loop->piece() : of_host.piece;
+  own.packs = packs;
   own.as_many = ipc::all_publish_as_many(group(), mine);
   post(own, context);
   for (int h = 0; h < hosts()->count(); ++h) {
@@ -293,18 +320,10 @@ void HostsTransport::lead(const CallFingerprint& mine, const Agreement& of_host,
   send_all(context);
   await_all(mine, context);
   std::string why = compare(mine);
-  uint32_t pieces = own.pieces, as_many = own.as_many;
-  for (int h = 0; h < hosts()->count(); ++h) {
-    if (h == host()) continue;
-    pieces = std::max(pieces, received(h).pieces);
-    as_many &= received(h).as_many & (received(h).kind == MessageKind::fingerprint) &
-               (received(h).details.parts == own.details.parts);
-    if (packs && why.empty()) unpack(h, context, *loop);
-  }
+  combine(own, irregular, agreed);
+  for (int h = 0; h < hosts()->count(); ++h)
+    if (h != host() && agreed.packed != 0 && why.empty()) unpack(h, context, *loop);
   if (irregular && why.empty()) why = agree_on_counts(mine, context);
-  HostsAgreement& agreed = group().hosts_agreement(mine.call);
-  agreed.pieces = pieces;
-  agreed.as_many = as_many;
   agreed.why = {};
   why.resize(std::min(why.size(), agreed.why.size() - 1));
   std::copy(why.begin(), why.end(), agreed.why.begin());

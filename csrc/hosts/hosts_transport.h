@@ -52,6 +52,7 @@ class HostsTransport final : public ShmTransport {
   const std::byte* data_of(int host) const;
   void unpack(int host, const OpContext& context, ChunkLoop& loop);
   std::string compare(const CallFingerprint& mine) const;
+  void combine(const Header& own, bool irregular, HostsAgreement& agreed) const;
   std::string compare_counts(const CallFingerprint& mine, int host) const;
   std::string agree_on_counts(const CallFingerprint& mine, const OpContext& context);
   template <class F>

@@ -1,6 +1,8 @@
 // Checks that all ranks make the same collective call, before any output is written. Each rank
 // publishes a fingerprint, and a description for error messages, with its progress counter.
 #pragma once
+#include <cstddef>
+#include <limits>
 #include <string_view>
 
 #include "../plan/error.h"
@@ -15,6 +17,8 @@ class ChunkLoop;
 struct Agreement {
   uint32_t pieces = 0;    // maximum over all ranks
   bool zero_copy = true;  // true if all ranks have published registered offsets
+  // Most elements of a chunk in a piece: as many as a region holds on every host.
+  std::size_t piece = std::numeric_limits<std::size_t>::max();
 };
 
 // Returns the counts that a rank of this host has published for an irregular call.

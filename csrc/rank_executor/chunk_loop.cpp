@@ -29,17 +29,27 @@ std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_progr
 
 void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
   rank_program_ = &rank_program;
+  irregular_ = irregular;
   pieces_ = 1;
   stride_ = 0;
   piece_ = std::numeric_limits<std::size_t>::max();
-  if (rank_program.regions + rank_program.partial_regions == 0) return;
+  const bool stages = rank_program.regions + rank_program.partial_regions > 0;
+  if (!stages && (!irregular || transport_.hosts() == nullptr)) return;
   stride_ = region_bytes(transport_.buffer_bytes(), rank_program, buffers_.widening());
   piece_ = stride_ / buffers_.item();
-  const std::size_t largest = buffers_.largest(), per_line = kLine / buffers_.item();
-  if (largest <= piece_) return;
-  const std::size_t pieces = ceil_div(largest, piece_);
-  pieces_ = static_cast<uint32_t>(pieces);
-  if (!irregular) piece_ = ceil_div(ceil_div(largest, pieces), per_line) * per_line;
+  const std::size_t largest = buffers_.largest();
+  if (largest > piece_) agree(static_cast<uint32_t>(ceil_div(largest, piece_)), piece_);
+}
+
+// The pieces become smaller, so that the prologue, if it has run, has filled at least the first.
+void ChunkLoop::agree(uint32_t pieces, std::size_t piece) {
+  if (irregular_) {
+    piece_ = std::min(piece_, piece);
+  } else if (pieces > pieces_) {
+    const std::size_t per_line = kLine / buffers_.item();
+    piece_ = ceil_div(ceil_div(buffers_.largest(), pieces), per_line) * per_line;
+  }
+  pieces_ = std::max(pieces_, pieces);
 }
 
 int ChunkLoop::enter(uint64_t run, bool fill) {
@@ -50,12 +60,12 @@ int ChunkLoop::enter(uint64_t run, bool fill) {
   return rank_program_->tasks_after_prologue();
 }
 
-void ChunkLoop::run(uint64_t first, uint32_t pieces) {
+void ChunkLoop::run(uint64_t first) {
   // The end of a call's last run need not be signalled unless a peer waits for the last
   // instruction: the next call's fingerprint signals it, too.
   const bool awaited =
       rank_program_->instructions.empty() || rank_program_->instructions.back().awaited;
-  for (uint32_t k = 0; k < pieces; ++k) {
+  for (uint32_t k = 0; k < pieces_; ++k) {
     run_ = first + k;
     from_ = k * piece_;
     if (!std::exchange(entered_, false)) {
@@ -67,9 +77,9 @@ void ChunkLoop::run(uint64_t first, uint32_t pieces) {
     if (transfers) post_receives();
     run_piece(std::exchange(filled_, 0));
     if (transfers) transport_.await_sends();
-    const bool signals = k + 1 < pieces || awaited;
+    const bool signals = k + 1 < pieces_ || awaited;
     if (signals) transport_.signal(at_run(run_ + 1));
-    if (k + 1 == pieces) transport_.end(at_run(run_ + 1), signals);
+    if (k + 1 == pieces_) transport_.end(at_run(run_ + 1), signals);
   }
 }
 

@@ -8,28 +8,30 @@
 namespace pycollect::ipc {
 
 // Returns the bytes of a staging buffer for each of the rank program's regions; the same on all
-// ranks. A region of accumulators is `widening` times as large. Throws std::invalid_argument if
-// staging buffers of `buffer_bytes` are too small.
+// ranks of a host. A region of accumulators is `widening` times as large. Throws
+// std::invalid_argument if staging buffers of `buffer_bytes` are too small.
 std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program,
                          std::size_t widening);
 
-// All ranks must cut the data into the same pieces, so the pieces follow from the rank program's
-// regions and the size of the staging buffers, never from a size that only one rank can compute.
+// All ranks must cut the data into the same pieces. A piece is limited by the regions of the host
+// that has the most of them, so the hosts agree on it.
 class ChunkLoop {
  public:
   ChunkLoop(Transport& transport, const CallBuffers& buffers)
       : transport_(transport), buffers_(buffers) {}
 
   // Selects the rank program, for whose chunks the buffers must be divided already. If irregular,
-  // ranks do not know each other's sizes, and a piece fills a region; otherwise all pieces have
-  // about the same size.
+  // ranks do not know each other's sizes, and a piece fills the smallest region of all hosts;
+  // otherwise all pieces have about the same size.
   void use(const RankProgram& rank_program, bool irregular);
-  uint32_t pieces() const { return pieces_; }  // number for this rank; peers may need more
+  uint32_t pieces() const { return pieces_; }      // number for this rank; peers may need more
+  std::size_t piece() const { return piece_; }     // most elements of a chunk in a piece
+  void agree(uint32_t pieces, std::size_t piece);  // sets those of all ranks, which have more
 
   // Enters the first run before the ranks have agreed on it. `fill`: also runs the prologue.
   // Returns the number of finished tasks, for the transport to signal.
   int enter(uint64_t run, bool fill);
-  void run(uint64_t first, uint32_t pieces);
+  void run(uint64_t first);
 
   // Returns true if all data for other hosts is ready when the ranks have entered the only run.
   bool packs() const;
@@ -61,6 +63,7 @@ class ChunkLoop {
   uint64_t run_ = 0;
   std::size_t stride_ = 0;  // bytes of a region
   bool skips_transfers_ = false;
+  bool irregular_ = false;
   std::size_t piece_ = 0;  // most elements of a chunk in one piece
   std::size_t from_ = 0;   // element of each chunk at which the current piece begins
   uint32_t pieces_ = 1;

@@ -137,14 +137,14 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
   mine.set_registered(p.find_registered(transport));
   const Agreement agreed = transport.agree(mine, loop);
   abort_on_error(group, context, [&] {
-    uint32_t pieces = agreed.pieces;
     if (agreed.zero_copy) {
       transport.check_exposed(*p.in_tensors, p.bytes);
       p.buffers.divide(p.in_tensors->chunks);
       loop.use(*p.in_tensors, false);
-      pieces = loop.pieces();
+    } else {
+      loop.agree(agreed.pieces, agreed.piece);
     }
-    loop.run(first, pieces);
+    loop.run(first);
   });
 }
 
