@@ -50,6 +50,17 @@ class HostsCase:
     def transfers(self, rank: int) -> list[TransferTuple]:
         """Return the rank's transfers, in the order of its instructions."""
 
+    def difference_of_views(self, host: int) -> str:
+        """Return in what the host's view differs from that of the world's plan; "" if it is it."""
+
+    def slices(self, host: int) -> int:
+        """Return the number of slices of the plan from which the host's view is made."""
+
+def transfers_of_plan(
+    plan: Plan, in_place: bool, host_of: Sequence[int], rank: int
+) -> list[TransferTuple]:
+    """Return the rank's transfers with any plan, in the order of its instructions."""
+
 # The CUDA executor on emulated devices (bind_emulated_run.cpp).
 
 StreamIdsTuple: TypeAlias = tuple[int, int, int, int]  # caller, worker, d2h, h2d

@@ -32,10 +32,13 @@ Plan barrier(const AlgorithmParams& params) {
     if (srcs.size() == 1) srcs.push_back(srcs[0]);
     p.fold({tmp(first(h), h)}, std::move(srcs));
   }
+  const auto sees = [&](int host) { return params.sees(first(host)); };
   for (int h = 0; h < count; ++h)
     for (int other = 0; other < count; ++other)
-      if (other != h) p.copy(tmp(first(h), other), tmp(first(other), other));
+      if (other != h && (sees(h) || sees(other)))
+        p.copy(tmp(first(h), other), tmp(first(other), other));
   for (int h = 0; h < count; ++h) {
+    if (!sees(h)) continue;
     Slices srcs;
     for (int other = 0; other < count; ++other) srcs.push_back(tmp(first(h), other));
     p.fold(scratch_of(hosts.ranks(h), 0), std::move(srcs), first(h));

@@ -22,6 +22,11 @@ class HostChain {
 
   int last() const { return rails.hosts().count() - 1; }
 
+  // Returns whether the plan must have what the host does, because it or a neighbour is seen.
+  bool sees_near(int host) const {
+    return rails.sees(host) || rails.sees(host - 1) || rails.sees(host + 1);
+  }
+
   // Adds chunk `c` of the ranks of `host` to the sum of the hosts before it. The last host writes
   // the result to `dsts`.
   void up(int host, int rail, int c, const Slices& dsts) {
@@ -49,11 +54,12 @@ Plan all_reduce(const AlgorithmParams& params) {
       const int c = rail * chain.pieces + piece, down = 2 * last - hop;  // the host it goes down to
       if (hop <= last) {
         const Rank me = rails.rank(hop, rail);
-        chain.up(hop, rail, c, {out(me, c), tmp(me, c)});
+        if (chain.sees_near(hop)) chain.up(hop, rail, c, {out(me, c), tmp(me, c)});
       } else {
         const Rank above = rails.rank(down + 1, rail);
-        if (down >= 0) rails.pass_on(chain.plan, rails.rank(down, rail), above, c);
-        rails.hand_out(chain.plan, above, c);
+        if (down >= 0 && chain.sees_near(down))
+          rails.pass_on(chain.plan, rails.rank(down, rail), above, c);
+        if (rails.sees(down + 1)) rails.hand_out(chain.plan, above, c);
       }
     }
   });
@@ -68,7 +74,7 @@ Plan reduce(const AlgorithmParams& params) {
     for (int rail = 0; rail < rails.count(); ++rail) {
       const int c = rail * chain.pieces + piece;
       const Rank me = rails.rank(host, rail);
-      chain.up(host, rail, c, {tmp(me, c)});
+      if (host == chain.last() || chain.sees_near(host)) chain.up(host, rail, c, {tmp(me, c)});
       if (host == chain.last()) chain.plan.copy(out(params.root, c), tmp(me, c));
     }
   });
@@ -85,7 +91,8 @@ Plan reduce_scatter(const AlgorithmParams& params) {
     for (Rank to = 0; to < params.world; ++to) {
       const int c = to * pieces + piece, rail = rails.towards(to);
       const Rank me = rails.rank(host, rail);
-      const bool own = to == me;
+      const bool own = to == me, ends = host == chain.last() && params.sees(to);
+      if (!ends && !chain.sees_near(host)) continue;
       chain.up(host, rail, c, {own ? out(me, c) : tmp(me, c)});
       if (host == chain.last() && !own) chain.plan.copy(out(to, c), tmp(me, c));
     }

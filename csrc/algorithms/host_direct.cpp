@@ -13,8 +13,10 @@ class HostDirect {
   explicit HostDirect(const AlgorithmParams& params)
       : rails(params), hosts(rails.hosts().count()), plan{params.world, 0} {}
 
-  // Adds up the chunk of the ranks of `host`, in accumulators unless it is the only host.
-  void add_ranks(int host, int rail, int c, const Slices& dsts) {
+  // Adds up the chunk of the ranks of `host` for `owner`, in accumulators unless it is the only
+  // host.
+  void add_ranks(int host, int owner, int rail, int c, const Slices& dsts) {
+    if (!rails.sees(host) && !rails.sees(owner)) return;
     const Rank me = rails.rank(host, rail);
     Slices srcs;
     for (const Rank r : rails.hosts().ranks(host)) srcs.push_back(in(r, c));
@@ -25,7 +27,9 @@ class HostDirect {
   void add_hosts(int host, int rail, int c, const Slices& dsts) {
     if (hosts == 1) return;
     Slices srcs;
-    for (int h = 0; h < hosts; ++h) srcs.push_back(acc(rails.rank(h, rail), c));
+    for (int h = 0; h < hosts; ++h)
+      if (h == host || rails.sees(h) || rails.sees(host))
+        srcs.push_back(acc(rails.rank(h, rail), c));
     plan.fold(dsts, std::move(srcs), rails.rank(host, rail));
   }
 
@@ -56,8 +60,8 @@ Plan all_reduce(const AlgorithmParams& params) {
     };
     const auto result = [&](Rank me, int c) { return Slices{out(me, c), tmp(me, c)}; };
     if (hop == 0)
-      each(1, hosts + 1, [&](int host, int, int rail, int c) {
-        direct.add_ranks(host, rail, c, result(rails.rank(host, rail), c));
+      each(1, hosts + 1, [&](int host, int owner, int rail, int c) {
+        direct.add_ranks(host, owner, rail, c, result(rails.rank(host, rail), c));
       });
     if (hop == 1)
       each(0, 1, [&](int host, int, int rail, int c) {
@@ -65,11 +69,12 @@ Plan all_reduce(const AlgorithmParams& params) {
       });
     if (hop == 2)
       each(1, hosts, [&](int host, int owner, int rail, int c) {
-        rails.pass_on(direct.plan, rails.rank(host, rail), rails.rank(owner, rail), c);
+        if (rails.sees(host) || rails.sees(owner))
+          rails.pass_on(direct.plan, rails.rank(host, rail), rails.rank(owner, rail), c);
       });
     if (hop == 3)
       each(0, hosts, [&](int host, int, int rail, int c) {
-        rails.hand_out(direct.plan, rails.rank(host, rail), c);
+        if (rails.sees(host)) rails.hand_out(direct.plan, rails.rank(host, rail), c);
       });
   });
   return std::move(direct.plan);
@@ -81,7 +86,7 @@ void reduce_to(HostDirect& direct, int hop, Rank to, int rail, int c) {
   const Rank me = direct.rails.rank(host, rail);
   const Slices dsts{to == me ? out(me, c) : tmp(me, c)};
   if (hop == 0)
-    for (int h = 0; h < direct.hosts; ++h) direct.add_ranks(h, rail, c, dsts);
+    for (int h = 0; h < direct.hosts; ++h) direct.add_ranks(h, host, rail, c, dsts);
   if (hop == 1) {
     direct.add_hosts(host, rail, c, dsts);
     if (to != me) direct.plan.copy(out(to, c), tmp(me, c));

@@ -12,13 +12,16 @@ namespace pycollect {
 class HostRails {
  public:
   explicit HostRails(const AlgorithmParams& params)
-      : hosts_(hosts_or_one(params.hosts, params.world)) {}
+      : hosts_(hosts_or_one(params.hosts, params.world)), seen_(params.host) {}
 
   const Hosts& hosts() const { return hosts_; }
   int count() const { return hosts_.rails(); }
   Rank rank(int host, int rail) const { return hosts_.ranks(host)[rail]; }
   // Returns the rail on which data for rank `to` passes.
   int towards(Rank to) const { return hosts_.index(to) % hosts_.rails(); }
+
+  // Returns whether the plan must have what the host does, see AlgorithmParams.
+  bool sees(int host) const { return seen_ == kAllHosts || host == seen_; }
 
   // Returns the number of pieces of a part of a rail's share, which has a part for each host.
   int pieces_of_part(int pieces) const { return std::max(pieces / hosts_.count(), 1); }
@@ -49,6 +52,7 @@ class HostRails {
 
  private:
   const Hosts hosts_;
+  const int seen_;
 };
 
 }  // namespace pycollect

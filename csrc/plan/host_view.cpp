@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <unordered_map>
 #include <utility>
 
+#include "cell_map.h"
 #include "error.h"
 #include "verify.h"
 #include "world_view.h"
@@ -15,7 +17,6 @@ namespace pycollect {
 namespace {
 
 constexpr int kNone = -1;
-constexpr int kAllHosts = -1;  // in place of a host: the view of the world
 
 bool is_partial(const Slice& s) { return s.buffer == Buffer::partial; }
 bool is_staged(const Slice& s) { return s.buffer != Buffer::input && s.buffer != Buffer::output; }
@@ -41,16 +42,17 @@ struct Route {
   int number = 0;  // among the routes from the sender to the receiver
 };
 
-// Finds the routes between all hosts, in the order of their writers, and how many cells every rank
-// holds, so that all hosts reach the same result.
+// Finds the routes from and to a host, or all of them, in the order of their first readers. Both
+// hosts of a route find the same ones in the same order, because both have all steps that read it.
 class Routing {
  public:
-  Routing(const Plan& plan, bool in_place, const Hosts& hosts, HostSenders senders)
+  Routing(const Plan& plan, bool in_place, const Hosts& hosts, int host, HostSenders senders)
       : plan_(plan),
         in_place_(in_place),
         hosts_(hosts),
+        host_(host),
         senders_(senders),
-        writer_(pycollect::cells(plan), kNone) {}
+        writer_(plan, kNone) {}
 
   void run() {
     for (int i = 0; i < static_cast<int>(plan_.steps.size()); ++i) visit(i);
@@ -59,13 +61,10 @@ class Routing {
       choose_ends(route);
       route.number = used[{route.sender, route.receiver}]++;
     }
-    count_cells();
   }
 
   std::vector<Route> routes;
-  std::map<std::pair<int, int>, int> route_of;  // [cell, host]: the route of its current value
-  std::vector<std::vector<int>> routes_into;    // [step]: the routes of its sources
-  int cells = 0, partial_cells = 0;
+  std::vector<std::vector<int>> routes_into;  // [step]: the routes of its sources
 
   // Returns whether every value on a route is the copy that a rank makes of its own buffer.
   bool only_copies() const {
@@ -79,13 +78,17 @@ class Routing {
     each_cell(plan_, in_place_, s, [&](int c) { at = c; });
     return at;
   }
+  bool passes(Rank from, Rank to) const {
+    const int here = hosts_.of(from), there = hosts_.of(to);
+    return here != there && (host_ == kAllHosts || here == host_ || there == host_);
+  }
 
   void visit(int i) {
     const Step& step = plan_.steps[i];
     const Rank me = step.owner();
     routes_into.emplace_back();
     for (const Slice& s : step.srcs) {
-      if (hosts_.of(s.rank) == hosts_.of(me)) {
+      if (!passes(s.rank, me)) {
         routes_into.back().push_back(kNone);
         continue;
       }
@@ -101,7 +104,7 @@ class Routing {
 
   int read(const Slice& s, int i, Rank me) {
     const int at = cell(s), host = hosts_.of(me);
-    const auto [known, is_new] = route_of.emplace(std::pair(at, host), 0);
+    const auto [known, is_new] = route_of_.emplace(int64_t{at} * hosts_.count() + host, 0);
     if (!is_new && routes[known->second].writer == writer_[at]) {
       Route& route = routes[known->second];
       if (route.to != me) route.to = kNone;
@@ -128,37 +131,21 @@ class Routing {
                                                       : there[hosts_.index(from) % there.size()];
   }
 
-  void count_cells() {
-    std::vector<int> held(plan_.world), partial(plan_.world);
-    std::vector<bool> counted(pycollect::cells(plan_));
-    const auto count = [&](const Slice& s, Rank holder) {
-      ++(is_partial(s) ? partial : held)[holder];
-    };
-    for (const Step& step : plan_.steps)
-      for (const Slices* side : {&step.dsts, &step.srcs})
-        for (const Slice& s : *side) {
-          if (!is_staged(s) || counted[cell(s)]) continue;
-          counted[cell(s)] = true;
-          count(s, s.rank);
-        }
-    for (const Route& route : routes)
-      if (!route.replaces_step) count(route.cell, route.receiver);
-    cells = *std::max_element(held.begin(), held.end());
-    partial_cells = *std::max_element(partial.begin(), partial.end());
-  }
-
   const Plan& plan_;
   const bool in_place_;
   const Hosts& hosts_;
+  const int host_;
   const HostSenders senders_;
-  std::vector<int> writer_;  // [cell]: the last step that wrote it
+  CellMap<int> writer_;                        // the last step that wrote the cell
+  std::unordered_map<int64_t, int> route_of_;  // [cell * hosts + host]: of the current value
 };
 
 // Returns for each step the number of a chunk of the caller's buffers that has the size of what the
 // step moves. A value in host memory may have another chunk's index than the one it was copied
 // from.
 std::vector<int> chunks_of_steps(const Plan& plan, bool in_place) {
-  std::vector<int> held(cells(plan), 0), result;  // [cell] of host memory: the chunk of its value
+  CellMap<int> held(plan, 0);  // of host memory: the chunk of the cell's value
+  std::vector<int> result;     // [step]
   const auto cell = [&](const Slice& s) {
     int at = 0;
     each_cell(plan, in_place, s, [&](int c) { at = c; });
@@ -197,14 +184,14 @@ class ViewBuilder {
     } else {
       view_.world_rank = hosts.ranks(host);
     }
-    view_.cells = routing.cells;
-    view_.partial_cells = routing.partial_cells;
     place_sends();
     for (int t = 0; t < static_cast<int>(routing.routes.size()); ++t)
       if (has(routing.routes[t].host)) assign_place(t);
     view_.plan.world = static_cast<int>(view_.world_rank.size());
     view_.plan.chunks = plan.chunks + most_received_;
     touched_.resize(cells(view_.plan));
+    held_.resize(view_.plan.world);
+    held_partial_.resize(view_.plan.world);
   }
 
   HostView run() {
@@ -213,6 +200,8 @@ class ViewBuilder {
       if (has(hosts_.of(step.owner()))) add_step(i, step);
       for (const int t : sends_after_[i]) add_send(t);
     }
+    view_.cells = *std::max_element(held_.begin(), held_.end());
+    view_.partial_cells = *std::max_element(held_partial_.begin(), held_partial_.end());
     return std::move(view_);
   }
 
@@ -298,7 +287,10 @@ class ViewBuilder {
   void add(Step step, std::optional<HostTransfer> transfer, int chunk, bool finishes) {
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side)
-        each_cell(view_.plan, in_place_, s, [&](int c) { touched_[c] = true; });
+        each_cell(view_.plan, in_place_, s, [&](int c) {
+          if (is_staged(s) && !touched_[c]) ++(is_partial(s) ? held_partial_ : held_)[s.rank];
+          touched_[c] = true;
+        });
     view_.plan.steps.push_back(std::move(step));
     view_.transfers.push_back(transfer);
     view_.chunk_of.push_back(chunk);
@@ -316,6 +308,7 @@ class ViewBuilder {
   std::vector<int> received_;                    // [rank]: cells received there
   std::vector<std::vector<int>> sends_after_;    // [step]: routes from this host
   std::vector<bool> touched_;                    // [cell of the view]: an earlier step uses it
+  std::vector<int> held_, held_partial_;         // [rank of the view]: staged cells that it has
   std::map<std::pair<Rank, Rank>, bool> early_;  // by the ends: all receives so far are early
   int most_received_ = 0;
   HostView view_{};
@@ -326,7 +319,7 @@ class ViewBuilder {
 HostView host_view(const Plan& staged, bool in_place, const Hosts* given, int host,
                    HostSenders senders) {
   const Hosts hosts = hosts_or_one(given, staged.world);
-  Routing routing(staged, in_place, hosts, senders);
+  Routing routing(staged, in_place, hosts, host, senders);
   routing.run();
   HostView view = ViewBuilder(staged, in_place, hosts, host, routing).run();
   view.packs = senders == HostSenders::first && hosts.count() > 1 && routing.only_copies();

@@ -14,7 +14,7 @@ namespace pycollect {
 struct HostTransfer {
   enum class Direction : uint8_t { send, receive };
   Direction direction;
-  Rank peer;   // on the other host; numbered in the world
+  Rank peer;  // on the other host; numbered in the world
   // Counted from 0 for each sender and receiver, in the order in which the one sends and the other
   // posts its receives; so it is the same at both ends.
   int number;
@@ -31,10 +31,10 @@ struct HostView {
   std::vector<std::optional<HostTransfer>> transfers;
   std::vector<int> chunk_of;   // [step]: a chunk of the caller's buffers of the same size
   std::vector<bool> finishes;  // [step]: completes a reduction over all ranks of the world
-  // Most cells of scratch and host memory, and of accumulators, that any rank of the world needs.
+  // Most cells of scratch and host memory, and of accumulators, that any rank of the view needs.
   int cells = 0, partial_cells = 0;
-  // Whether only the first ranks of the hosts make transfers, of data that the ranks of their host
-  // copy from their own buffers.
+  // Whether of this host only the first rank makes transfers, of data that the ranks copy from
+  // their own buffers.
   bool packs = false;
 };
 
@@ -43,7 +43,8 @@ struct HostView {
 enum class HostSenders : uint8_t { all, first };
 
 // `staged`: a plan for ranks that share scratch, host memory and accumulators, and nothing else
-// (see for_processes). `hosts` null: one host. Throws ValueError if a step writes the memory of a
+// (see for_processes), of the world or of this host (AlgorithmParams::host): the view is the same.
+// `hosts` null: one host. Throws ValueError if a step writes the memory of a
 // rank on another host than its own.
 HostView host_view(const Plan& staged, bool in_place, const Hosts* hosts, int host,
                    HostSenders senders);

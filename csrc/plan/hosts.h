@@ -7,6 +7,8 @@
 
 namespace pycollect {
 
+inline constexpr int kAllHosts = -1;  // in place of a host
+
 class Hosts {
  public:
   // `host_of`: [rank], any number for each host. Hosts are numbered by their lowest ranks.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cell_map.h"
 #include "stage.h"
 
 namespace pycollect {
@@ -18,8 +19,8 @@ class Merging {
       : plan_(std::move(plan)),
         in_place_(in_place),
         result_{plan_.world, plan_.chunks},
-        writer_(cells(plan_), kNone),
-        touched_(cells(plan_), kNone) {
+        writer_(plan_, kNone),
+        touched_(plan_, kNone) {
     result_.steps.reserve(plan_.steps.size());
   }
 
@@ -78,7 +79,7 @@ class Merging {
   Plan plan_;
   bool in_place_;
   Plan result_;
-  std::vector<int> writer_, touched_;  // [cell]: the last step of the result
+  CellMap<int> writer_, touched_;  // the last step of the result
 };
 
 bool fills_own(const Step& step) {
@@ -96,8 +97,8 @@ bool fills_own(const Step& step) {
 Plan forward_copies(Plan plan, bool in_place) { return Merging(std::move(plan), in_place).run(); }
 
 Plan hoist_local_copies(Plan plan, bool in_place) {
-  std::vector<bool> written(cells(plan)), touched(cells(plan));  // by steps that are not moved
-  std::vector<bool> moves;                                       // [step]
+  CellMap<char> written(plan, false), touched(plan, false);  // by steps that are not moved
+  std::vector<bool> moves;                                   // [step]
   for (const Step& step : plan.steps) {
     bool first = fills_own(step);
     auto each = [&](const Slices& slices, auto&& f) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cell_map.h"
 #include "error.h"
 
 namespace pycollect {
@@ -21,7 +22,7 @@ std::string words(const Slice& s) {
 class Checking {
  public:
   Checking(const Plan& plan, bool in_place)
-      : plan_(plan), in_place_(in_place), written_(cells(plan), LastWrite{kNever, 0}) {}
+      : plan_(plan), in_place_(in_place), written_(plan, LastWrite{kNever, 0}) {}
 
   void run() {
     for (; step_ < static_cast<int>(plan_.steps.size()); ++step_) {
@@ -96,7 +97,7 @@ class Checking {
 
   const Plan& plan_;
   bool in_place_;
-  std::vector<LastWrite> written_;  // [cell]
+  CellMap<LastWrite> written_;
   int step_ = 0;
 };
 

@@ -4,11 +4,11 @@
 #include "stage.h"
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <unordered_map>
 #include <utility>
 
+#include "cell_map.h"
 #include "error.h"
 
 namespace pycollect {
@@ -33,12 +33,11 @@ class Staging {
         in_place_(in_place),
         reach_(reach),
         result_{plan.world, plan.chunks},
-        values_(cells(plan)),
-        needed_(cells(plan), false),
-        has_scratch_(cells(plan), true) {
-    std::iota(values_.begin(), values_.end(), 0);
-    next_value_ = cells(plan);
+        values_(plan, kOwn),
+        needed_(plan, false),
+        next_value_(cells(plan)) {
     if (reach.shares_staging()) return;  // no copies in, for which unused scratch is room
+    has_scratch_.assign(cells(plan), true);
     for (const Step& step : plan.steps)
       for (const Slices* side : {&step.dsts, &step.srcs})
         for (const Slice& s : *side) each(s, [&](int c) { has_scratch_[c] = false; });
@@ -55,10 +54,13 @@ class Staging {
   }
 
  private:
+  static constexpr int kOwn = -1;  // a cell's initial value, which has the cell's number
+
   template <class F>
   void each(const Slice& s, F&& f) const {
     each_cell(plan_, in_place_, s, std::forward<F>(f));
   }
+  int value(int cell) const { return values_[cell] == kOwn ? cell : values_[cell]; }
   bool on_host(const Slice& s) const { return s.buffer == Buffer::host || reach_.on_host[s.rank]; }
   bool shared(const Slice& s) const { return reach_.shared[static_cast<int>(s.buffer)]; }
   bool reaches(Rank me, const Slice& s) const {
@@ -159,7 +161,7 @@ class Staging {
   // Returns the place of the result of a fold whose only destinations within reach are host memory.
   Slice result_place(Rank me, const Slice& like, const Slices& hosts) const {
     const Slice scratch = tmp(me, like.first, like.count);
-    if (is_free(scratch) && !reach_.shares_staging()) return scratch;
+    if (!reach_.shares_staging() && is_free(scratch)) return scratch;
     return hosts.empty() ? room(me, like) : hosts.front();
   }
 
@@ -184,11 +186,11 @@ class Staging {
 
   std::optional<Slice> on_some_host(const Slice& s) const {
     std::vector<int> wanted, there;
-    each(s, [&](int c) { wanted.push_back(values_[c]); });
+    each(s, [&](int c) { wanted.push_back(value(c)); });
     const auto known = lies_at_.find(wanted[0]);
     if (known == lies_at_.end() || known->second.first + s.count > plan_.chunks) return {};
     const Slice at = host(known->second.rank, known->second.first, s.count);
-    each(at, [&](int c) { there.push_back(values_[c]); });
+    each(at, [&](int c) { there.push_back(value(c)); });
     return there == wanted ? std::optional(at) : std::nullopt;
   }
 
@@ -208,7 +210,7 @@ class Staging {
 
   void emit(Slices dsts, Slices srcs, Rank by) {
     std::vector<int> values;
-    each(srcs[0], [&](int c) { values.push_back(srcs.size() == 1 ? values_[c] : next_value_++); });
+    each(srcs[0], [&](int c) { values.push_back(srcs.size() == 1 ? value(c) : next_value_++); });
     for (const Slice& d : dsts) {
       each(d, [&, i = 0](int c) mutable { values_[c] = values[i++]; });
       if (d.buffer == Buffer::host)
@@ -221,11 +223,11 @@ class Staging {
   bool in_place_;
   const MemoryReach& reach_;
   Plan result_;
-  std::vector<int> values_;                 // [cell]: value number; equal for equal content
-  std::vector<bool> needed_;                // [cell]: the current step still has to read it
+  CellMap<int> values_;                     // value numbers; equal for equal content
+  CellMap<char> needed_;                    // the current step still has to read the cell
   std::vector<bool> has_scratch_;           // [cell]: the original plan does not use it
   std::unordered_map<int, Slice> lies_at_;  // [value]: last host copy; may be overwritten since
-  int next_value_ = 0;
+  int next_value_;
 };
 
 void check(const Plan& plan, const MemoryReach& reach, int pieces) {

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "cell_map.h"
 #include "error.h"
 #include "symbolic.h"
 
 namespace pycollect {
 namespace {
+
+constexpr int kNone = -1;
 
 // The required content of an output chunk of a rank.
 struct ExpectedChunk {
@@ -167,11 +170,52 @@ Verification verify_barrier(const Plan& plan, bool in_place) {
   return {};
 }
 
+// Returns for each step whether it is a fold of as many leaves as there are ranks. Counts leaves
+// instead of naming them: in a plan that `verify` accepts no leaf is added twice, so a term with as
+// many leaves as ranks has one of each rank.
+std::vector<bool> complete_sums(const Plan& plan, bool in_place) {
+  CellMap<int> leaves(plan, kNone);
+  const auto is_input = [&](int c) { return c / plan.chunks % kBuffers == 0; };
+  const auto count = [&](int c) { return leaves[c] == kNone ? is_input(c) : leaves[c]; };
+  std::vector<bool> result(plan.steps.size());
+  for (std::size_t n = 0; n < plan.steps.size(); ++n) {
+    const Step& step = plan.steps[n];
+    std::vector<int> sums(step.dsts.front().count, 0);
+    for (const Slice& s : step.srcs)
+      each_cell(plan, in_place, s, [&, i = 0](int c) mutable {
+        sums[i] = std::min(sums[i] + count(c), plan.world + 1);
+        ++i;
+      });
+    for (const Slice& d : step.dsts)
+      each_cell(plan, in_place, d, [&, i = 0](int c) mutable { leaves[c] = sums[i++]; });
+    result[n] = step.srcs.size() > 1 &&
+                std::all_of(sums.begin(), sums.end(), [&](int sum) { return sum == plan.world; });
+  }
+  return result;
+}
+
+// Returns whether the step reads accumulators and writes other buffers.
+bool rounds_accumulators(const Step& step) {
+  return step.srcs.front().buffer == Buffer::partial && step.dsts.front().buffer != Buffer::partial;
+}
+
+// Accumulators may be rounded only when they are complete. So a plan that lacks the steps of other
+// hosts also shows which fold is the last one.
+std::string find_early_rounding(const Plan& plan, bool in_place) {
+  const std::vector<bool> complete = complete_sums(plan, in_place);
+  for (std::size_t n = 0; n < plan.steps.size(); ++n)
+    if (rounds_accumulators(plan.steps[n]) && !complete[n])
+      return text("step ", n, " rounds accumulators that are not the sum of all ranks");
+  return {};
+}
+
 Verification verify_chunks(Collective collective, const Plan& plan, int chunks, Rank root,
                            bool in_place) {
   check(plan, in_place);
   require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
           plan.world);
+  const std::string defect = find_early_rounding(plan, in_place);
+  if (!defect.empty()) return {defect};
   if (collective == Collective::barrier) return verify_barrier(plan, in_place);
   if (has_blocks(collective) && chunks % plan.world != 0)
     return {text(name(collective), " has one block per rank, and ", chunks,
@@ -209,26 +253,11 @@ Verification verify(Collective collective, const HostView& view, const Hosts& ho
   return verify_chunks(collective, view.plan, view.chunks, root, in_place);
 }
 
-// Counts leaves instead of naming them: in a plan that `verify` accepts no leaf is added twice, so
-// a term with as many leaves as ranks has one of each rank.
 std::vector<bool> finishes(const Plan& plan, bool in_place) {
-  std::vector<int> leaves(cells(plan), 0);
-  for (Rank r = 0; r < plan.world; ++r)
-    each_cell(plan, in_place, in(r, 0, plan.chunks), [&](int c) { leaves[c] = 1; });
+  const std::vector<bool> complete = complete_sums(plan, in_place);
   std::vector<bool> result(plan.steps.size());
-  for (std::size_t n = 0; n < plan.steps.size(); ++n) {
-    const Step& step = plan.steps[n];
-    std::vector<int> sums(step.dsts.front().count, 0);
-    for (const Slice& s : step.srcs)
-      each_cell(plan, in_place, s, [&, i = 0](int c) mutable {
-        sums[i] = std::min(sums[i] + leaves[c], plan.world + 1);
-        ++i;
-      });
-    for (const Slice& d : step.dsts)
-      each_cell(plan, in_place, d, [&, i = 0](int c) mutable { leaves[c] = sums[i++]; });
-    result[n] = step.srcs.size() > 1 &&
-                std::all_of(sums.begin(), sums.end(), [&](int sum) { return sum == plan.world; });
-  }
+  for (std::size_t n = 0; n < plan.steps.size(); ++n)
+    result[n] = complete[n] || rounds_accumulators(plan.steps[n]);
   return result;
 }
 

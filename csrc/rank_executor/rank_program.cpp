@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -116,28 +118,23 @@ class RankProgramBuilder {
 
   // A transfer has the size of the tensor from which its data was copied, or to which it goes.
   void size_transfers() {
-    for (Instruction& transfer : rank_program_.instructions) {
-      if (!transfer.transfer) continue;
-      const Operand& moved = transfer.operands[0];
-      for (const Instruction& other : rank_program_.instructions) {
-        if (is_staging(other.sized_by) || !uses(other, moved)) continue;
-        transfer.chunk = other.chunk;
-        transfer.sized_by = other.sized_by;
-        break;
-      }
-    }
-    const auto& all = rank_program_.instructions;
-    for (int i = 0; i < static_cast<int>(all.size()); ++i)
+    auto& all = rank_program_.instructions;
+    std::map<std::tuple<OperandBuffer, Rank, int>, int>
+        sized;  // the first instruction that uses it
+    const auto key = [](const Operand& o) { return std::tuple(o.where, o.rank, o.index); };
+    for (int i = 0; i < static_cast<int>(all.size()); ++i) {
       if (all[i].transfer) rank_program_.transfers.push_back(i);
-    for (const Instruction& instruction : rank_program_.instructions)
+      if (is_staging(all[i].sized_by)) continue;
+      for (const Operand& o : all[i].operands) sized.emplace(key(o), i);
+    }
+    for (const int i : rank_program_.transfers) {
+      const auto found = sized.find(key(all[i].operands[0]));
+      if (found == sized.end()) continue;
+      all[i].chunk = all[found->second].chunk;
+      all[i].sized_by = all[found->second].sized_by;
+    }
+    for (const Instruction& instruction : all)
       rank_program_.sizes_known &= !is_staging(instruction.sized_by);
-  }
-
-  static bool uses(const Instruction& instruction, const Operand& moved) {
-    return std::any_of(
-        instruction.operands.begin(), instruction.operands.end(), [&](const Operand& o) {
-          return o.where == moved.where && o.rank == moved.rank && o.index == moved.index;
-        });
   }
 
   Operand operand(const Slice& s) const {
@@ -197,11 +194,11 @@ const RankProgram& rank_program(const RankProgramKey& key) {
     const auto found = cache().kept.find(key);
     if (found != cache().kept.end()) return *found->second;
   }
-  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces, key.hosts});
+  const int host = key.hosts == nullptr ? kAllHosts : key.hosts->of(key.rank);
+  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces, key.hosts, host});
   const Plan staged =
       for_processes(plan, key.in_place, key.zero_copy, key.zero_copy, key.push_to_all);
-  const int host = key.hosts == nullptr ? 0 : key.hosts->of(key.rank);
-  const HostView view = host_view(staged, key.in_place, key.hosts, host, key.senders);
+  const HostView view = host_view(staged, key.in_place, key.hosts, std::max(host, 0), key.senders);
   const Rank me = key.hosts == nullptr ? key.rank : key.hosts->index(key.rank);
   auto made = std::make_unique<const RankProgram>(RankProgramBuilder(view, key.in_place, me).run());
   const std::unique_lock lock(cache().mutex);

@@ -26,9 +26,9 @@ struct Operand {
   int index;  // number of the chunk in an input or output, or of the region in a staging buffer
 };
 
-// Maximum number of operands of one instruction. A zero-copy all_reduce of 64 ranks has the most:
-// each rank's tensor is a source and a destination.
-inline constexpr std::size_t kMostOperands = 2 * 64 + 8;
+// Maximum number of operands of one instruction, whose addresses are on the stack. A fold over all
+// ranks of a world of 512 hosts with 8 ranks each has the most.
+inline constexpr std::size_t kMostOperands = 4096 + 8;
 
 struct Instruction {
   // Destinations in tensors, then destinations in staging buffers, then sources.
@@ -58,16 +58,16 @@ struct RankProgram {
   std::vector<Wait> exit = {};  // at the end of a run, before the caller may use its tensors
   bool entry_awaited = false;   // a peer waits until this rank has entered the run
   int chunks = 1;               // number of chunks of the plan
-  // Number of regions of every staging buffer: as many as the rank with the most needs, so that all
-  // ranks compute the same addresses.
+  // Number of regions of every staging buffer of this host: as many as the rank with the most
+  // needs, so that all its ranks compute the same addresses.
   int regions = 0;
   int partial_regions = 0;
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
   std::vector<int> transfers = {};  // indices of the instructions that are transfers
-  // The prologues of all ranks write everything that the first ranks of the hosts, and only they,
-  // send to each other.
+  // The prologues of this host's ranks write everything that its first rank, and no other, sends to
+  // other hosts.
   bool packs = false;
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
