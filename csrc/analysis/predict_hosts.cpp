@@ -8,6 +8,7 @@
 #include <queue>
 #include <utility>
 
+#include "../plan/cell_map.h"
 #include "../plan/error.h"
 #include "../plan/passes.h"
 
@@ -63,18 +64,15 @@ class RunGraph {
 
  private:
   const Plan& plan() const { return world_.view.plan; }
-  int host(Rank r) const { return world_.hosts.of(r); }
   double signal(Rank from, Rank to) const { return from == to ? 0 : model_.alpha; }
 
-  // Waits for ranks of other hosts are those for messages.
   void add_tasks(Rank r) {
     const auto& tasks = world_.program[r];
     for (int i = 0; i < static_cast<int>(tasks.size()); ++i) {
       const int self = first_[r] + i;
       if (i > 0) all_.push_back({self - 1, self, 0});
       for (const Wait w : tasks[i].waits)
-        if (host(w.rank) == host(r))
-          all_.push_back({first_[w.rank] + w.count - 1, self, model_.alpha});
+        all_.push_back({first_[w.rank] + w.count - 1, self, model_.alpha});
     }
   }
 
@@ -82,7 +80,7 @@ class RunGraph {
   // receiver enters the run, or has finished its earlier tasks. The sender's run ends when the
   // message has left.
   void add_messages() {
-    std::vector<int> writer(cells(plan()), kNone);  // [cell]: the last step
+    CellMap<int> writer(plan(), kNone);  // the last step
     for (int i = 0; i < static_cast<int>(plan().steps.size()); ++i) {
       const Step& step = plan().steps[i];
       const auto each = [&](const Slice& s, auto&& f) { each_cell(plan(), world_.in_place, s, f); };
@@ -252,6 +250,38 @@ double agreement(const LoweredWorldView& world, const CostModel& model) {
          (world.hosts.count() - 1) * kAgreementBytes / model.network;
 }
 
+// Lowers the steps of each host by themselves, as its ranks do: they know no waits of other hosts.
+Program lower_by_host(const Plan& plan, bool in_place, const Hosts& hosts) {
+  std::vector<Plan> parts;
+  std::vector<std::vector<int>> steps(hosts.count());  // [host][step of its part]: of the plan
+  for (int h = 0; h < hosts.count(); ++h)
+    parts.push_back({static_cast<int>(hosts.ranks(h).size()), plan.chunks});
+  for (int i = 0; i < static_cast<int>(plan.steps.size()); ++i) {
+    const Rank me = plan.steps[i].owner();
+    const auto here = [&](const Slices& slices) {
+      Slices own;
+      for (const Slice& s : slices)
+        if (hosts.of(s.rank) == hosts.of(me))
+          own.push_back({hosts.index(s.rank), s.buffer, s.first, s.count});
+      return own;
+    };
+    parts[hosts.of(me)].fold(here(plan.steps[i].dsts), here(plan.steps[i].srcs), hosts.index(me));
+    steps[hosts.of(me)].push_back(i);
+  }
+  Program program(plan.world);
+  for (int h = 0; h < hosts.count(); ++h) {
+    Program part = lower(parts[h], in_place, LevelPolicy::any, kInOutBuffers);
+    for (const Rank r : hosts.ranks(h)) {
+      program[r] = std::move(part[hosts.index(r)]);
+      for (Task& task : program[r]) {
+        if (task.step >= 0) task.step = steps[h][task.step];
+        for (Wait& w : task.waits) w.rank = hosts.ranks(h)[w.rank];
+      }
+    }
+  }
+  return program;
+}
+
 }  // namespace
 
 LoweredWorldView::LoweredWorldView(const Plan& plan, bool in_place_, const Hosts& hosts_,
@@ -259,7 +289,7 @@ LoweredWorldView::LoweredWorldView(const Plan& plan, bool in_place_, const Hosts
     : hosts(hosts_),
       in_place(in_place_),
       view(world_view(for_processes(plan, in_place, false, false), in_place, hosts, senders)),
-      program(lower(view.plan, in_place, LevelPolicy::any, kInOutBuffers)) {}
+      program(lower_by_host(view.plan, in_place, hosts)) {}
 
 int64_t runs(const HostView& view, const HostsCall& call) {
   require(call.buffer_bytes > 0, "a staging buffer has more than ", call.buffer_bytes, " bytes");

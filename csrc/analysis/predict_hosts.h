@@ -13,7 +13,7 @@ struct HostsCall {
   double buffer_bytes;  // of a staging buffer; larger data passes through it in several runs
 };
 
-// A plan over several hosts, with its program for all ranks.
+// A plan over several hosts, with the programs of all ranks: those that they run.
 struct LoweredWorldView {
   Hosts hosts;
   bool in_place;

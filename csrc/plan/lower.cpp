@@ -7,6 +7,7 @@
 #include <queue>
 #include <utility>
 
+#include "cell_map.h"
 #include "program.h"
 
 namespace pycollect {
@@ -85,11 +86,17 @@ class Lowering {
         in_place_(in_place),
         level_policy_(level_policy),
         boundary_(boundary),
-        cells_(cells(plan)),
+        cells_(plan, LastAccess()),
         program_(plan.world),
         infos_(plan.world),
         wanted_(plan.world),
-        clocks_(plan.world, VectorClock(plan.world)) {}
+        clocks_(plan.world, VectorClock(plan.world)),
+        boundary_cells_(plan.world) {
+    CellMap<char> found(plan, false);
+    for (const Step& s : plan.steps)
+      for (const Slices* side : {&s.dsts, &s.srcs})
+        for (const Slice& slice : *side) find_boundary_cells(slice, found);
+  }
 
   Program run() {
     for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
@@ -103,24 +110,36 @@ class Lowering {
   }
 
  private:
+  // A boundary task writes all cells of its rank's buffers, but only those that steps use matter.
+  void find_boundary_cells(const Slice& s, CellMap<char>& found) {
+    if (boundary_ == kInOutBuffers && s.buffer != Buffer::input && s.buffer != Buffer::output)
+      return;
+    each_cell(plan_, in_place_, s, [&](int c) {
+      if (!std::exchange(found[c], true)) boundary_cells_[s.rank].push_back(c);
+    });
+  }
+
   void add(Rank me, int step) {
     auto& tasks = program_[me];
     Task task{step,
               tasks.empty() ? 0 : tasks.back().level + (level_policy_ == LevelPolicy::one_task)};
-    auto each = [&](const Slices& slices, auto&& f) {
+    const auto each = [&](const Slices& slices, auto&& f) {
       for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c]); });
     };
-    const Slices boundary = step < 0 ? writes(plan_, task, me) : Slices();
-    const Slices& dsts = step < 0 ? boundary : plan_.steps[step].dsts;
+    const auto each_written = [&](auto&& f) {
+      if (step >= 0) return each(plan_.steps[step].dsts, f);
+      for (const int c : boundary_cells_[me]) f(cells_[c]);
+    };
+    if (step < 0 && !tasks.empty()) after(me, task, {me, 1});  // both write cells without steps
     const Slices& srcs = reads(plan_, task);
     each(srcs, [&](LastAccess& c) { after(me, task, c.writer); });
-    each(dsts, [&](LastAccess& c) {
+    each_written([&](LastAccess& c) {
       after(me, task, c.writer);
       for (Wait r : c.readers) after(me, task, r);
     });
     const Wait self{me, static_cast<int>(tasks.size()) + 1};
     each(srcs, [&](LastAccess& c) { c.readers.push_back(self); });
-    each(dsts, [&](LastAccess& c) {
+    each_written([&](LastAccess& c) {
       c.writer = self;
       c.readers.clear();
     });
@@ -184,12 +203,13 @@ class Lowering {
   bool in_place_;
   LevelPolicy level_policy_;
   int boundary_;
-  std::vector<LastAccess> cells_;
+  CellMap<LastAccess> cells_;
   Program program_;
   std::vector<std::vector<TaskInfo>> infos_;
   std::vector<int> wanted_;    // [rank]: the count for which the current task must wait; 0: none
   std::vector<Rank> touched_;  // ranks with a wanted count
   std::vector<VectorClock> clocks_;
+  std::vector<std::vector<int>> boundary_cells_;  // [rank]
   int written_ = 0;
 };
 
