@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_sites import Emulated
 from dist_waits import NOTICE_SECONDS, publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
@@ -75,6 +76,33 @@ def mixed_receives(me: RankContext) -> list[str]:
 def test_messages_match_receives_in_the_order_of_posting(placement):
     with fresh(len(placement), placement=placement) as pool:
         assert pool.run(mixed_receives, seconds=60) == [[]] * len(placement)
+
+
+def from_and_to(me: RankContext, on_host: list[bool], count: int) -> list[int]:
+    """Both ranks send at the same time, from and to host memory or an emulated device's."""
+    site = Emulated("eager")
+    group = dist.new_group(pg_options=site.options)
+    place = site.host if on_host[me.rank] else lambda x: x
+    wrong = []
+    for turn in range(3):
+        mine = place(torch.arange(float(count)) + me.rank + turn)
+        theirs = place(torch.zeros(count))
+        sent = dist.isend(mine, 1 - me.rank, group)
+        dist.recv(theirs, 1 - me.rank, group)
+        sent.wait()
+        site.synchronize()
+        if not torch.equal(theirs, torch.arange(float(count)) + 1 - me.rank + turn):
+            wrong.append(turn)
+    dist.destroy_process_group(group)
+    return wrong
+
+
+@pytest.mark.parametrize("on_host", [[True, True], [True, False], [False, False]])
+def test_large_messages_between_host_and_device_memory(on_host):
+    """Between host memories, the data does not go through the rings."""
+    with fresh(2, placement="ab") as pool:
+        for count in (40_000, 3_000_000):
+            assert pool.run(from_and_to, on_host, count) == [[], []]
 
 
 def highest_tags(me: RankContext) -> list[float]:

@@ -75,6 +75,7 @@ class MailArea {
 
   int world() const { return local_ + (remote_ ? remote_->count() : 0); }
   bool is_remote(Rank r) const { return r >= local_; }
+  RemotePeers& remote() const { return *remote_; }
   // The number of ranks with which a pair shares memory, on which the sizes of its rings depend.
   int sharers(Rank peer) const { return is_remote(peer) ? kRemoteSharers : local_; }
   Rank world_rank(Rank r) const { return group_->world_rank(r); }

@@ -37,7 +37,9 @@ Mailbox::Mailbox(Group& group, std::shared_ptr<RemotePeers> remote)
       me_(group.rank()),
       wakeups_{.local = group.world()},
       outgoing_(area_, me_, wakeups_),
-      incoming_(area_, me_, wakeups_) {}
+      incoming_(area_, me_, wakeups_) {
+  if (remote_) remote_->attach(*this);
+}
 
 Rank Mailbox::check_to(Rank to) const {
   const int world = area_.world();
@@ -54,8 +56,10 @@ Rank Mailbox::check_from(std::optional<Rank> from) const {
   return peer;
 }
 
-TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data) {
-  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, envelope.bytes);
+TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data,
+                          MemoryOwner owner) {
+  const auto made =
+      std::make_shared<Transfer>(check_to(to), envelope, data, envelope.bytes, std::move(owner));
   return post("send", made, [&] { outgoing_.send(made); });
 }
 
@@ -66,7 +70,8 @@ TransferPtr Mailbox::send_partly(Rank to, const Envelope& envelope, const std::b
           " bytes cannot be sent in parts: messages of up to ", max_eager_bytes,
           " bytes are eager");
   check_available(available, envelope.bytes);
-  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, available);
+  const auto made =
+      std::make_shared<Transfer>(check_to(to), envelope, data, available, MemoryOwner());
   return post("send", made, [&] { outgoing_.send(made); });
 }
 
@@ -77,8 +82,9 @@ void Mailbox::supply(Transfer& send, uint64_t available) {
   send.available_ = available;
 }
 
-TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into) {
-  const auto made = std::make_shared<Transfer>(check_from(from), envelope, into);
+TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
+                             MemoryOwner owner) {
+  const auto made = std::make_shared<Transfer>(check_from(from), envelope, into, std::move(owner));
   return post("recv", made, [&] { incoming_.receive(made); });
 }
 
@@ -118,6 +124,26 @@ void Mailbox::guard(const Act& act) {
     outgoing_.fail(std::current_exception());
     incoming_.fail(std::current_exception());
   }
+}
+
+DirectData::DataPlace Mailbox::place(Rank from, uint64_t number, std::size_t bytes) {
+  Locked locked(mutex_);
+  DataPlace found;
+  guard([&] { found = incoming_.place(from, number, bytes); });
+  unlock(std::move(locked));
+  return found;
+}
+
+void Mailbox::received(Rank from, uint64_t number) {
+  Locked locked(mutex_);
+  incoming_.received_directly(from, number);
+  unlock(std::move(locked));
+}
+
+void Mailbox::sent(Rank to, uint64_t number) {
+  Locked locked(mutex_);
+  outgoing_.sent_directly(to, number);
+  unlock(std::move(locked));
 }
 
 bool Mailbox::progress_locked(Locked locked) {

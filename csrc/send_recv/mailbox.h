@@ -17,7 +17,7 @@
 
 namespace pycollect::ipc {
 
-class Mailbox {
+class Mailbox : private DirectData {
  public:
   // Bytes of shared memory for the mailboxes of a group.
   static std::size_t bytes(int world) { return MailArea::bytes(world); }
@@ -30,9 +30,18 @@ class Mailbox {
   // Both post a transfer, without waiting. Its buffer must stay valid until the transfer is done.
   // If size or dtype of send and receive differ, the receive fails with std::invalid_argument and
   // leaves its buffer unchanged. The send fails, too, unless it was eager and therefore done at
-  // once.
-  TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data);
-  TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into);
+  // once. `owner`, if given, keeps the buffer; then the data of a large message to another host
+  // goes directly, and the buffer may be used for a while after the transfer has failed.
+  using MemoryOwner = Transfer::MemoryOwner;
+  TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data,
+                   MemoryOwner owner = {});
+  TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
+                      MemoryOwner owner = {});
+
+  // Returns whether it matters that a message of so many bytes has an owner.
+  bool uses_owner(uint64_t bytes) const {
+    return remote_ && bytes > MailArea::max_eager_bytes(MailArea::kRemoteSharers);
+  }
 
   // Posts a send of which only the first `available` bytes of the buffer are filled. The transfer
   // stops there until `supply` declares more; other messages overtake it meanwhile.
@@ -74,6 +83,10 @@ class Mailbox {
  private:
   class Waiter;  // the wait of one thread, defined in mailbox.cpp
   using Locked = std::unique_lock<std::mutex>;
+
+  DataPlace place(Rank from, uint64_t number, std::size_t bytes) override;
+  void received(Rank from, uint64_t number) override;
+  void sent(Rank to, uint64_t number) override;
 
   Rank check_to(Rank to) const;
   Rank check_from(std::optional<Rank> from) const;

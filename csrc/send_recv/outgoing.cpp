@@ -44,6 +44,10 @@ void Outgoing::read_replies(DestinationPeer& peer) {
     if (awaiting.empty()) continue;  // the send has failed with the group
     const TransferPtr& transfer = awaiting.mapped();
     wakeups_.touch(transfer->peer());
+    if (reply->kind == Record::cts_data && transfer->owner_) {
+      send_directly(peer, transfer);
+      continue;
+    }
     if (reply->kind != Record::nack) {
       peer.requested.push_back(transfer);
       continue;
@@ -52,6 +56,17 @@ void Outgoing::read_replies(DestinationPeer& peer) {
     wakeups_.finish(*transfer, mismatch(area_.world_rank(me_), transfer->envelope,
                                         area_.world_rank(transfer->peer()), wanted));
   }
+}
+
+void Outgoing::send_directly(DestinationPeer& peer, const TransferPtr& transfer) {
+  peer.direct.emplace(transfer->number_, transfer);
+  area_.remote().send_data(transfer->peer(), transfer->number_, transfer->from_,
+                           transfer->envelope.bytes, transfer->owner_);
+}
+
+void Outgoing::sent_directly(Rank to, uint64_t number) {
+  const auto direct = receivers_[to].direct.extract(number);
+  if (!direct.empty()) wakeups_.finish(*direct.mapped());  // else it has failed with the group
 }
 
 bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
@@ -91,11 +106,13 @@ void Outgoing::progress() {
 
 void Outgoing::fail(const std::exception_ptr& error) {
   for (DestinationPeer& peer : receivers_) {
-    for (const auto& [number, transfer] : peer.awaiting_cts) wakeups_.finish(*transfer, error);
+    for (const auto* const waiting : {&peer.awaiting_cts, &peer.direct})
+      for (const auto& [number, transfer] : *waiting) wakeups_.finish(*transfer, error);
     for (const auto* const list : {&peer.queued, &peer.requested})
       for (const TransferPtr& transfer : *list) wakeups_.finish(*transfer, error);
     peer.queued.clear();
     peer.awaiting_cts.clear();
+    peer.direct.clear();
     peer.requested.clear();
   }
 }

@@ -17,6 +17,7 @@ class Outgoing {
 
   void send(TransferPtr transfer);
   void progress();
+  void sent_directly(Rank to, uint64_t number);
   void fail(const std::exception_ptr& error);
 
  private:
@@ -27,10 +28,12 @@ class Outgoing {
     std::deque<TransferPtr> queued = {};                          // sends that wait for room
     std::unordered_map<uint64_t, TransferPtr> awaiting_cts = {};  // [number]: sends without a CTS
     std::deque<TransferPtr> requested = {};                       // large sends that got a CTS
+    std::unordered_map<uint64_t, TransferPtr> direct = {};        // [number]: sends past the rings
   };
 
   bool post(DestinationPeer& peer, const TransferPtr& transfer);
   void read_replies(DestinationPeer& peer);
+  void send_directly(DestinationPeer& peer, const TransferPtr& transfer);
   bool push_fragment(DestinationPeer& peer, Transfer& transfer);
   void push_fragments(DestinationPeer& peer);
 

@@ -17,6 +17,7 @@ struct Record {
     rts,       // request to send: the sender keeps the payload until the receiver's CTS
     fragment,  // the next part of the payload of message `number`
     cts,       // clear to send, to the sender: send the fragments of message `number`
+    cts_data,  // the same, and the data may come directly (see RemotePeers)
     nack,      // to the sender: message `number` does not match a receive of `bytes`, `dtype`
     padding,   // up to the end of the ring: no record wraps around
   };

@@ -1,16 +1,37 @@
 // Ranks on other hosts, as the peers of a mailbox. A pair of ranks on different hosts has two
 // copies of its rings, one at each rank. What a rank writes to its copy, and how far it has read,
-// is sent to the other (csrc/torch/c10d/hosts/mirrored_rings.h).
+// is sent to the other (csrc/torch/c10d/hosts/mirrored_rings.h). The data of a large message does
+// not pass the rings if it can go from the memory of the one to that of the other.
 #pragma once
+#include <cstddef>
+#include <memory>
+
 #include "../group/wait.h"
 #include "../plan/plan.h"
 
 namespace pycollect::ipc {
 
+// The mailbox, as the threads see it that move data directly. `number`: of the message among those
+// of its sender to its receiver.
+class DirectData {
+ public:
+  struct DataPlace {
+    std::byte* at = nullptr;  // null: the receive has failed, and the data is not wanted
+    std::shared_ptr<const void> owner = {};
+  };
+  virtual ~DirectData() = default;
+  // Returns where the data of a message is to be received.
+  virtual DataPlace place(Rank from, uint64_t number, std::size_t bytes) = 0;
+  virtual void received(Rank from, uint64_t number) = 0;
+  virtual void sent(Rank to, uint64_t number) = 0;
+};
+
 // A peer's number is that in the mailbox: the ranks of this host come first. Thread-safe.
 class RemotePeers {
  public:
   virtual ~RemotePeers() = default;
+  // Call before the first `open`. `data` must live until all threads have ended.
+  virtual void attach(DirectData& data) = 0;
   virtual int count() const = 0;
   // Returns this rank's copy of the rings for messages to the peer, or from it:
   // MailArea::pair_bytes of kRemoteSharers.
@@ -19,6 +40,9 @@ class RemotePeers {
   virtual void open(Rank peer) = 0;
   // Sends the peer what this rank has written and read. Does not block.
   virtual void publish(Rank peer) = 0;
+  // Begins to send the data of a message directly; the peer has a place for it.
+  virtual void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
+                         std::shared_ptr<const void> owner) = 0;
   // Returns whether all that was written has arrived, or its peer is gone, and asks peers that have
   // not confirmed it.
   virtual bool has_delivered() = 0;

@@ -20,10 +20,12 @@ inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MP
 
 class Transfer {
  public:
-  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available)
-      : envelope(what), from_(data), available_(available), peer_(peer) {}
-  Transfer(Rank peer, const Envelope& what, std::byte* data)
-      : envelope(what), into_(data), peer_(peer) {}
+  using MemoryOwner = std::shared_ptr<const void>;
+  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available,
+           MemoryOwner owner)
+      : envelope(what), owner_(std::move(owner)), from_(data), available_(available), peer_(peer) {}
+  Transfer(Rank peer, const Envelope& what, std::byte* data, MemoryOwner owner)
+      : envelope(what), owner_(std::move(owner)), into_(data), peer_(peer) {}
 
   // The accessors of a transfer's state may be called from any thread.
   bool done() const { return done_.load(std::memory_order_seq_cst); }  // complete or failed
@@ -56,6 +58,8 @@ class Transfer {
   }
   void count_sleeper(int more) { sleepers_.fetch_add(more, std::memory_order_seq_cst); }
 
+  // Keeps the buffer, which may be used after the transfer has failed. Null: it may not.
+  const MemoryOwner owner_;
   // These five members are accessed with the mailbox locked.
   const std::byte* from_ = nullptr;  // send: the buffer
   uint64_t available_ = 0;           // send: bytes of the buffer that are filled

@@ -37,10 +37,13 @@ ipc::Envelope MessageWork::envelope() const {
 }
 
 void MessageWork::post(ipc::Mailbox& mailbox) {
-  auto posted = info_.receives ? mailbox.receive(info_.peer, envelope(), memory_)
+  // Staging memory is released when the transfer ends.
+  const bool has_owner = !staging_ && mailbox.uses_owner(envelope().bytes);
+  const auto owner = has_owner ? std::make_shared<const at::Tensor>(dense_) : nullptr;
+  auto posted = info_.receives ? mailbox.receive(info_.peer, envelope(), memory_, owner)
                 : fragments_   ? mailbox.send_partly(*info_.peer, envelope(), memory_,
                                                      fragments_->arrived_bytes())
-                               : mailbox.send(*info_.peer, envelope(), memory_);
+                               : mailbox.send(*info_.peer, envelope(), memory_, owner);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
 }

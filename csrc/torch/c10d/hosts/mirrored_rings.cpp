@@ -11,8 +11,8 @@
 namespace pycollect::dist {
 namespace {
 
-// Number of packets on the wire. Those below belong to collectives.
-constexpr int kPackets = 1 << 30;
+// Numbers on the wire of packets, and of data that goes directly.
+constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1;
 
 // Packets of one peer that can be received while another one is copied.
 constexpr int kBuffers = 2;
@@ -41,12 +41,14 @@ constexpr std::size_t kPairBytes = ipc::MailArea::pair_bytes(ipc::MailArea::kRem
 
 }  // namespace
 
-// What the sender has written to each ring follows.
+// What the sender has written to each ring follows, in the packet, and then the data of a message
+// in a message of its own.
 struct MirroredRings::PacketHeader {
   uint64_t received = 0;  // packets of the receiver of this one
   std::array<uint64_t, kRings> read{};
   std::array<uint32_t, kRings> bytes{};
-  uint32_t asks = 0;  // 1: for a packet at once
+  uint32_t asks = 0;                    // 1: for a packet at once
+  uint64_t number = 0, data_bytes = 0;  // of the message whose data follows, if there is any
 };
 
 MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
@@ -63,6 +65,7 @@ MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink l
   for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
     Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
     peer.rank = group_->world_rank(r);
+    peer.number = r;
     const auto out = new_rings(peer.outgoing), in = new_rings(peer.incoming);
     peer.writes = {{{out.messages}, {out.fragments}, {in.replies}}};
     peer.reads = {{{in.messages}, {in.fragments}, {out.replies}}};
@@ -102,7 +105,20 @@ void MirroredRings::send_news(Peer& peer, bool asks, bool answers) {
   }
 }
 
-void MirroredRings::send_packet(Peer& peer, bool asks, bool answers) {
+void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
+                              ipc::Wire::Owner owner) {
+  const DataToSend data{number, at, bytes, std::move(owner)};
+  Peer& p = this->at(peer);
+  const std::lock_guard lock(p.mutex);
+  if (p.gone) return;
+  try {
+    send_packet(p, false, false, &data);
+  } catch (const ipc::WireFailure&) {
+    // The thread of the peer finds that it is gone.
+  }
+}
+
+void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataToSend* data) {
   PacketHeader header;
   header.received = peer.received;
   header.asks = asks;
@@ -116,7 +132,9 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers) {
   const auto must_tell = [&](const MirroredRing& mirrored) {
     return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kTold;
   };
-  if (bytes == 0 && !asks && !answers && std::ranges::none_of(peer.reads, must_tell)) return;
+  const bool has_news = bytes != 0 || std::ranges::any_of(peer.reads, must_tell);
+  if (!has_news && !asks && !answers && data == nullptr) return;
+  if (data != nullptr) header.number = data->number, header.data_bytes = data->bytes;
   const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
   std::memcpy(packet.get(), &header, sizeof header);
   std::byte* to = packet.get() + sizeof header;
@@ -128,8 +146,14 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers) {
   ++peer.sent;
   if (bytes != 0) peer.data = peer.sent;
   if (asks) peer.asked = peer.sent;
-  peer.pending.push_back(wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
-                                          ipc::Deadline::max(), packet));
+  SentPacket mine{.packet = wire_->post_send(peer.rank, kPackets, packet.get(),
+                                             sizeof header + bytes, ipc::Deadline::max(), packet)};
+  if (data != nullptr) {
+    mine.number = data->number;
+    mine.data = wire_->post_send(peer.rank, kDirectData, data->at, data->bytes,
+                                 ipc::Deadline::max(), data->owner);
+  }
+  peer.pending.push_back(std::move(mine));
 }
 
 void MirroredRings::receive_packets(Peer& peer) {
@@ -166,10 +190,9 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   PacketHeader header;
   std::memcpy(&header, packet, sizeof header);
   const std::byte* from = packet + sizeof header;
-  std::vector<ProcessGroupWire::PendingPtr> confirmed;
+  std::vector<SentPacket> confirmed;
   {
     const std::lock_guard lock(peer.mutex);
-    ++peer.received;
     for (; peer.confirmed < header.received; ++peer.confirmed, peer.pending.pop_front())
       confirmed.push_back(std::move(peer.pending.front()));
   }
@@ -181,8 +204,30 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     peer.writes[i].ring.counters->read.store(header.read[i]);
   }
   ipc::MailArea(*group_).doorbell(group_->rank()).ring();
-  for (const auto& sent : confirmed) wire_->await(sent, ipc::Deadline::max());
-  if (header.asks != 0) send_news(peer, false, true);
+  for (const SentPacket& sent : confirmed) {
+    wire_->await(sent.packet, ipc::Deadline::max());
+    if (!sent.data) continue;
+    wire_->await(sent.data, ipc::Deadline::max());
+    data_->sent(peer.number, sent.number);
+  }
+  if (header.data_bytes != 0) receive_data(peer, header.number, header.data_bytes);
+  {
+    const std::lock_guard lock(peer.mutex);
+    ++peer.received;
+  }
+  if (header.asks != 0 || header.data_bytes != 0) send_news(peer, false, true);
+}
+
+void MirroredRings::receive_data(Peer& peer, uint64_t number, std::size_t bytes) {
+  ipc::DirectData::DataPlace place = data_->place(peer.number, number, bytes);
+  if (place.at == nullptr) {
+    const std::shared_ptr<std::byte[]> unused(new std::byte[bytes]);
+    place = {unused.get(), unused};
+  }
+  wire_->await(wire_->post_receive(peer.rank, kDirectData, place.at, bytes, ipc::Deadline::max(),
+                                   place.owner),
+               ipc::Deadline::max());
+  data_->received(peer.number, number);
 }
 
 void MirroredRings::lose(Peer& peer, const std::string& failure) {

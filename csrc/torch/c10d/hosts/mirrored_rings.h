@@ -25,10 +25,13 @@ class MirroredRings final : public ipc::RemotePeers {
   MirroredRings(const MirroredRings&) = delete;
   MirroredRings& operator=(const MirroredRings&) = delete;
 
+  void attach(ipc::DirectData& data) override { data_ = &data; }
   int count() const override { return static_cast<int>(peers_.size()); }
   std::byte* rings(Rank peer, bool outgoing) override;
   void open(Rank peer) override;
   void publish(Rank peer) override;
+  void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
+                 ipc::Wire::Owner owner) override;
   bool has_delivered() override;
   bool is_gone(Rank peer) const override { return at(peer).gone; }
   bool any_gone() const override { return any_gone_; }
@@ -49,8 +52,13 @@ class MirroredRings final : public ipc::RemotePeers {
     uint64_t written() const { return ring.counters->written.load(); }
     uint64_t read() const { return ring.counters->read.load(); }
   };
+  struct SentPacket {
+    ProcessGroupWire::PendingPtr packet = {};
+    ProcessGroupWire::PendingPtr data = {};  // that goes directly, behind the packet; null: none
+    uint64_t number = 0;                     // of the message with this data
+  };
   struct Peer {
-    Rank rank;
+    Rank rank, number;  // in the world, and as a peer of the mailbox
     std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
     std::thread thread;
     std::atomic<bool> opened = false, gone = false;
@@ -59,20 +67,28 @@ class MirroredRings final : public ipc::RemotePeers {
     std::array<MirroredRing, kRings> writes, reads;
     bool connected = false;
     uint64_t sent = 0, confirmed = 0, received = 0;  // packets
-    uint64_t data = 0, asked = 0;  // the last packets with ring data, and that asked
-    std::deque<ProcessGroupWire::PendingPtr> pending;  // sends of packets that are not confirmed
-    std::string failure;                               // why it is gone
+    uint64_t data = 0, asked = 0;    // the last packets with ring data, and that asked
+    std::deque<SentPacket> pending;  // not confirmed
+    std::string failure;             // why it is gone
   };
   Peer& at(Rank peer) const { return *peers_[peer - group_->world()]; }
   void send_news(Peer& peer, bool asks, bool answers);
-  void send_packet(Peer& peer, bool asks, bool answers);
+  struct DataToSend {
+    uint64_t number;
+    const std::byte* at;
+    std::size_t bytes;
+    ipc::Wire::Owner owner;
+  };
+  void send_packet(Peer& peer, bool asks, bool answers, const DataToSend* data = nullptr);
   void receive_packets(Peer& peer);
   void take(Peer& peer, const std::byte* packet);
+  void receive_data(Peer& peer, uint64_t number, std::size_t bytes);
   void lose(Peer& peer, const std::string& failure);
 
   const std::shared_ptr<ipc::Group> group_;
   const ipc::HostsLink link_;
   const std::shared_ptr<ProcessGroupWire> wire_;
+  ipc::DirectData* data_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::mutex opening_mutex_;
   std::atomic<bool> any_gone_{false};
