@@ -22,8 +22,8 @@ from dist_waits import NOTICE_SECONDS, publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
 
-ROUNDS = 40  # of each tag
-SIZES = (2, 3000, 40_000)  # elements, by tag: eager, eager and nearly a ring full, in fragments
+ROUNDS = 20  # of each tag
+SIZES = (2, 100_000, 200_000)  # elements, by tag: eager, eager, and past the rings
 
 
 def send_all(me: RankContext) -> None:

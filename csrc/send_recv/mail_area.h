@@ -16,21 +16,29 @@ namespace pycollect::ipc {
 
 class MailArea {
  public:
+  // In place of a number of ranks: rings between hosts, whose memory is used by few pairs. As the
+  // handshake between hosts takes longer than copies of 500 KiB, larger messages are eager, too.
+  static constexpr int kRemoteSharers = 1 << 10;
+  static constexpr std::size_t kRemoteEager = 512 << 10;
+
   // Bytes of one message ring. A rank's message rings take 1 MiB together, and each at most
   // 128 KiB: two thousand of the smallest messages.
-  static constexpr std::size_t message_bytes(int world) { return share(1 << 20, 128 << 10, world); }
+  static constexpr std::size_t message_bytes(int world) {
+    return world == kRemoteSharers ? 4 << 20 : share(1 << 20, 128 << 10, world);
+  }
   // Largest eager message: it is copied into the ring, and its send completes at once. For larger
   // ones both ends copy at the same time, which outweighs the RTS/CTS handshake (16 KiB took
   // 0.86 us with the handshake and takes 0.59 us eagerly).
   static constexpr std::size_t max_eager_bytes(int world) {
-    return std::min<std::size_t>(16 << 10, most_payload(message_bytes(world)));
+    return std::min<std::size_t>(world == kRemoteSharers ? kRemoteEager : 16 << 10,
+                                 most_payload(message_bytes(world)));
   }
   // Bytes of one fragment ring. Fragments of large messages have a ring of their own, so that no
   // unexpected message blocks them. A rank's incoming fragment rings take 2 MiB together, and each
   // at most 1 MiB. On crowded cores each progress call moves that much (with 256 KiB between two
   // ranks, messages of 64 KiB to 4 MiB took up to twice as long).
   static constexpr std::size_t fragment_ring_bytes(int world) {
-    return share(2 << 20, 1 << 20, world);
+    return share(2 << 20, 1 << 20, world == kRemoteSharers ? 1 : world);
   }
   // Payload bytes of one fragment. Small enough that both ends copy in parallel from early on, and
   // large enough that passing the ring counters between cores (0.15 us) is cheap beside the copy.
@@ -42,9 +50,6 @@ class MailArea {
   }
   // Bytes of one reply ring: 16 replies. Replies that do not fit are queued by the receiver.
   static constexpr std::size_t kReplyBytes = 1 << 10;
-
-  // Rings between hosts are as large as those of two ranks: their memory is used by few pairs.
-  static constexpr int kRemoteSharers = 2;
 
   static constexpr std::size_t bytes(int world) {
     return world * sizeof(Doorbell) + world * world * pair_bytes(world);
