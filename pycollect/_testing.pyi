@@ -363,6 +363,9 @@ class EmulatedNccl(Backend):
     def hold(self) -> None:
         """Let no further transfer move."""
 
+    def break_transfers(self) -> None:
+        """End all transfers with an error."""
+
 def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.
 

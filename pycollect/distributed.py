@@ -8,12 +8,14 @@ tensors: `init_process_group("cpu:pycollect,cuda:nccl")`. `options` sets what a 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import datetime
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +36,12 @@ HOSTS, BETWEEN_HOSTS = ("exact", "fast", "one"), ("gloo", "nccl")
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
 # A transfer of NCCL times out so much later than the group's call, which aborts it.
 _NCCL_TIMEOUT = datetime.timedelta(minutes=1)
+# Torch's NCCL reads these when a group is made: it then leaves failures to its user.
+_QUIET_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
@@ -229,8 +237,8 @@ def _gloo(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any
 
 
 def _nccl(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
-    """Return a process group for the data of collectives between hosts. NCCL ends the process of a
-    transfer that times out, so it must never come to that: pycollect aborts the group before."""
+    """Return a process group for the data of collectives between hosts. Torch would end the process
+    if a transfer fails or times out; instead, pycollect finds the failure and aborts the group."""
     if not dist.is_nccl_available():
         raise RuntimeError(
             "between_hosts='nccl' needs NCCL, which this torch does not have; pass 'gloo'"
@@ -240,7 +248,22 @@ def _nccl(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any
     nccl: Any = _distributed_c10d.ProcessGroupNCCL
     made = nccl.Options()
     made._timeout = min(max(timeout, _LEAST_TIMEOUT) + _NCCL_TIMEOUT, _MOST_TIMEOUT)
-    return nccl(store, rank, world, made)
+    with _environment(_QUIET_NCCL):
+        return nccl(store, rank, world, made)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _create(request: Any, given: Any) -> Any:

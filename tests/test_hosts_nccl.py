@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -142,6 +143,29 @@ def test_all_ranks_raise_when_one_dies(placement, in_a_transfer):
         assert error.kind == "PeerLost", error
         assert seconds < 4
         assert values == [2.0]
+
+
+def one_fails(me: RankContext) -> Any:
+    site = NcclSite()
+    group = dist.new_group(pg_options=site.options)
+    x = torch.ones(ONE_RUN)
+    dist.broadcast(x, 1, group)
+    for made in site.groups:
+        if me.rank == 1:
+            made.hold()
+        else:
+            threading.Timer(1.0, made.break_transfers).start()
+    errors = [caught(dist.broadcast, x.fill_(me.rank), 1, group) for _ in range(2)]
+    dist.destroy_process_group(group)
+    return errors, x.unique().tolist()
+
+
+def test_all_ranks_raise_when_a_transfer_fails():
+    with fresh(2, placement="ab") as pool:
+        for rank, (errors, values) in enumerate(pool.run(one_fails, seconds=40)):
+            assert [error.kind for error in errors] == ["PeerLost"] * 2, errors
+            assert "NCCL has failed" in errors[0].text
+            assert values == [float(rank)]
 
 
 def one_is_late(me: RankContext) -> Any:

@@ -269,8 +269,11 @@ void Mailbox::check_remote(const WaitCondition& until, const OpContext& context)
   if (!remote_) return;
   const bool late = Clock::now() >= context.deadline;
   if (!late && !remote_->any_gone()) return;
+  std::vector<Rank> gone;  // before `needed` takes what these ranks have sent
+  for (Rank r = group_.world(); r < area_.world(); ++r)
+    if (is_gone(r)) gone.push_back(r);
   const std::vector<Rank> missing = needed(until);
-  const auto lost = std::ranges::find_if(missing, [&](Rank r) { return is_gone(r); });
+  const auto lost = std::ranges::find_first_of(missing, gone);
   if (lost != missing.end()) remote_->fail(*lost, false, context);
   if (late && missing.size() == 1 && area_.is_remote(missing.front()))
     remote_->fail(missing.front(), true, context);

@@ -47,7 +47,7 @@ class RemotePeers {
   // not confirmed it.
   virtual bool has_delivered() = 0;
 
-  // Whether the connection to a peer, or to any, is closed. All that it has sent has arrived then.
+  // Whether the connection to a peer, or to any, is closed. All that arrived has been taken then.
   virtual bool is_gone(Rank peer) const = 0;
   virtual bool any_gone() const = 0;
   // Aborts the group because of a peer that is gone or, if `is_late`, has not arrived in time.

@@ -25,7 +25,9 @@ class EmulatedNccl::EmulatedTransfer final : public c10d::Work {
       // The peer has died, which NCCL does not notice.
     }
   }
-  void end() { finish(); }
+  void end(bool with_error) {
+    finish(with_error ? std::make_exception_ptr(std::runtime_error("NCCL has failed")) : nullptr);
+  }
   bool wait(std::chrono::milliseconds) override { return true; }
 
  private:
@@ -85,13 +87,13 @@ c10::intrusive_ptr<c10d::Work> EmulatedNccl::enqueue(
   return transfer;
 }
 
-void EmulatedNccl::abort() {
+void EmulatedNccl::end_all(bool with_error) {
   const std::lock_guard lock(mutex_);
   for (const auto& [peer, queue] : queues_) {
     const std::lock_guard hold(queue->mutex);
     queue->ended = true;
-    for (const auto& transfer : queue->waiting) transfer->end();
-    if (queue->running) queue->running->end();
+    for (const auto& transfer : queue->waiting) transfer->end(with_error);
+    if (queue->running) queue->running->end(with_error);
     queue->changed.notify_all();
   }
 }
@@ -104,7 +106,8 @@ void bind_emulated_nccl(py::module_& m) {
       m, "EmulatedNccl")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>>(), py::arg("gloo"))
       .def("transfers", &dist::EmulatedNccl::transfers)
-      .def("hold", &dist::EmulatedNccl::hold);
+      .def("hold", &dist::EmulatedNccl::hold)
+      .def("break_transfers", &dist::EmulatedNccl::break_transfers);
 }
 
 }  // namespace pycollect

@@ -19,11 +19,13 @@ class EmulatedNccl final : public c10d::Backend {
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
-  void abort() override;
+  void abort() override { end_all(false); }
   int transfers() const { return transfers_; }  // number of those begun
   void hold() { *held_ = true; }                // no transfer moves any more
+  void break_transfers() { end_all(true); }     // all transfers end with an error
 
  private:
+  void end_all(bool with_error);
   class EmulatedTransfer;
   struct TransferQueue;
   c10::intrusive_ptr<c10d::Work> enqueue(int peer, c10::intrusive_ptr<EmulatedTransfer> transfer);

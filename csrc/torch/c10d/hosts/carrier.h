@@ -27,8 +27,9 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   virtual ~Carrier() = default;
   // Makes this rank and `peer` use the connection between them. Blocks until both do.
   virtual void connect(Rank peer) = 0;
+  // May wait until other ranks are connected, and throws at the deadline.
   virtual BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at,
-                              std::size_t bytes) = 0;
+                              std::size_t bytes, ipc::Deadline deadline) = 0;
   // Throws at the deadline, and after close().
   virtual void await(c10d::Work& transfer, ipc::Deadline deadline) = 0;
   // Closes the connections to `peers`, which are all that there are.

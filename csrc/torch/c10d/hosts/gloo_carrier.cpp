@@ -22,11 +22,11 @@ class GlooCarrier final : public Carrier {
   // One byte from one to the other makes both of them use the connection.
   void connect(Rank peer) override {
     const auto end = group_->getRank() < peer ? TransferEnd::send : TransferEnd::receive;
-    begin(end, peer, kConnect, &scratch_, 1).work->wait(kMostTimeout);
+    begin(end, peer, kConnect, &scratch_, 1, {}).work->wait(kMostTimeout);
   }
 
-  BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at,
-                      std::size_t bytes) override {
+  BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at, std::size_t bytes,
+                      ipc::Deadline) override {
     std::vector<at::Tensor> tensors{
         at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte))};
     return {end == TransferEnd::send ? group_->send(tensors, peer, number)
@@ -44,7 +44,7 @@ class GlooCarrier final : public Carrier {
     for (const Rank peer : peers) {
       c10::intrusive_ptr<c10d::Work> work;
       try {
-        work = begin(TransferEnd::receive, peer, kNever, &scratch_, 1).work;
+        work = begin(TransferEnd::receive, peer, kNever, &scratch_, 1, {}).work;
       } catch (const std::exception&) {
         continue;  // this connection is closed already
       }

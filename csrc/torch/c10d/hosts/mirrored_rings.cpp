@@ -11,15 +11,18 @@
 namespace pycollect::dist {
 namespace {
 
-// Numbers on the wire of packets, and of data that goes directly.
+// The wire's numbers for packets, and for data that goes directly.
 constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1;
 
 // Packets of one peer that can be received while another one is copied.
 constexpr int kBuffers = 2;
 
-// A rank tells how far it has read when that is a fourth of the ring: the writer finds room for any
-// record in a ring that it believes to be a fourth full.
+// A rank tells how far it has read when that is a fourth of the ring. A writer without room for a
+// record, and the end of the ring that it skips, believes the ring to be more than three fourths
+// full; then it is half full, and its reader takes messages that nobody expects.
 constexpr std::size_t kTold = 4;
+static_assert(ipc::MailArea::max_eager_bytes(ipc::MailArea::kRemoteSharers) <=
+              ipc::MailArea::message_bytes(ipc::MailArea::kRemoteSharers) / (2 * kTold));
 
 void copy_from(const ipc::RingMemory& ring, uint64_t position, std::byte* to, std::size_t bytes) {
   const std::size_t begin = position & (ring.bytes - 1);
@@ -235,7 +238,8 @@ void MirroredRings::lose(Peer& peer, const std::string& failure) {
     const std::lock_guard lock(peer.mutex);
     peer.failure = failure;
   }
-  peer.gone = any_gone_ = true;
+  peer.gone = true;
+  any_gone_ = true;
   ipc::MailArea(*group_).doorbell(group_->rank()).ring();
 }
 

@@ -5,6 +5,8 @@
 #include <ATen/ops/from_blob.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "../../../cuda_ipc/communicator.h"
@@ -31,7 +33,8 @@ class NcclCarrier final : public Carrier {
         gpu_(torch_->cuda(), [torch = torch_] { torch->empty_cache(); }),
         staging_(gpu_, stream_.device, group.staging_begin(),
                  group.staging_end() - group.staging_begin(), group.segment()),
-        scratch_(group.unused_line()) {
+        scratch_(group.unused_line()),
+        unconnected_(column_peers()) {
     require(staging_.base() == group.staging_begin(),
             "between_hosts='nccl': the device has other addresses for host memory than the host");
   }
@@ -47,33 +50,57 @@ class NcclCarrier final : public Carrier {
     for (const auto end : {first ? TransferEnd::send : TransferEnd::receive,
                            first ? TransferEnd::receive : TransferEnd::send})
       await(*begin_nccl(end, peer, scratch_, 1).work, ipc::Deadline::max());
+    const std::lock_guard lock(mutex_);
+    --unconnected_;
+    changed_.notify_all();
   }
 
-  BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at,
-                      std::size_t bytes) override {
+  // Torch's NCCL makes communicators and uses others without a lock, so no transfer begins before
+  // the whole column is connected, and none while the groups are aborted.
+  BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at, std::size_t bytes,
+                      ipc::Deadline deadline) override {
     if (number < ipc::Wire::kFirstTransfer || number > ipc::Wire::kLastTransfer || !in_column(peer))
-      return other_->begin(end, peer, number, at, bytes);
+      return other_->begin(end, peer, number, at, bytes, deadline);
+    std::unique_lock lock(mutex_);
+    const bool known =
+        changed_.wait_until(lock, deadline, [this] { return closed_ || unconnected_ == 0; });
+    require_open();
+    TORCH_CHECK(known, "not connected in time");
     return begin_nccl(end, peer, at, bytes);
   }
 
+  // A work with an error makes torch end the process after a while, unless the group is aborted.
   void await(c10d::Work& transfer, ipc::Deadline deadline) override {
-    while (!transfer.isCompleted()) {
-      if (closed_) break;
+    while (!closed_ && !transfer.isCompleted()) {
       TORCH_CHECK(ipc::Clock::now() < deadline, "Timed out");
       std::this_thread::sleep_for(kLook);
     }
-    TORCH_CHECK(!closed_, "the connections are closed");
-    if (const auto error = transfer.exception()) std::rethrow_exception(error);
+    require_open();
+    if (const auto error = transfer.exception()) {
+      abort();
+      std::rethrow_exception(error);
+    }
   }
 
   void close(const std::set<Rank>& peers) override {
-    closed_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+      changed_.notify_all();
+    }
     other_->close(peers);
     abort();
   }
 
  private:
   bool in_column(Rank peer) const { return hosts_.index(peer) == hosts_.index(me_); }
+  int column_peers() const {
+    int peers = -1;  // without this rank
+    for (int h = 0; h < hosts_.count(); ++h)
+      peers += hosts_.index(me_) < static_cast<int>(hosts_.ranks(h).size());
+    return peers;
+  }
+  void require_open() const { TORCH_CHECK(!closed_, "the connections are closed"); }
 
   BegunTransfer begin_nccl(TransferEnd end, Rank peer, std::byte* at, std::size_t bytes) {
     std::vector<at::Tensor> tensors{at::for_blob(at, {static_cast<int64_t>(bytes)})
@@ -91,8 +118,15 @@ class NcclCarrier final : public Carrier {
   }
 
   void abort() {
-    if (aborted_.exchange(true)) return;
-    for (const auto& group : {groups_.to_higher_ranks, groups_.to_lower_ranks}) group->abort();
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    if (std::exchange(aborted_, true)) return;
+    for (const auto& group : {groups_.to_higher_ranks, groups_.to_lower_ranks}) {
+      try {
+        group->abort();
+      } catch (const std::exception&) {  // the communicators do not end; nothing uses them any more
+      }
+    }
   }
 
   const NcclGroups groups_;
@@ -105,7 +139,11 @@ class NcclCarrier final : public Carrier {
   cuda_ipc::CudaIpcMemory gpu_;
   const cuda_ipc::RegisteredHostMemory staging_;
   std::byte* const scratch_;
-  std::atomic<bool> closed_{false}, aborted_{false};
+  std::atomic<bool> closed_{false};
+  std::mutex mutex_;  // guards the members below, and the groups while they are used or aborted
+  std::condition_variable changed_;
+  int unconnected_;  // ranks of the column
+  bool aborted_ = false;
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace {
 std::string first_line(std::string_view text) {
   // Drops "[file:line] " and the advice that Gloo adds to every message.
   if (text.starts_with("[")) text.remove_prefix(std::min(text.size(), text.find("] ") + 2));
-  return std::string(text.substr(0, text.find(". This is")));
+  return std::string(text.substr(0, std::min(text.find(". This is"), text.find('\n'))));
 }
 
 }  // namespace
@@ -23,8 +23,9 @@ std::string first_line(std::string_view text) {
 struct ProcessGroupWire::Connections {
   std::mutex mutex;
   std::condition_variable changed;
-  std::shared_ptr<Carrier> carrier;  // null after close()
-  std::set<Rank> peers, failed;      // ranks to which this one is connected, and cannot be
+  std::shared_ptr<Carrier> carrier;    // null after close()
+  std::set<Rank> peers;                // to which this rank is connected
+  std::map<Rank, std::string> failed;  // to which it cannot be, and why
 
   // Returns the carrier once this rank is connected to `peer`.
   std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
@@ -33,7 +34,8 @@ struct ProcessGroupWire::Connections {
         lock, deadline, [&] { return !carrier || peers.contains(peer) || failed.contains(peer); });
     if (!known) throw ipc::WireFailure("not connected in time", true);
     if (!carrier) throw ipc::WireFailure("the connections are closed", false);
-    if (failed.contains(peer)) throw ipc::WireFailure("it did not connect", false);
+    if (const auto why = failed.find(peer); why != failed.end())
+      throw ipc::WireFailure(text("it did not connect: ", why->second), false);
     return carrier;
   }
 
@@ -54,20 +56,23 @@ struct ProcessGroupWire::Connections {
       const auto open = carrier;
       lock.unlock();
       if (!open) return;
-      const bool connected = connects(*open, peer);
+      const std::optional<std::string> failure = try_to_connect(*open, peer);
       lock.lock();
-      (connected ? peers : failed).insert(peer);
+      if (failure)
+        failed.emplace(peer, *failure);
+      else
+        peers.insert(peer);
       changed.notify_all();
     }
   }
 
  private:
-  static bool connects(Carrier& carrier, Rank peer) {
+  static std::optional<std::string> try_to_connect(Carrier& carrier, Rank peer) {
     try {
       carrier.connect(peer);
-      return true;
-    } catch (const std::exception&) {
-      return false;
+      return std::nullopt;
+    } catch (const std::exception& error) {
+      return first_line(error.what());
     }
   }
 };
@@ -87,9 +92,9 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Ra
   const auto carrier = connections_->with(peer, deadline);
   Carrier::BegunTransfer begun;
   try {
-    begun = carrier->begin(end, peer, number, memory.at, memory.bytes);
+    begun = carrier->begin(end, peer, number, memory.at, memory.bytes, deadline);
   } catch (const std::exception& error) {
-    throw ipc::WireFailure(first_line(error.what()), false);
+    throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
   auto pending = std::make_shared<Pending>(peer, std::move(begun), std::move(memory.owner));
   {
