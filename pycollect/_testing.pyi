@@ -357,14 +357,9 @@ class EmulatedNccl(Backend):
     """NCCL's send and recv over a Gloo process group, with NCCL's order and its silence."""
 
     def __init__(self, gloo: Any) -> None: ...
-    def transfers(self) -> int:
-        """Return the number of transfers begun."""
-
-    def hold(self) -> None:
-        """Let no further transfer move."""
-
-    def break_transfers(self) -> None:
-        """End all transfers with an error."""
+    def transfers(self) -> int: ...  # number of those begun
+    def hold(self) -> None: ...  # no transfer moves any more
+    def break_transfers(self) -> None: ...  # all transfers end with an error
 
 def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.
