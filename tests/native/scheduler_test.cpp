@@ -121,8 +121,9 @@ void a_limit_ends_before_a_deadlock() {
 void a_stranger_counts_until_it_ends(bool acts) {
   const auto scheduler = new_scheduler(2);
   bool written = false;
+  std::atomic<bool> known = false;  // the scheduler has seen the thread
   std::thread stranger([&] {
-    ReadyCondition wait = condition([&] { return written; });
+    ReadyCondition wait = condition([&] { return known = true, written; });
     wait.deadline = Clock::now() + std::chrono::hours(1);
     wait.is_limited = true;
     expect(!scheduler->wait(1, wait), "the limit was not over");
@@ -132,6 +133,7 @@ void a_stranger_counts_until_it_ends(bool acts) {
     written = true;
     scheduler->notify();
   });
+  while (!known) std::this_thread::yield();
   const auto errors = launch(
       *scheduler, [&](RankScheduler& s, Rank r) { s.wait(r, condition([&] { return written; })); });
   stranger.join();
