@@ -47,6 +47,25 @@ def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, 
     return error, error.when - start
 
 
+def with_an_algorithm(me: RankContext, name: str) -> list[float]:
+    import pycollect as pc
+
+    me.init("algorithm", pg_options=pc.distributed.options(algorithm=name))
+    x, gathered = torch.full((4,), me.rank + 1.0), torch.empty(8)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.all_gather_into_tensor(gathered, x)
+    dist.barrier()
+    return gathered.unique().tolist()
+
+
+@ours_only
+@pytest.mark.parametrize("name", ["fused", "ring", "host_chain"])
+def test_an_algorithm_is_for_the_collectives_that_have_it(name, ranks_as):
+    with fresh(2, group=False, ranks_as=ranks_as) as pool:
+        assert pool.run(with_an_algorithm, name) == [[3.0], [3.0]]
+
+
 @ours_only
 @pytest.mark.parametrize(
     ("name", "one", "other"),

@@ -60,6 +60,11 @@ std::vector<const Algorithm*> algorithms(Collective collective) {
   return found;
 }
 
+bool has_algorithm(Collective collective, std::string_view name) {
+  return std::ranges::any_of(
+      registry(), [&](const Algorithm& a) { return a.collective == collective && a.name == name; });
+}
+
 const Algorithm& find(Collective collective, std::string_view wanted) {
   for (const Algorithm& a : registry())
     if (a.collective == collective && a.name == wanted) return a;

@@ -76,6 +76,7 @@ struct Algorithm {
 
 const std::vector<Algorithm>& registry();  // by collective, then order, then name
 std::vector<const Algorithm*> algorithms(Collective collective);
+bool has_algorithm(Collective collective, std::string_view name);
 const Algorithm& find(Collective collective,
                       std::string_view name);  // throws ValueError, with the existing names
 

@@ -80,9 +80,11 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 Call Backend::new_call(const CallParams& info) const {
   const bool given = is_limit(info.timeout);
+  const std::string& wanted = options_->algorithm;
+  const bool has_wanted = !wanted.empty() && has_algorithm(info.collective, wanted);
   return {.collective = info.collective,
           .name = info.name,
-          .algorithm = options_->algorithm,
+          .algorithm = has_wanted ? std::string_view(wanted) : std::string_view(),
           .devices = connection_->devices().get(),
           .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
