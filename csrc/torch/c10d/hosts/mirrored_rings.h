@@ -1,8 +1,9 @@
 // Mirrored rings: the rings of a mailbox between ranks on different hosts, over the wire. Each of
 // two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
 // read, in packets. A thread for each peer with which there are messages always has receives
-// posted, so every packet is received at once; data flows as fast as it is read, because a ring has
-// no room for more.
+// posted, so a packet waits for nothing but those before it. Data flows as fast as it is read,
+// because a ring has no room for more. The data of a large message follows its packet, past the
+// rings, if both ends are in host memory.
 #pragma once
 #include <array>
 #include <atomic>

@@ -16,7 +16,7 @@
 namespace pycollect::dist {
 namespace {
 
-// Time between two looks at a transfer; one takes about as long as a small message.
+// Time between two looks at whether a transfer has ended: less than a small message takes.
 constexpr std::chrono::microseconds kLook{20};
 
 class NcclCarrier final : public Carrier {
