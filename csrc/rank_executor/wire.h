@@ -2,11 +2,11 @@
 // thread at a time. Implemented over a process group of torch (csrc/torch/c10d/hosts).
 #pragma once
 #include <cstddef>
-#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "../group/memory_owner.h"
 #include "../group/wait.h"
 #include "../plan/plan.h"
 
@@ -29,11 +29,10 @@ class Wire {
   // long as `owner` keeps it: after a failure the wire keeps owners until its connections are
   // closed. The n-th send with a number to a rank arrives at that rank's n-th receive with the
   // number from this one. `bytes` of a receive is a limit: the message may be shorter.
-  using Owner = std::shared_ptr<const void>;
   virtual void send(Rank to, int number, const std::byte* at, std::size_t bytes, Deadline deadline,
-                    Owner owner = {}) = 0;
+                    MemoryOwner owner = {}) = 0;
   virtual void receive(Rank from, int number, std::byte* at, std::size_t bytes, Deadline deadline,
-                       Owner owner = {}) = 0;
+                       MemoryOwner owner = {}) = 0;
   // Waits for the oldest receive from the rank with this number.
   virtual void await_receive(Rank from, int number, Deadline deadline) = 0;
   virtual void await_sends(Deadline deadline) = 0;      // until the memory may be changed

@@ -21,11 +21,16 @@ bool fits(const Record& r) { return r.payload == (r.kind == Record::eager ? r.by
 }  // namespace
 
 Incoming::Incoming(const MailArea& area, Rank me, Wakeups& wakeups)
-    : area_(area), me_(me), wakeups_(wakeups) {
-  for (Rank from = 0; from < area.world(); ++from) {
-    const auto [messages, fragments, replies] = area.rings(from, me);
-    senders_.push_back({RingReader(messages), RingReader(fragments), RingWriter(replies)});
-  }
+    : area_(area), me_(me), wakeups_(wakeups), senders_(area.world()) {
+  for (Rank from = 0; !area.is_remote(from); ++from) open(from);
+}
+
+void Incoming::open(Rank from) {
+  if (senders_[from]) return;
+  const auto [messages, fragments, replies] = area_.rings(from, me_);
+  senders_[from].reset(new SourcePeer{RingReader(messages), RingReader(fragments),
+                                      RingWriter(replies), open_.size()});
+  open_.push_back(from);
 }
 
 void Incoming::receive(const TransferPtr& transfer) {
@@ -33,8 +38,9 @@ void Incoming::receive(const TransferPtr& transfer) {
   const bool wildcard = peer == kAnySource;
   const auto posted = posted_.insert({{peer, transfer->envelope.tag}, {order_++, transfer}});
   ++posted_count(peer);
-  for (int i = 0, turn = turn_; i < (wildcard ? area_.world() : 1); ++i) {
-    const Rank from = wildcard ? (turn + i) % area_.world() : peer;
+  const std::size_t end = turn_ + (wildcard ? open_.size() : 1);
+  for (std::size_t turn = turn_; turn < end; ++turn) {
+    const Rank from = wildcard ? peer_of_turn(turn) : peer;
     if (take_unexpected(from, posted)) return;
     int taken = 0;
     while (!transfer->matched_ && taken < kMostTaken && take_one(from)) ++taken;
@@ -48,7 +54,7 @@ bool Incoming::take_unexpected(Rank from, PostedReceives::iterator posted) {
   if (kept == unexpected_.end() || kept->first != MatchKey{from, posted->first.tag}) return false;
   const auto [record, payload] = std::move(kept->second);
   unexpected_.erase(kept);
-  senders_[from].unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
+  senders_[from]->unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
   match(from, record, payload.get(), remove_posted(posted));
   return true;
 }
@@ -59,7 +65,7 @@ bool Incoming::wants(const SourcePeer& peer) const {
 }
 
 bool Incoming::take_one(Rank from) {
-  SourcePeer& peer = senders_[from];
+  SourcePeer& peer = *senders_[from];
   if (!wants(peer)) return false;
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
@@ -100,13 +106,13 @@ void Incoming::buffer_unexpected(Rank from, const Record& record, const std::byt
   auto copy = std::make_unique_for_overwrite<std::byte[]>(record.payload);
   std::memcpy(copy.get(), payload, record.payload);
   unexpected_.emplace(MatchKey{from, record.tag}, UnexpectedMessage{record, std::move(copy)});
-  senders_[from].unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
+  senders_[from]->unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
 }
 
 void Incoming::match(Rank from, const Record& record, const std::byte* payload,
                      const TransferPtr& transfer) {
   transfer->matched_ = true;
-  if (transfer->peer() == kAnySource) turn_ = (from + 1) % area_.world();
+  if (transfer->peer() == kAnySource) turn_ = senders_[from]->turn + 1;
   transfer->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
@@ -116,7 +122,7 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
     refusal.dtype = wanted.dtype;
     reply(from, {refusal, transfer, error});
   } else if (record.kind != Record::eager) {
-    senders_[from].requested.emplace(record.number, transfer);
+    senders_[from]->requested.emplace(record.number, transfer);
     const bool direct = area_.is_remote(from) && transfer->owner_;
     reply(from, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
   } else {
@@ -126,12 +132,12 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
 }
 
 void Incoming::reply(Rank to, Reply reply) {
-  senders_[to].queued.push_back(std::move(reply));
+  senders_[to]->queued.push_back(std::move(reply));
   flush_replies(to);
 }
 
 void Incoming::flush_replies(Rank to) {
-  SourcePeer& peer = senders_[to];
+  SourcePeer& peer = *senders_[to];
   for (; !peer.queued.empty() && peer.replies.push(peer.queued.front().record);
        peer.queued.pop_front()) {
     const Reply& reply = peer.queued.front();
@@ -141,7 +147,7 @@ void Incoming::flush_replies(Rank to) {
 }
 
 bool Incoming::take_fragment(Rank from) {
-  SourcePeer& peer = senders_[from];
+  SourcePeer& peer = *senders_[from];
   const Record* const record = peer.fragments.peek();
   if (record == nullptr) return false;
   const auto at = peer.requested.find(record->number);
@@ -163,7 +169,7 @@ bool Incoming::take_fragment(Rank from) {
 }
 
 DirectData::DataPlace Incoming::place(Rank from, uint64_t number, std::size_t bytes) const {
-  const auto& requested = senders_[from].requested;
+  const auto& requested = senders_[from]->requested;
   const auto at = requested.find(number);
   if (at == requested.end()) return {};  // the receive has failed with the group
   const Transfer& transfer = *at->second;
@@ -173,19 +179,19 @@ DirectData::DataPlace Incoming::place(Rank from, uint64_t number, std::size_t by
 }
 
 void Incoming::received_directly(Rank from, uint64_t number) {
-  const auto requested = senders_[from].requested.extract(number);
+  const auto requested = senders_[from]->requested.extract(number);
   if (!requested.empty()) wakeups_.finish(*requested.mapped());
 }
 
 void Incoming::progress() {
-  const int world = area_.world();
   bool taken = true;
   for (int round = 0; taken && round < kMostTaken; ++round) {
     taken = false;
-    for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
+    for (std::size_t turn = turn_, end = turn_ + open_.size(); turn < end; ++turn)
+      taken |= take_one(peer_of_turn(turn));
   }
-  for (Rank from = 0; from < world; ++from) {
-    SourcePeer& peer = senders_[from];
+  for (const Rank from : open_) {
+    SourcePeer& peer = *senders_[from];
     const uint64_t end = peer.fragments.read() + peer.fragments.bytes();  // as in push_fragments
     while (!peer.requested.empty() && peer.fragments.read() < end && take_fragment(from)) continue;
     flush_replies(from);
@@ -195,7 +201,8 @@ void Incoming::progress() {
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, posted] : posted_) wakeups_.finish(*posted.transfer, error);
   posted_.clear();
-  for (SourcePeer& peer : senders_) {
+  for (const Rank from : open_) {
+    SourcePeer& peer = *senders_[from];
     for (const auto& [number, transfer] : peer.requested) wakeups_.finish(*transfer, error);
     for (const Reply& reply : peer.queued)
       if (reply.refused) wakeups_.finish(*reply.refused, reply.error);

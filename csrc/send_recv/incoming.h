@@ -24,6 +24,9 @@ class Incoming {
 
   Incoming(const MailArea& area, Rank me, Wakeups& wakeups);
 
+  // Call before the first message from a rank of another host. May be called repeatedly.
+  void open(Rank from);
+  // A receive from any source is from the open peers.
   void receive(const TransferPtr& transfer);
   void progress();
   DirectData::DataPlace place(Rank from, uint64_t number, std::size_t bytes) const;
@@ -52,6 +55,7 @@ class Incoming {
   struct SourcePeer {
     RingReader messages, fragments;
     RingWriter replies;
+    std::size_t turn;               // index in open_
     std::deque<Reply> queued = {};  // replies that wait for room in the ring
     std::size_t unexpected_bytes = 0;
     int posted = 0;  // posted receives that name this peer
@@ -62,8 +66,9 @@ class Incoming {
       std::multimap<MatchKey, PostedReceive>;  // equal keys stay in the order of insertion
 
   int& posted_count(Rank peer) {
-    return peer == kAnySource ? wildcard_receives_ : senders_[peer].posted;
+    return peer == kAnySource ? wildcard_receives_ : senders_[peer]->posted;
   }
+  Rank peer_of_turn(std::size_t turn) const { return open_[turn % open_.size()]; }
   bool wants(const SourcePeer& peer) const;
   bool take_unexpected(Rank from, PostedReceives::iterator posted);
   bool take_one(Rank from);
@@ -79,12 +84,13 @@ class Incoming {
   MailArea area_;
   Rank me_;
   Wakeups& wakeups_;
-  std::vector<SourcePeer> senders_;                        // [rank]
+  std::vector<std::unique_ptr<SourcePeer>> senders_;  // [rank]; null: not open
+  std::vector<Rank> open_;
   std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
   PostedReceives posted_;                                  // posted-receive queue
   uint64_t order_ = 0;                                     // sequence number of the next receive
   int wildcard_receives_ = 0;                              // posted wildcard receives
-  Rank turn_ = 0;  // the peer whose messages a wildcard receive tries first
+  std::size_t turn_ = 0;  // index in open_ of the peer that a wildcard receive tries first
 };
 
 }  // namespace pycollect::ipc

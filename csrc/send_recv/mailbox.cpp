@@ -91,13 +91,21 @@ TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope,
 TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
                           const std::function<void()>& act) {
   group_.require_healthy({operation, ++requests_, Deadline::max()});
-  for (Rank r = group_.world(); r < area_.world(); ++r)
-    if (transfer->peer() == r || transfer->peer() == kAnySource) remote_->open(r);
   Locked locked(mutex_);
+  open(transfer->peer());
   ++open_;
   guard(act);
   unlock(std::move(locked));
   return transfer;
+}
+
+void Mailbox::open(Rank peer) {
+  if (peer == kAnySource)
+    for (Rank r = group_.world(); r < area_.world(); ++r) open(r);
+  if (!area_.is_remote(peer)) return;
+  remote_->open(peer);
+  outgoing_.open(peer);
+  incoming_.open(peer);
 }
 
 // Unlocks the mailbox, then rings the doorbells: a wake-up takes time, and the woken thread needs

@@ -32,7 +32,6 @@ class Mailbox : private DirectData {
   // leaves its buffer unchanged. The send fails, too, unless it was eager and therefore done at
   // once. `owner`, if given, keeps the buffer; then the data of a large message to another host
   // goes directly, and the buffer may be used for a while after the transfer has failed.
-  using MemoryOwner = Transfer::MemoryOwner;
   TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data,
                    MemoryOwner owner = {});
   TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
@@ -90,6 +89,8 @@ class Mailbox : private DirectData {
 
   Rank check_to(Rank to) const;
   Rank check_from(std::optional<Rank> from) const;
+  // Opens a peer on another host or, for kAnySource, all of them.
+  void open(Rank peer);
   TransferPtr post(const char* operation, TransferPtr transfer, const std::function<void()>& act);
   template <class Act>
   void guard(const Act& act);

@@ -9,15 +9,20 @@
 namespace pycollect::ipc {
 
 Outgoing::Outgoing(const MailArea& area, Rank me, Wakeups& wakeups)
-    : area_(area), me_(me), wakeups_(wakeups) {
-  for (Rank to = 0; to < area.world(); ++to) {
-    const auto [messages, fragments, replies] = area.rings(me, to);
-    receivers_.push_back({RingWriter(messages), RingWriter(fragments), RingReader(replies)});
-  }
+    : area_(area), me_(me), wakeups_(wakeups), receivers_(area.world()) {
+  for (Rank to = 0; !area.is_remote(to); ++to) open(to);
+}
+
+void Outgoing::open(Rank to) {
+  if (receivers_[to]) return;
+  const auto [messages, fragments, replies] = area_.rings(me_, to);
+  receivers_[to].reset(
+      new DestinationPeer{RingWriter(messages), RingWriter(fragments), RingReader(replies)});
+  open_.push_back(receivers_[to].get());
 }
 
 void Outgoing::send(TransferPtr transfer) {
-  DestinationPeer& peer = receivers_[transfer->peer()];
+  DestinationPeer& peer = *receivers_[transfer->peer()];
   if (!peer.queued.empty() || !post(peer, transfer)) peer.queued.push_back(std::move(transfer));
 }
 
@@ -65,7 +70,7 @@ void Outgoing::send_directly(DestinationPeer& peer, const TransferPtr& transfer)
 }
 
 void Outgoing::sent_directly(Rank to, uint64_t number) {
-  const auto direct = receivers_[to].direct.extract(number);
+  const auto direct = receivers_[to]->direct.extract(number);
   if (!direct.empty()) wakeups_.finish(*direct.mapped());  // else it has failed with the group
 }
 
@@ -97,23 +102,23 @@ void Outgoing::push_fragments(DestinationPeer& peer) {
 }
 
 void Outgoing::progress() {
-  for (DestinationPeer& peer : receivers_) {
-    if (!peer.awaiting_cts.empty()) read_replies(peer);
-    while (!peer.queued.empty() && post(peer, peer.queued.front())) peer.queued.pop_front();
-    if (!peer.requested.empty()) push_fragments(peer);
+  for (DestinationPeer* const peer : open_) {
+    if (!peer->awaiting_cts.empty()) read_replies(*peer);
+    while (!peer->queued.empty() && post(*peer, peer->queued.front())) peer->queued.pop_front();
+    if (!peer->requested.empty()) push_fragments(*peer);
   }
 }
 
 void Outgoing::fail(const std::exception_ptr& error) {
-  for (DestinationPeer& peer : receivers_) {
-    for (const auto* const waiting : {&peer.awaiting_cts, &peer.direct})
+  for (DestinationPeer* const peer : open_) {
+    for (auto* const waiting : {&peer->awaiting_cts, &peer->direct}) {
       for (const auto& [number, transfer] : *waiting) wakeups_.finish(*transfer, error);
-    for (const auto* const list : {&peer.queued, &peer.requested})
+      waiting->clear();
+    }
+    for (auto* const list : {&peer->queued, &peer->requested}) {
       for (const TransferPtr& transfer : *list) wakeups_.finish(*transfer, error);
-    peer.queued.clear();
-    peer.awaiting_cts.clear();
-    peer.direct.clear();
-    peer.requested.clear();
+      list->clear();
+    }
   }
 }
 

@@ -15,6 +15,8 @@ class Outgoing {
  public:
   Outgoing(const MailArea& area, Rank me, Wakeups& wakeups);
 
+  // Call before the first message to a rank of another host. May be called repeatedly.
+  void open(Rank to);
   void send(TransferPtr transfer);
   void progress();
   void sent_directly(Rank to, uint64_t number);
@@ -40,7 +42,8 @@ class Outgoing {
   MailArea area_;
   Rank me_;
   Wakeups& wakeups_;
-  std::vector<DestinationPeer> receivers_;  // [rank]
+  std::vector<std::unique_ptr<DestinationPeer>> receivers_;  // [rank]; null: not open
+  std::vector<DestinationPeer*> open_;
 };
 
 }  // namespace pycollect::ipc

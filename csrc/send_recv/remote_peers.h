@@ -4,8 +4,8 @@
 // not pass the rings if it can go from the memory of the one to that of the other.
 #pragma once
 #include <cstddef>
-#include <memory>
 
+#include "../group/memory_owner.h"
 #include "../group/wait.h"
 #include "../plan/plan.h"
 
@@ -17,7 +17,7 @@ class DirectData {
  public:
   struct DataPlace {
     std::byte* at = nullptr;  // null: the receive has failed, and the data is not wanted
-    std::shared_ptr<const void> owner = {};
+    MemoryOwner owner = {};
   };
   virtual ~DirectData() = default;
   // Returns where the data of a message is to be received.
@@ -33,16 +33,17 @@ class RemotePeers {
   // Call before the first `open`. `data` must live until all threads have ended.
   virtual void attach(DirectData& data) = 0;
   virtual int count() const = 0;
-  // Returns this rank's copy of the rings for messages to the peer, or from it:
-  // MailArea::pair_bytes of kRemoteSharers.
-  virtual std::byte* rings(Rank peer, bool outgoing) = 0;
-  // Begins to receive what the peer writes. Call before the first message to or from it.
+  // Makes this rank's copy of the rings, and begins to receive what the peer writes. Call before
+  // the first message to or from it. May be called repeatedly.
   virtual void open(Rank peer) = 0;
+  // Returns this rank's copy of the rings for messages to the peer, or from it:
+  // MailArea::pair_bytes of kRemoteSharers. The peer is open.
+  virtual std::byte* rings(Rank peer, bool outgoing) = 0;
   // Sends the peer what this rank has written and read. Does not block.
   virtual void publish(Rank peer) = 0;
   // Begins to send the data of a message directly; the peer has a place for it.
   virtual void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
-                         std::shared_ptr<const void> owner) = 0;
+                         MemoryOwner owner) = 0;
   // Returns whether all that was written has arrived, or its peer is gone, and asks peers that have
   // not confirmed it.
   virtual bool has_delivered() = 0;

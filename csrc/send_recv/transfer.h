@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../group/group.h"
+#include "../group/memory_owner.h"
 
 namespace pycollect::ipc {
 
@@ -20,7 +21,6 @@ inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MP
 
 class Transfer {
  public:
-  using MemoryOwner = std::shared_ptr<const void>;
   Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available,
            MemoryOwner owner)
       : envelope(what), owner_(std::move(owner)), from_(data), available_(available), peer_(peer) {}

@@ -204,8 +204,8 @@ class ProcessConnection final : public Connection {
   }
   void connect_hosts() {
     selector_->use_host_staging();
-    monitor_ =
-        std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link);
+    monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link,
+                                              [remote = remote_] { remote->answer_calls(); });
   }
 
   const std::shared_ptr<TransportSelector> selector_;

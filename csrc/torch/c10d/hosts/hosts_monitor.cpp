@@ -45,11 +45,13 @@ ipc::AbortCause decode(const LastMessage& message) {
 
 HostsMonitor::HostsMonitor(std::shared_ptr<ipc::Group> group,
                            std::shared_ptr<ProcessGroupWire> wire,
-                           std::shared_ptr<const CauseBoard> board, ipc::HostsLink link)
+                           std::shared_ptr<const CauseBoard> board, ipc::HostsLink link,
+                           std::function<void()> tick)
     : group_(std::move(group)),
       wire_(std::move(wire)),
       board_(std::move(board)),
-      link_(std::move(link)) {
+      link_(std::move(link)),
+      tick_(std::move(tick)) {
   try {
     monitor_thread_ = ipc::new_thread([this] { serve(); });
     if (group_->rank() == 0) watching_thread_ = ipc::new_thread([this] { watch(); });
@@ -115,9 +117,10 @@ void HostsMonitor::serve() {
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, kInterval, [this] { return left_; })) {
     group_->abort_if_died();
-    if (group_->is_healthy()) continue;
     lock.unlock();
-    return end();
+    if (!group_->is_healthy()) return end();
+    tick_();
+    lock.lock();
   }
 }
 

@@ -5,6 +5,7 @@
 // the store may have ended with its host.
 #pragma once
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -18,8 +19,10 @@ namespace pycollect::dist {
 
 class HostsMonitor {
  public:
+  // `tick` is called several times a second while the group is healthy.
   HostsMonitor(std::shared_ptr<ipc::Group> group, std::shared_ptr<ProcessGroupWire> wire,
-               std::shared_ptr<const CauseBoard> board, ipc::HostsLink link);
+               std::shared_ptr<const CauseBoard> board, ipc::HostsLink link,
+               std::function<void()> tick);
   ~HostsMonitor();  // closes the wire's connections
   HostsMonitor(const HostsMonitor&) = delete;
   HostsMonitor& operator=(const HostsMonitor&) = delete;
@@ -42,6 +45,7 @@ class HostsMonitor {
   const std::shared_ptr<ProcessGroupWire> wire_;
   const std::shared_ptr<const CauseBoard> board_;
   const ipc::HostsLink link_;
+  const std::function<void()> tick_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool left_ = false, told_ = false;

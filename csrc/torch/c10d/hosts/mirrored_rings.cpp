@@ -11,8 +11,15 @@
 namespace pycollect::dist {
 namespace {
 
-// The wire's numbers for packets, and for data that goes directly.
-constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1;
+// The wire's numbers for packets, for data that goes directly, and for calls.
+constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1,
+              kCalls = kDirectData + 1;
+constexpr std::byte kCalled{1};
+
+// Packets with ring data that may be under way to a peer. What is written meanwhile goes with the
+// next one, as a packet takes longer than many small messages: TODO us each with a packet for every
+// message, and TODO us with this limit.
+constexpr int kMostUnderWay = 4;
 
 // Packets of one peer that can be received while another one is copied.
 constexpr int kBuffers = 2;
@@ -56,7 +63,25 @@ struct MirroredRings::PacketHeader {
 
 MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
                              std::shared_ptr<ProcessGroupWire> wire)
-    : group_(std::move(group)), link_(std::move(link)), wire_(std::move(wire)) {
+    : group_(std::move(group)),
+      link_(std::move(link)),
+      wire_(std::move(wire)),
+      calls_(new std::byte[group_->all_ranks()]()) {
+  for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
+    Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
+    peer.rank = group_->world_rank(r);
+    peer.number = r;
+  }
+}
+
+std::byte* MirroredRings::rings(Rank peer, bool outgoing) {
+  return (outgoing ? at(peer).outgoing : at(peer).incoming).get();
+}
+
+void MirroredRings::open(Peer& peer) {
+  if (peer.opened) return;
+  const std::lock_guard lock(opening_mutex_);
+  if (peer.opened) return;
   const auto new_rings = [](auto& memory) {
     // Not cleared: most peers never use more than the counters.
     memory.reset(new (std::align_val_t{128}) std::byte[kPairBytes]);
@@ -65,35 +90,36 @@ MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink l
       new (ring.counters) ipc::RingCounters;
     return rings;
   };
-  for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
-    Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
-    peer.rank = group_->world_rank(r);
-    peer.number = r;
-    const auto out = new_rings(peer.outgoing), in = new_rings(peer.incoming);
-    peer.writes = {{{out.messages}, {out.fragments}, {in.replies}}};
-    peer.reads = {{{in.messages}, {in.fragments}, {out.replies}}};
+  const auto out = new_rings(peer.outgoing), in = new_rings(peer.incoming);
+  peer.writes = {{{out.messages}, {out.fragments}, {in.replies}}};
+  peer.reads = {{{in.messages}, {in.fragments}, {out.replies}}};
+  if (!joined_) peer.thread = ipc::new_thread([this, &peer] { receive_packets(peer); });
+  peer.opened = true;
+}
+
+void MirroredRings::answer_calls() {
+  for (const auto& peer : peers_) {
+    if (peer->opened || !wire_->is_connected(peer->rank)) continue;
+    std::byte& call = calls_[peer->number];
+    try {
+      if (std::atomic_ref(call).load() == kCalled) open(*peer);
+      if (!std::exchange(peer->awaits_call, true))
+        wire_->post_receive(peer->rank, kCalls, &call, 1, ipc::Deadline::max(), calls_);
+    } catch (const std::exception&) {
+      // One of the two ranks leaves, or there is no memory now.
+    }
   }
-}
-
-std::byte* MirroredRings::rings(Rank peer, bool outgoing) {
-  return (outgoing ? at(peer).outgoing : at(peer).incoming).get();
-}
-
-void MirroredRings::open(Rank peer) {
-  Peer& p = at(peer);
-  if (p.opened) return;
-  const std::lock_guard lock(opening_mutex_);
-  if (p.opened) return;
-  p.thread = ipc::new_thread([this, &p] { receive_packets(p); });
-  p.opened = true;
 }
 
 void MirroredRings::join() {
-  const std::lock_guard lock(opening_mutex_);
-  for (const auto& peer : peers_) {
-    if (peer->thread.joinable()) peer->thread.join();
-    peer->opened = true;
+  std::vector<std::thread> threads;
+  {
+    const std::lock_guard lock(opening_mutex_);
+    joined_ = true;
+    for (const auto& peer : peers_)
+      if (peer->thread.joinable()) threads.push_back(std::move(peer->thread));
   }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void MirroredRings::publish(Rank peer) { send_news(at(peer), false, false); }
@@ -109,7 +135,7 @@ void MirroredRings::send_news(Peer& peer, bool asks, bool answers) {
 }
 
 void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
-                              ipc::Wire::Owner owner) {
+                              ipc::MemoryOwner owner) {
   const DataToSend data{number, at, bytes, std::move(owner)};
   Peer& p = this->at(peer);
   const std::lock_guard lock(p.mutex);
@@ -135,8 +161,13 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataT
   const auto must_tell = [&](const MirroredRing& mirrored) {
     return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kTold;
   };
-  const bool has_news = bytes != 0 || std::ranges::any_of(peer.reads, must_tell);
+  const bool has_news = (bytes != 0 && peer.pending_data < kMostUnderWay) ||
+                        std::ranges::any_of(peer.reads, must_tell);
   if (!has_news && !asks && !answers && data == nullptr) return;
+  if (bytes != 0) ++peer.pending_data;
+  // The peer may have nothing else to say, and so no reason to confirm.
+  const bool awaits_answer = peer.confirmed < peer.asked;
+  if (bytes != 0 && peer.pending_data >= kMostUnderWay / 2 && !awaits_answer) header.asks = 1;
   if (data != nullptr) header.number = data->number, header.data_bytes = data->bytes;
   const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
   std::memcpy(packet.get(), &header, sizeof header);
@@ -148,9 +179,10 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataT
   }
   ++peer.sent;
   if (bytes != 0) peer.data = peer.sent;
-  if (asks) peer.asked = peer.sent;
-  SentPacket mine{.packet = wire_->post_send(peer.rank, kPackets, packet.get(),
-                                             sizeof header + bytes, ipc::Deadline::max(), packet)};
+  if (header.asks != 0) peer.asked = peer.sent;
+  SentPacket mine{.has_ring_data = bytes != 0};
+  mine.packet = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
+                                 ipc::Deadline::max(), packet);
   if (data != nullptr) {
     mine.number = data->number;
     mine.data = wire_->post_send(peer.rank, kDirectData, data->at, data->bytes,
@@ -174,6 +206,8 @@ void MirroredRings::receive_packets(Peer& peer) {
                                            ipc::Deadline::max(), packet.buffer);
     };
     for (PostedPacket& packet : posted) post(packet);
+    const std::shared_ptr<std::byte[]> call(new std::byte[1]{kCalled});
+    wire_->post_send(peer.rank, kCalls, call.get(), 1, ipc::Deadline::max(), call);
     {
       const std::lock_guard lock(peer.mutex);
       peer.connected = true;
@@ -196,8 +230,10 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   std::vector<SentPacket> confirmed;
   {
     const std::lock_guard lock(peer.mutex);
-    for (; peer.confirmed < header.received; ++peer.confirmed, peer.pending.pop_front())
+    for (; peer.confirmed < header.received; ++peer.confirmed, peer.pending.pop_front()) {
+      peer.pending_data -= peer.pending.front().has_ring_data;
       confirmed.push_back(std::move(peer.pending.front()));
+    }
   }
   for (int i = 0; i < kRings; from += header.bytes[i++]) {
     const MirroredRing& mirrored = peer.reads[i];
@@ -218,7 +254,7 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     const std::lock_guard lock(peer.mutex);
     ++peer.received;
   }
-  if (header.asks != 0 || header.data_bytes != 0) send_news(peer, false, true);
+  send_news(peer, false, header.asks != 0 || header.data_bytes != 0);
 }
 
 void MirroredRings::receive_data(Peer& peer, uint64_t number, std::size_t bytes) {
@@ -246,6 +282,7 @@ void MirroredRings::lose(Peer& peer, const std::string& failure) {
 bool MirroredRings::has_delivered() {
   bool all = true;
   for (const auto& peer : peers_) {
+    if (!peer->opened) continue;
     bool asks;
     {
       const std::lock_guard lock(peer->mutex);

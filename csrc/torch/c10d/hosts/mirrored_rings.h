@@ -1,9 +1,10 @@
 // Mirrored rings: the rings of a mailbox between ranks on different hosts, over the wire. Each of
 // two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
 // read, in packets. A thread for each peer with which there are messages always has receives
-// posted, so a packet waits for nothing but those before it. Data flows as fast as it is read,
-// because a ring has no room for more. The data of a large message follows its packet, past the
-// rings, if both ends are in host memory.
+// posted, so a packet waits for nothing but those before it. It starts with the first message of
+// either rank: the sender of a message calls. Data flows as fast as it is read, because a ring has
+// no room for more. The data of a large message follows its packet, past the rings, if both ends
+// are in host memory.
 #pragma once
 #include <array>
 #include <atomic>
@@ -28,16 +29,18 @@ class MirroredRings final : public ipc::RemotePeers {
 
   void attach(ipc::DirectData& data) override { data_ = &data; }
   int count() const override { return static_cast<int>(peers_.size()); }
+  void open(Rank peer) override { open(at(peer)); }
   std::byte* rings(Rank peer, bool outgoing) override;
-  void open(Rank peer) override;
   void publish(Rank peer) override;
   void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
-                 ipc::Wire::Owner owner) override;
+                 ipc::MemoryOwner owner) override;
   bool has_delivered() override;
   bool is_gone(Rank peer) const override { return at(peer).gone; }
   bool any_gone() const override { return any_gone_; }
   [[noreturn]] void fail(Rank peer, bool is_late, const ipc::OpContext& context) override;
 
+  // Begins to receive from the ranks that have a message for this one. Call now and then.
+  void answer_calls();
   // Waits for the threads. Call when the wire's connections are closed.
   void join();
 
@@ -55,6 +58,7 @@ class MirroredRings final : public ipc::RemotePeers {
   };
   struct SentPacket {
     ProcessGroupWire::PendingPtr packet = {};
+    bool has_ring_data = false;
     ProcessGroupWire::PendingPtr data = {};  // that goes directly, behind the packet; null: none
     uint64_t number = 0;                     // of the message with this data
   };
@@ -63,6 +67,7 @@ class MirroredRings final : public ipc::RemotePeers {
     std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
     std::thread thread;
     std::atomic<bool> opened = false, gone = false;
+    bool awaits_call = false;  // or has got it
 
     std::mutex mutex;  // guards the members below
     std::array<MirroredRing, kRings> writes, reads;
@@ -70,15 +75,17 @@ class MirroredRings final : public ipc::RemotePeers {
     uint64_t sent = 0, confirmed = 0, received = 0;  // packets
     uint64_t data = 0, asked = 0;    // the last packets with ring data, and that asked
     std::deque<SentPacket> pending;  // not confirmed
+    int pending_data = 0;            // those with ring data
     std::string failure;             // why it is gone
   };
+  void open(Peer& peer);
   Peer& at(Rank peer) const { return *peers_[peer - group_->world()]; }
   void send_news(Peer& peer, bool asks, bool answers);
   struct DataToSend {
     uint64_t number;
     const std::byte* at;
     std::size_t bytes;
-    ipc::Wire::Owner owner;
+    ipc::MemoryOwner owner;
   };
   void send_packet(Peer& peer, bool asks, bool answers, const DataToSend* data = nullptr);
   void receive_packets(Peer& peer);
@@ -91,7 +98,9 @@ class MirroredRings final : public ipc::RemotePeers {
   const std::shared_ptr<ProcessGroupWire> wire_;
   ipc::DirectData* data_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
+  const std::shared_ptr<std::byte[]> calls_;  // [peer]: kCalled once it has called
   std::mutex opening_mutex_;
+  bool joined_ = false;
   std::atomic<bool> any_gone_{false};
 };
 

@@ -2,7 +2,6 @@
 #include "process_group_wire.h"
 
 #include <condition_variable>
-#include <set>
 #include <thread>
 
 #include "../../../group/new_thread.h"
@@ -83,6 +82,11 @@ ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector
   ipc::new_thread([all = connections_, peers = std::move(peers)] { all->connect(peers); }).detach();
 }
 
+bool ProcessGroupWire::is_connected(Rank peer) const {
+  const std::lock_guard lock(connections_->mutex);
+  return connections_->peers.contains(peer);
+}
+
 void ProcessGroupWire::await_connected(Rank peer, ipc::Deadline deadline) {
   connections_->with(peer, deadline);
 }
@@ -99,7 +103,7 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Ra
   auto pending = std::make_shared<Pending>(peer, std::move(begun), std::move(memory.owner));
   {
     const std::lock_guard lock(mutex_);
-    pending_.push_back(pending);
+    pending_.insert(pending);
   }
   if (connections_->is_closed()) {  // perhaps abort() has not seen the transfer
     close_all(*carrier);
@@ -110,13 +114,14 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Ra
 
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_send(Rank to, int number, const std::byte* at,
                                                          std::size_t bytes, ipc::Deadline deadline,
-                                                         Owner owner) {
+                                                         ipc::MemoryOwner owner) {
   return post(Carrier::TransferEnd::send, to, number,
               {const_cast<std::byte*>(at), bytes, std::move(owner)}, deadline);
 }
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_receive(Rank from, int number, std::byte* at,
                                                             std::size_t bytes,
-                                                            ipc::Deadline deadline, Owner owner) {
+                                                            ipc::Deadline deadline,
+                                                            ipc::MemoryOwner owner) {
   return post(Carrier::TransferEnd::receive, from, number, {at, bytes, std::move(owner)}, deadline);
 }
 
@@ -127,18 +132,18 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
   const std::lock_guard lock(mutex_);
-  pending_.remove(pending);
+  pending_.erase(pending);
 }
 
 void ProcessGroupWire::send(Rank to, int number, const std::byte* at, std::size_t bytes,
-                            ipc::Deadline deadline, Owner owner) {
+                            ipc::Deadline deadline, ipc::MemoryOwner owner) {
   auto pending = post_send(to, number, at, bytes, deadline, std::move(owner));
   const std::lock_guard lock(mutex_);
   sends_.push_back(std::move(pending));
 }
 
 void ProcessGroupWire::receive(Rank from, int number, std::byte* at, std::size_t bytes,
-                               ipc::Deadline deadline, Owner owner) {
+                               ipc::Deadline deadline, ipc::MemoryOwner owner) {
   auto pending = post_receive(from, number, at, bytes, deadline, std::move(owner));
   const std::lock_guard lock(mutex_);
   receives_[{from, number}].push_back(std::move(pending));
@@ -188,7 +193,7 @@ void ProcessGroupWire::close_all(Carrier& carrier) const {
 void ProcessGroupWire::abort() {
   const auto carrier = connections_->close();
   if (carrier) close_all(*carrier);
-  std::list<PendingPtr> pending;
+  std::set<PendingPtr> pending;
   const std::lock_guard lock(mutex_);
   pending.swap(pending_);
   sends_.clear();

@@ -6,9 +6,9 @@
 #pragma once
 #include <atomic>
 #include <deque>
-#include <list>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "carrier.h"
 
@@ -24,9 +24,9 @@ class ProcessGroupWire final : public ipc::Wire {
   ~ProcessGroupWire() override { abort(); }
 
   void send(Rank to, int number, const std::byte* at, std::size_t bytes, ipc::Deadline deadline,
-            Owner owner = {}) override;
+            ipc::MemoryOwner owner = {}) override;
   void receive(Rank from, int number, std::byte* at, std::size_t bytes, ipc::Deadline deadline,
-               Owner owner = {}) override;
+               ipc::MemoryOwner owner = {}) override;
   void await_receive(Rank from, int number, ipc::Deadline deadline) override;
   void await_sends(ipc::Deadline deadline) override;
   std::optional<Rank> oldest_send() const override;
@@ -35,9 +35,10 @@ class ProcessGroupWire final : public ipc::Wire {
   class Pending;
   using PendingPtr = std::shared_ptr<Pending>;
   PendingPtr post_send(Rank to, int number, const std::byte* at, std::size_t bytes,
-                       ipc::Deadline deadline, Owner owner);
+                       ipc::Deadline deadline, ipc::MemoryOwner owner);
   PendingPtr post_receive(Rank from, int number, std::byte* at, std::size_t bytes,
-                          ipc::Deadline deadline, Owner owner);
+                          ipc::Deadline deadline, ipc::MemoryOwner owner);
+  bool is_connected(Rank peer) const;
   // Waits until this rank is connected to `peer`. Otherwise, the first transfer does.
   void await_connected(Rank peer, ipc::Deadline deadline);
   void await(const PendingPtr& pending, ipc::Deadline deadline);
@@ -50,7 +51,7 @@ class ProcessGroupWire final : public ipc::Wire {
   struct WireBuffer {
     std::byte* at;
     std::size_t bytes;
-    Owner owner;
+    ipc::MemoryOwner owner;
   };
   PendingPtr post(Carrier::TransferEnd end, Rank peer, int number, WireBuffer memory,
                   ipc::Deadline deadline);
@@ -59,19 +60,19 @@ class ProcessGroupWire final : public ipc::Wire {
 
   const std::shared_ptr<Connections> connections_;
   mutable std::mutex mutex_;
-  std::list<PendingPtr> pending_;  // everything that has not been awaited
+  std::set<PendingPtr> pending_;  // everything that has not been awaited
   std::deque<PendingPtr> sends_;
   std::map<std::pair<Rank, int>, std::deque<PendingPtr>> receives_;
 };
 
 class ProcessGroupWire::Pending {
  public:
-  Pending(Rank peer_, Carrier::BegunTransfer begun_, Owner owner)
+  Pending(Rank peer_, Carrier::BegunTransfer begun_, ipc::MemoryOwner owner)
       : peer(peer_), owner_(std::move(owner)), begun(std::move(begun_)) {}
   const Rank peer;
 
  private:
-  const Owner owner_;  // outlives the transfer, which has addresses in its memory
+  const ipc::MemoryOwner owner_;  // outlives the transfer, which has addresses in its memory
 
  public:
   const Carrier::BegunTransfer begun;
