@@ -274,6 +274,8 @@ def _create(request: Any, given: Any) -> Any:
             "more than 292,000 years negative)"
         )
     made = _own(given)
+    _choice("hosts", made.hosts, HOSTS)  # the attributes can be set
+    _choice("between_hosts", made.between_hosts, BETWEEN_HOSTS)
     _read_environment(made)
     made._timeout = request.timeout
     made.group_name = request.group_id

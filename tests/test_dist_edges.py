@@ -85,6 +85,23 @@ def test_mismatched_options_raise(name, one, other):
             assert took < 3
 
 
+def with_changed_option(me: RankContext, name: str) -> Caught:
+    import pycollect as pc
+
+    options = pc.distributed.options()
+    setattr(options, name, "exactly")
+    return caught(me.init, "bootstrap", timeout=seconds(3), pg_options=options)
+
+
+@ours_only
+@pytest.mark.parametrize("name", ["hosts", "between_hosts"])
+def test_options_changed_to_an_unknown_word_raise(name):
+    with fresh(1, group=False) as pool:
+        (error,) = pool.run(with_changed_option, name)
+    assert error.kind == "ValueError", error
+    assert f"{name} is 'exactly'; allowed are " in error.text, error
+
+
 def die_during_bootstrap(me: RankContext, delay: float) -> tuple[Caught, float]:
     if me.rank == 1:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
