@@ -1,4 +1,6 @@
-// See messages.h: the Work of one send or receive.
+// See message_work.h.
+#include "message_work.h"
+
 #include <ATen/EmptyTensor.h>
 
 #include "../../plan/error.h"

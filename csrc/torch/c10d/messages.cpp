@@ -24,8 +24,8 @@ Messages::Messages(std::shared_ptr<ipc::Group> group,
                    std::shared_ptr<ipc::RemotePeers> remote)
     : group_(std::move(group)),
       selector_(std::move(selector)),
-      devices_(selector_->devices()->with_own_streams()),
-      mailbox_(*group_, std::move(remote)) {}
+      mailbox_(*group_, std::move(remote)),
+      on_devices_(*group_, mailbox_, selector_->devices()->with_own_streams()) {}
 
 bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_not_forked(name);
@@ -70,11 +70,11 @@ WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
   const MessageWork::MessageInfo info{name,   scope.number, mailbox_peer(op.peer),
                                       op.tag, op.timeout,   receives};
   auto work = c10::make_intrusive<MessageWork>(
-      info, op.tensor, on_device ? staging_of(op.tensor) : nullptr, shared_from_this());
+      info, op.tensor, on_device ? on_devices_.staging_of(op.tensor) : nullptr, shared_from_this());
   if (receives)
-    post(work);
+    on_devices_.post(work);
   else
-    dispatch(work);
+    on_devices_.post_in_order(work);
   return track(std::move(work));
 }
 
@@ -93,19 +93,17 @@ WorkPtr Messages::track(c10::intrusive_ptr<MessageWork> work) {
 }
 
 bool Messages::progress() {
-  dispatch_arrived();
-  advance_staged();
+  on_devices_.progress();
   return mailbox_.progress();
 }
 
 void Messages::await(const std::function<bool()>& done, const MissingRanks& missing,
                      ipc::Transfer* transfer, const ipc::OpContext& context) {
   const auto holds = [&] {
-    dispatch_arrived();
-    advance_staged();
+    on_devices_.progress();
     return done();
   };
-  mailbox_.wait({holds, missing, transfer, [this] { return polls(); }}, context);
+  mailbox_.wait({holds, missing, transfer, [this] { return on_devices_.polls(); }}, context);
 }
 
 void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
@@ -224,7 +222,8 @@ void Messages::serve() {
       polling_ = false;
       ticks = 0;
     }
-    if (!must_progress() || !polls()) changed_.wait_for(lock, kTick, [&] { return closed_; });
+    if (!must_progress() || !on_devices_.polls())
+      changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
@@ -244,7 +243,7 @@ void Messages::finish(ipc::Deadline deadline) {
   group_->require_healthy(context);
   progress();
   const auto done = [&] {
-    return (mailbox_.idle() && !polls() && mailbox_.has_delivered()) ||
+    return (mailbox_.idle() && !on_devices_.polls() && mailbox_.has_delivered()) ||
            ipc::Clock::now() >= deadline;
   };
   await(done, [this] { return missing(); }, nullptr, context);
@@ -273,7 +272,7 @@ void Messages::close(ipc::Deadline deadline) {
   } catch (const std::exception&) {
     // The group is aborted; the pending messages fail with its error below.
   }
-  drop_pending_sends(std::make_exception_ptr(CollectiveError(
+  on_devices_.drop_unposted(std::make_exception_ptr(CollectiveError(
       "send: the group was destroyed before the tensor's stream reached the send")));
   if (!mailbox_.idle() || !mailbox_.has_delivered())
     group_->abort("it was destroyed while messages were under way");
@@ -283,97 +282,7 @@ void Messages::close(ipc::Deadline deadline) {
     Lock lock(mutex_);
     while (settle_done(lock)) continue;
   }
-  std::vector<c10::intrusive_ptr<MessageWork>> staged;  // released without the lock
-  {
-    const std::lock_guard lock(staged_mutex_);
-    staged.swap(staged_);
-    any_staged_ = any_device_send_ = false;
-  }
-  devices_->await_held(device_deadline(deadline));
-}
-
-// The functions below are for messages of device tensors. Sends are posted in order, once their
-// data is in host memory. A message in fragments is posted with the first one, and the others
-// follow.
-
-std::shared_ptr<TensorStaging> Messages::staging_of(const at::Tensor& tensor) const {
-  if (MessageStaging::serves(tensor)) return std::make_shared<MessageStaging>(devices_);
-  return stage_through_host(devices_);
-}
-
-void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
-  work->post(mailbox_);
-  if (work->fragments_ == nullptr) return;
-  {
-    const std::lock_guard lock(staged_mutex_);
-    staged_.push_back(work);
-    any_staged_ = true;
-    if (!work->info_.receives) any_device_send_ = true;
-  }
-  if (any_device_send_) mailbox_.wake();
-}
-
-// Runs in one thread at a time: another thread returns at once, and may poll again.
-void Messages::advance_staged() {
-  if (!any_staged_) return;
-  std::vector<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
-  const std::unique_lock lock(staged_mutex_, std::try_to_lock);
-  if (!lock) return;
-  bool any_send = false;
-  std::erase_if(staged_, [&](c10::intrusive_ptr<MessageWork>& work) {
-    const bool more = work->advance(mailbox_);
-    any_send |= more && !work->info_.receives;
-    if (!more) finished.push_back(std::move(work));
-    return !more;
-  });
-  any_staged_ = !staged_.empty();
-  any_device_send_ = any_send;
-}
-
-// Queues a send after unposted ones: a message must not overtake an earlier one to the same rank.
-void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
-  if (!work->staging_ && !any_pending_send_) return post(work);
-  {
-    const std::lock_guard lock(pending_mutex_);
-    pending_sends_.push_back(work);
-    any_pending_send_ = true;
-  }
-  dispatch_arrived();
-  if (any_pending_send_) mailbox_.wake();  // waiting threads must now poll for this send
-}
-
-// Returns true if the message was posted or has failed. A device error aborts the group, because
-// the peer may already wait for the message.
-bool Messages::try_post(const c10::intrusive_ptr<MessageWork>& work) {
-  try {
-    if (work->staging_ && !work->staging_->inputs_ready()) return false;
-    post(work);
-  } catch (const CollectiveError&) {
-    work->fail(std::current_exception());
-  } catch (const std::exception& error) {
-    work->fail(std::current_exception());
-    abort(text("the device of a rank failed in send: ", error.what()));
-  }
-  return true;
-}
-
-// Posts the sends whose data has arrived. A send that has to wait for its stream delays only later
-// sends to the same rank.
-void Messages::dispatch_arrived() {
-  if (!any_pending_send_) return;
-  std::vector<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
-  const std::lock_guard lock(pending_mutex_);
-  std::vector<Rank> held_up;
-  std::erase_if(pending_sends_, [&](c10::intrusive_ptr<MessageWork>& work) {
-    const Rank peer = *work->info_.peer;
-    if (std::ranges::count(held_up, peer) != 0 || !try_post(work)) {
-      held_up.push_back(peer);
-      return false;
-    }
-    finished.push_back(std::move(work));
-    return true;
-  });
-  any_pending_send_ = !pending_sends_.empty();
+  on_devices_.close(deadline);
 }
 
 // Fails all messages if the group is aborted, as Mailbox::wait does.
@@ -382,7 +291,7 @@ void Messages::fail_with_group() {
     group_->require_healthy({"send or recv", 0, ipc::Deadline::max()});
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
-    drop_pending_sends(std::current_exception());
+    on_devices_.drop_unposted(std::current_exception());
   }
 }
 
@@ -403,14 +312,6 @@ std::vector<Rank> Messages::missing() {
       if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
   }
   return ranks;
-}
-
-void Messages::drop_pending_sends(const std::exception_ptr& error) {
-  std::deque<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
-  const std::lock_guard lock(pending_mutex_);
-  for (const auto& work : pending_sends_) work->fail(error);
-  finished.swap(pending_sends_);
-  any_pending_send_ = false;
 }
 
 }  // namespace pycollect::dist
