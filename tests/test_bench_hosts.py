@@ -227,6 +227,7 @@ def test_the_least_bytes_of_a_link():
     assert least("all_reduce", 4) == 1.5
     assert least("all_gather_into_tensor", 2) == 0.5
     assert least("all_to_all_single", 2) == 1
+    assert least("send_recv", 2) == 2
 
 
 @pytest.mark.slow

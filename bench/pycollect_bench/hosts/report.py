@@ -59,6 +59,7 @@ LEAST: dict[str, Callable[[int, int], float]] = {
     "all_gather_into_tensor": lambda hosts, ranks: (hosts - 1) / hosts,
     "reduce_scatter_tensor": lambda hosts, ranks: (hosts - 1) / hosts,
     "all_to_all_single": lambda hosts, ranks: ranks * (hosts - 1) / hosts,
+    "send_recv": lambda hosts, ranks: ranks,
 }
 
 
@@ -69,7 +70,8 @@ def least(job: HostJob, case: Case, row: Row) -> float:
 
 def predicted(job: HostJob, case: Case, row: Row) -> float | None:
     """Return the predicted seconds of a call; None for a peer, and where the model is no use."""
-    is_planned = row.name in (OURS, FAST) and job.rate and case.dtype == torch.float32
+    is_planned = row.name in (OURS, FAST) and case.collective != "send_recv"
+    is_planned = is_planned and bool(job.rate) and case.dtype == torch.float32
     if not is_planned or case.nbytes < _LEAST_FOR_MODEL:
         return None
     assert job.rate is not None

@@ -143,6 +143,28 @@ def _mpi(name: str) -> Callable[[Buffers, Any, Any], Call]:
     return make
 
 
+def _farthest(rank: int, world: int) -> tuple[int, int]:
+    """Return the rank to which this one sends, half the ranks after it, and that which sends."""
+    return (rank + world // 2) % world, (rank - world // 2) % world
+
+
+def _send_recv(b: Buffers, group: Any) -> Call:
+    to, source = _farthest(b.rank, b.case.world)
+
+    def call() -> None:
+        sent = dist.isend(b.input, to, group)
+        dist.recv(b.output, source, group)
+        sent.wait()
+
+    return call
+
+
+def _mpi_send_recv(b: Buffers, mpi: Any, of: Any) -> Call:
+    to, source = _farthest(b.rank, b.case.world)
+    output = [b.output.numpy(), of]
+    return partial(mpi.COMM_WORLD.Sendrecv, [b.input.numpy(), of], to, 0, output, source)
+
+
 COLLECTIVES: dict[str, DistCollective] = {
     "all_reduce": DistCollective(
         call=lambda b, group: partial(dist.all_reduce, b.input, _op(b), group),
@@ -186,6 +208,13 @@ COLLECTIVES: dict[str, DistCollective] = {
         parts=lambda case, rank: _of_each(case, rank * (case.count // case.world)),
         buffers_moved=lambda world: 2 * world,
         bus_factor=lambda world: (world - 1) / world,
+    ),
+    "send_recv": DistCollective(
+        call=_send_recv,
+        mpi=_mpi_send_recv,
+        parts=lambda case, rank: [(_farthest(rank, case.world)[1], 0, case.count)],
+        buffers_moved=lambda world: 2 * world,
+        bus_factor=lambda world: 1,
     ),
     "barrier": DistCollective(
         call=lambda b, group: partial(dist.barrier, group),
