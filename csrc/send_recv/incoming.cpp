@@ -123,7 +123,11 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
     reply(from, {refusal, transfer, error});
   } else if (record.kind != Record::eager) {
     senders_[from]->requested.emplace(record.number, transfer);
-    const bool direct = area_.is_remote(from) && transfer->owner_;
+    const bool direct =
+        record.kind == Record::rts_data && transfer->owner_ && area_.is_remote(from);
+    if (direct)
+      area_.remote().receive_data(from, record.number, transfer->into_, wanted.bytes,
+                                  transfer->owner_);
     reply(from, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
   } else {
     if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
@@ -166,16 +170,6 @@ bool Incoming::take_fragment(Rank from) {
   peer.fragments.pop();
   wakeups_.touch(from);
   return true;
-}
-
-DirectData::DataPlace Incoming::place(Rank from, uint64_t number, std::size_t bytes) const {
-  const auto& requested = senders_[from]->requested;
-  const auto at = requested.find(number);
-  if (at == requested.end()) return {};  // the receive has failed with the group
-  const Transfer& transfer = *at->second;
-  if (bytes != transfer.left() || !transfer.owner_)
-    throw CollectiveError(text("rank ", area_.world_rank(from), " sent unexpected data"));
-  return {transfer.into_, transfer.owner_};
 }
 
 void Incoming::received_directly(Rank from, uint64_t number) {

@@ -29,7 +29,6 @@ class Incoming {
   // A receive from any source is from the open peers.
   void receive(const TransferPtr& transfer);
   void progress();
-  DirectData::DataPlace place(Rank from, uint64_t number, std::size_t bytes) const;
   void received_directly(Rank from, uint64_t number);
   void fail(const std::exception_ptr& error);
 

@@ -134,14 +134,6 @@ void Mailbox::guard(const Act& act) {
   }
 }
 
-DirectData::DataPlace Mailbox::place(Rank from, uint64_t number, std::size_t bytes) {
-  Locked locked(mutex_);
-  DataPlace found;
-  guard([&] { found = incoming_.place(from, number, bytes); });
-  unlock(std::move(locked));
-  return found;
-}
-
 void Mailbox::received(Rank from, uint64_t number) {
   Locked locked(mutex_);
   incoming_.received_directly(from, number);
@@ -156,8 +148,8 @@ void Mailbox::sent(Rank to, uint64_t number) {
 
 bool Mailbox::progress_locked(Locked locked) {
   guard([this] {
+    incoming_.progress();  // first: no CTS waits behind the data of a large message
     outgoing_.progress();
-    incoming_.progress();
   });
   return unlock(std::move(locked));
 }

@@ -83,7 +83,6 @@ class Mailbox : private DirectData {
   class Waiter;  // the wait of one thread, defined in mailbox.cpp
   using Locked = std::unique_lock<std::mutex>;
 
-  DataPlace place(Rank from, uint64_t number, std::size_t bytes) override;
   void received(Rank from, uint64_t number) override;
   void sent(Rank to, uint64_t number) override;
 

@@ -31,7 +31,8 @@ bool Outgoing::post(DestinationPeer& peer, const TransferPtr& transfer) {
   const bool whole = envelope.bytes <= MailArea::max_eager_bytes(area_.sharers(transfer->peer()));
   Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
   record.dtype = envelope.dtype;
-  record.kind = whole ? Record::eager : Record::rts;
+  const bool can_be_direct = transfer->owner_ && area_.is_remote(transfer->peer());
+  record.kind = whole ? Record::eager : can_be_direct ? Record::rts_data : Record::rts;
   record.payload = whole ? static_cast<uint32_t>(envelope.bytes) : 0;
   if (!peer.messages.push(record, transfer->from_)) return false;
   transfer->number_ = ++peer.sent;
@@ -49,7 +50,7 @@ void Outgoing::read_replies(DestinationPeer& peer) {
     if (awaiting.empty()) continue;  // the send has failed with the group
     const TransferPtr& transfer = awaiting.mapped();
     wakeups_.touch(transfer->peer());
-    if (reply->kind == Record::cts_data && transfer->owner_) {
+    if (reply->kind == Record::cts_data && area_.is_remote(transfer->peer())) {
       send_directly(peer, transfer);
       continue;
     }

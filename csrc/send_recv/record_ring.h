@@ -15,9 +15,10 @@ struct Record {
   enum RecordKind : uint8_t {
     eager,     // the payload follows
     rts,       // request to send: the sender keeps the payload until the receiver's CTS
+    rts_data,  // the same, and the data can go directly (see RemotePeers)
     fragment,  // the next part of the payload of message `number`
     cts,       // clear to send, to the sender: send the fragments of message `number`
-    cts_data,  // the same, and the data may come directly (see RemotePeers)
+    cts_data,  // to the sender: send the data of message `number` directly
     nack,      // to the sender: message `number` does not match a receive of `bytes`, `dtype`
     padding,   // up to the end of the ring: no record wraps around
   };

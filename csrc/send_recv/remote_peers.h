@@ -15,13 +15,7 @@ namespace pycollect::ipc {
 // of its sender to its receiver.
 class DirectData {
  public:
-  struct DataPlace {
-    std::byte* at = nullptr;  // null: the receive has failed, and the data is not wanted
-    MemoryOwner owner = {};
-  };
   virtual ~DirectData() = default;
-  // Returns where the data of a message is to be received.
-  virtual DataPlace place(Rank from, uint64_t number, std::size_t bytes) = 0;
   virtual void received(Rank from, uint64_t number) = 0;
   virtual void sent(Rank to, uint64_t number) = 0;
 };
@@ -41,7 +35,9 @@ class RemotePeers {
   virtual std::byte* rings(Rank peer, bool outgoing) = 0;
   // Sends the peer what this rank has written and read. Does not block.
   virtual void publish(Rank peer) = 0;
-  // Begins to send the data of a message directly; the peer has a place for it.
+  // Begin to receive and to send the data of a message directly. The receiver begins first.
+  virtual void receive_data(Rank peer, uint64_t number, std::byte* at, std::size_t bytes,
+                            MemoryOwner owner) = 0;
   virtual void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
                          MemoryOwner owner) = 0;
   // Returns whether all that was written has arrived, or its peer is gone, and asks peers that have

@@ -51,14 +51,13 @@ constexpr std::size_t kPairBytes = ipc::MailArea::pair_bytes(ipc::MailArea::kRem
 
 }  // namespace
 
-// What the sender has written to each ring follows, in the packet, and then the data of a message
-// in a message of its own.
+// What the sender has written to each ring follows.
 struct MirroredRings::PacketHeader {
   uint64_t received = 0;  // packets of the receiver of this one
   std::array<uint64_t, kRings> read{};
   std::array<uint32_t, kRings> bytes{};
-  uint32_t asks = 0;                    // 1: for a packet at once
-  uint64_t number = 0, data_bytes = 0;  // of the message whose data follows, if there is any
+  uint32_t asks = 0;    // 1: for a packet at once
+  uint64_t number = 0;  // of the message whose data was sent before this packet; 0: none
 };
 
 MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
@@ -134,20 +133,35 @@ void MirroredRings::send_news(Peer& peer, bool asks, bool answers) {
   }
 }
 
-void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
-                              ipc::MemoryOwner owner) {
-  const DataToSend data{number, at, bytes, std::move(owner)};
+void MirroredRings::receive_data(Rank peer, uint64_t number, std::byte* at, std::size_t bytes,
+                                 ipc::MemoryOwner owner) {
   Peer& p = this->at(peer);
   const std::lock_guard lock(p.mutex);
   if (p.gone) return;
   try {
-    send_packet(p, false, false, &data);
+    p.incoming_data.emplace(number, wire_->post_receive(p.rank, kDirectData, at, bytes,
+                                                        ipc::Deadline::max(), std::move(owner)));
   } catch (const ipc::WireFailure&) {
     // The thread of the peer finds that it is gone.
   }
 }
 
-void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataToSend* data) {
+void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
+                              ipc::MemoryOwner owner) {
+  Peer& p = this->at(peer);
+  const std::lock_guard lock(p.mutex);
+  if (p.gone) return;
+  try {
+    send_packet(p, false, false);  // not behind the data
+    SentData sent{number, wire_->post_send(p.rank, kDirectData, at, bytes, ipc::Deadline::max(),
+                                           std::move(owner))};
+    send_packet(p, false, false, std::move(sent));
+  } catch (const ipc::WireFailure&) {
+    // The thread of the peer finds that it is gone.
+  }
+}
+
+void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, SentData data) {
   PacketHeader header;
   header.received = peer.received;
   header.asks = asks;
@@ -163,12 +177,12 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataT
   };
   const bool has_news = (bytes != 0 && peer.pending_data < kMostUnderWay) ||
                         std::ranges::any_of(peer.reads, must_tell);
-  if (!has_news && !asks && !answers && data == nullptr) return;
+  if (!has_news && !asks && !answers && data.number == 0) return;
   if (bytes != 0) ++peer.pending_data;
   // The peer may have nothing else to say, and so no reason to confirm.
   const bool awaits_answer = peer.confirmed < peer.asked;
   if (bytes != 0 && peer.pending_data >= kMostUnderWay / 2 && !awaits_answer) header.asks = 1;
-  if (data != nullptr) header.number = data->number, header.data_bytes = data->bytes;
+  header.number = data.number;
   const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
   std::memcpy(packet.get(), &header, sizeof header);
   std::byte* to = packet.get() + sizeof header;
@@ -180,15 +194,11 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, const DataT
   ++peer.sent;
   if (bytes != 0) peer.data = peer.sent;
   if (header.asks != 0) peer.asked = peer.sent;
-  SentPacket mine{.has_ring_data = bytes != 0};
-  mine.packet = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
-                                 ipc::Deadline::max(), packet);
-  if (data != nullptr) {
-    mine.number = data->number;
-    mine.data = wire_->post_send(peer.rank, kDirectData, data->at, data->bytes,
-                                 ipc::Deadline::max(), data->owner);
-  }
-  peer.pending.push_back(std::move(mine));
+  peer.pending.push_back(
+      {.packet = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
+                                  ipc::Deadline::max(), packet),
+       .has_ring_data = bytes != 0,
+       .data = std::move(data)});
 }
 
 void MirroredRings::receive_packets(Peer& peer) {
@@ -245,27 +255,28 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   ipc::MailArea(*group_).doorbell(group_->rank()).ring();
   for (const SentPacket& sent : confirmed) {
     wire_->await(sent.packet, ipc::Deadline::max());
-    if (!sent.data) continue;
-    wire_->await(sent.data, ipc::Deadline::max());
-    data_->sent(peer.number, sent.number);
+    if (sent.data.number == 0) continue;
+    wire_->await(sent.data.data, ipc::Deadline::max());
+    data_->sent(peer.number, sent.data.number);
   }
-  if (header.data_bytes != 0) receive_data(peer, header.number, header.data_bytes);
+  if (header.number != 0) finish_data(peer, header.number);
   {
     const std::lock_guard lock(peer.mutex);
     ++peer.received;
   }
-  send_news(peer, false, header.asks != 0 || header.data_bytes != 0);
+  send_news(peer, false, header.asks != 0 || header.number != 0);
 }
 
-void MirroredRings::receive_data(Peer& peer, uint64_t number, std::size_t bytes) {
-  ipc::DirectData::DataPlace place = data_->place(peer.number, number, bytes);
-  if (place.at == nullptr) {
-    const std::shared_ptr<std::byte[]> unused(new std::byte[bytes]);
-    place = {unused.get(), unused};
+// Does not wait long: the packet that announces the data came behind it.
+void MirroredRings::finish_data(Peer& peer, uint64_t number) {
+  ProcessGroupWire::PendingPtr data;
+  {
+    const std::lock_guard lock(peer.mutex);
+    const auto found = peer.incoming_data.extract(number);
+    if (found.empty()) return;  // the connections are being closed
+    data = std::move(found.mapped());
   }
-  wire_->await(wire_->post_receive(peer.rank, kDirectData, place.at, bytes, ipc::Deadline::max(),
-                                   place.owner),
-               ipc::Deadline::max());
+  wire_->await(data, ipc::Deadline::max());
   data_->received(peer.number, number);
 }
 

@@ -3,14 +3,15 @@
 // read, in packets. A thread for each peer with which there are messages always has receives
 // posted, so a packet waits for nothing but those before it. It starts with the first message of
 // either rank: the sender of a message calls. Data flows as fast as it is read, because a ring has
-// no room for more. The data of a large message follows its packet, past the rings, if both ends
-// are in host memory.
+// no room for more. The data of a large message goes past the rings if both ends are in host
+// memory, and a packet behind it says that it has come.
 #pragma once
 #include <array>
 #include <atomic>
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "../../../hosts/hosts_link.h"
@@ -32,6 +33,8 @@ class MirroredRings final : public ipc::RemotePeers {
   void open(Rank peer) override { open(at(peer)); }
   std::byte* rings(Rank peer, bool outgoing) override;
   void publish(Rank peer) override;
+  void receive_data(Rank peer, uint64_t number, std::byte* at, std::size_t bytes,
+                    ipc::MemoryOwner owner) override;
   void send_data(Rank peer, uint64_t number, const std::byte* at, std::size_t bytes,
                  ipc::MemoryOwner owner) override;
   bool has_delivered() override;
@@ -56,11 +59,14 @@ class MirroredRings final : public ipc::RemotePeers {
     uint64_t written() const { return ring.counters->written.load(); }
     uint64_t read() const { return ring.counters->read.load(); }
   };
+  struct SentData {   // directly, before the packet
+    uint64_t number;  // of the message; 0: there is none
+    ProcessGroupWire::PendingPtr data;
+  };
   struct SentPacket {
     ProcessGroupWire::PendingPtr packet = {};
     bool has_ring_data = false;
-    ProcessGroupWire::PendingPtr data = {};  // that goes directly, behind the packet; null: none
-    uint64_t number = 0;                     // of the message with this data
+    SentData data = {};
   };
   struct Peer {
     Rank rank, number;  // in the world, and as a peer of the mailbox
@@ -76,21 +82,17 @@ class MirroredRings final : public ipc::RemotePeers {
     uint64_t data = 0, asked = 0;    // the last packets with ring data, and that asked
     std::deque<SentPacket> pending;  // not confirmed
     int pending_data = 0;            // those with ring data
-    std::string failure;             // why it is gone
+    // [number of the message]: data that comes directly.
+    std::unordered_map<uint64_t, ProcessGroupWire::PendingPtr> incoming_data;
+    std::string failure;  // why it is gone
   };
   void open(Peer& peer);
   Peer& at(Rank peer) const { return *peers_[peer - group_->world()]; }
   void send_news(Peer& peer, bool asks, bool answers);
-  struct DataToSend {
-    uint64_t number;
-    const std::byte* at;
-    std::size_t bytes;
-    ipc::MemoryOwner owner;
-  };
-  void send_packet(Peer& peer, bool asks, bool answers, const DataToSend* data = nullptr);
+  void send_packet(Peer& peer, bool asks, bool answers, SentData data = {});
   void receive_packets(Peer& peer);
   void take(Peer& peer, const std::byte* packet);
-  void receive_data(Peer& peer, uint64_t number, std::size_t bytes);
+  void finish_data(Peer& peer, uint64_t number);
   void lose(Peer& peer, const std::string& failure);
 
   const std::shared_ptr<ipc::Group> group_;
