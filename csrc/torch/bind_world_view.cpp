@@ -38,7 +38,7 @@ ChoiceTuple select_over_hosts(py::handle collective, const HostSizes& sizes, std
   return {choice.algorithm->name, choice.pieces, choice.senders == HostSenders::first};
 }
 
-// Most slices of a plan for more than kUnlimitedRanks ranks: about 5 GB with its view.
+// Most slices of a plan for more than kUnlimitedRanks ranks: 2 to 14 GB with its view.
 constexpr double kMostSlices = 1 << 24;
 constexpr int kUnlimitedRanks = 1024;
 
