@@ -32,10 +32,18 @@ def test_the_data_of_a_small_call_goes_along_with_the_agreement() -> None:
     assert seconds("barrier", (1, 1), slow) == pytest.approx(10 + AGREEMENT)
 
 
+def test_hosts_compare_the_sizes_of_irregular_calls() -> None:
+    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
+    all_gather, all_to_all = (
+        seconds(name, (1, 1), slow, nbytes=40_000) for name in ("all_gather", "all_to_all")
+    )
+    assert all_to_all - all_gather == pytest.approx(5.0 + AGREEMENT)
+
+
 def test_ranks_of_a_host_share_its_link() -> None:
     # Each of four ranks sends a quarter of its tensor to each rank of the other host.
     time = seconds("all_to_all", (2, 2), ONLY_NETWORK, nbytes=40_000)
-    assert time == pytest.approx(2 * 20 + AGREEMENT)
+    assert time == pytest.approx(2 * 20 + 2 * AGREEMENT)
     assert seconds("all_gather", (4, 4), ONLY_NETWORK, nbytes=80_000) == pytest.approx(
         40 + AGREEMENT
     )

@@ -243,11 +243,12 @@ class Simulation {
 };
 
 // When the ranks may begin: the ranks of each host meet, and the first ones tell all other hosts
-// the call. A small call's data goes along with that.
+// the call. A small call's data goes along with that. The sizes of an irregular call are compared
+// by two hosts each, whose first ranks then tell all others the result.
 double agreement(const LoweredWorldView& world, const CostModel& model) {
-  if (world.view.packs) return model.alpha;
-  return 2 * model.alpha + model.latency +
-         (world.hosts.count() - 1) * kAgreementBytes / model.network;
+  const double round = model.latency + (world.hosts.count() - 1) * kAgreementBytes / model.network;
+  const double result = world.irregular ? round : 0;
+  return result + (world.view.packs ? model.alpha : 2 * model.alpha + round);
 }
 
 // Lowers the steps of each host by themselves, as its ranks do: they know no waits of other hosts.
@@ -284,10 +285,11 @@ Program lower_by_host(const Plan& plan, bool in_place, const Hosts& hosts) {
 
 }  // namespace
 
-LoweredWorldView::LoweredWorldView(const Plan& plan, bool in_place_, const Hosts& hosts_,
-                                   HostSenders senders)
+LoweredWorldView::LoweredWorldView(const Plan& plan, bool in_place_, bool irregular_,
+                                   const Hosts& hosts_, HostSenders senders)
     : hosts(hosts_),
       in_place(in_place_),
+      irregular(irregular_),
       view(world_view(for_processes(plan, in_place, false, false), in_place, hosts, senders)),
       program(lower_by_host(view.plan, in_place, hosts)) {}
 

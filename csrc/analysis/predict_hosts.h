@@ -17,10 +17,12 @@ struct HostsCall {
 struct LoweredWorldView {
   Hosts hosts;
   bool in_place;
+  bool irregular;  // ranks know their own blocks' sizes only, which the hosts compare
   HostView view;
   Program program;
 
-  LoweredWorldView(const Plan& plan, bool in_place, const Hosts& hosts, HostSenders senders);
+  LoweredWorldView(const Plan& plan, bool in_place, bool irregular, const Hosts& hosts,
+                   HostSenders senders);
 };
 
 // Returns the number of runs that the call takes.

@@ -22,15 +22,17 @@ namespace py = pybind11;
 using HostSizes = std::vector<int>;  // [host]: number of ranks, which are consecutive
 using ChoiceTuple = std::tuple<std::string, int, bool>;  // algorithm, pieces, first ranks send
 
+// Of these, no rank of a group knows the sizes of all blocks.
+bool is_irregular(Collective c) {
+  return c == Collective::gather || c == Collective::scatter || c == Collective::all_to_all;
+}
+
 // Returns what the executor of processes selects for a call. `named`: as for `choose`.
 ChoiceTuple select_over_hosts(py::handle collective, const HostSizes& sizes, std::size_t nbytes,
                               const std::string& named) {
   const Hosts hosts = Hosts::of_sizes(sizes);
   const Collective called = collective_from(collective, "plan");
-  // No rank of a group knows the sizes of all blocks of these.
-  const bool irregular = called == Collective::gather || called == Collective::scatter ||
-                         called == Collective::all_to_all;
-  SelectionKey key{called, hosts.world(), irregular ? 0 : nbytes, DType::f32, false};
+  SelectionKey key{called, hosts.world(), is_irregular(called) ? 0 : nbytes, DType::f32, false};
   key.topology = Topology::hosts;
   key.hosts = &hosts;
   key.run_bytes = kHostsBufferBytes;
@@ -70,7 +72,8 @@ LoweredWorldView world_view_of(const Algorithm& algorithm, const HostSizes& size
   const Hosts hosts = Hosts::of_sizes(sizes);
   const auto [pieces, first] = choice;
   check_size(algorithm, sizes, hosts.world(), pieces);
-  return LoweredWorldView(algorithm({hosts.world(), root, pieces, &hosts}), in_place, hosts,
+  return LoweredWorldView(algorithm({hosts.world(), root, pieces, &hosts}), in_place,
+                          is_irregular(algorithm.collective), hosts,
                           first ? HostSenders::first : HostSenders::all);
 }
 
