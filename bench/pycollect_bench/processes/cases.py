@@ -152,7 +152,7 @@ def _send_recv(b: Buffers, group: Any) -> Call:
     to, source = _farthest(b.rank, b.case.world)
 
     def call() -> None:
-        sent = dist.isend(b.input, to, group)
+        sent: Any = dist.isend(b.input, to, group)  # no work only for ranks outside the group
         dist.recv(b.output, source, group)
         sent.wait()
 
