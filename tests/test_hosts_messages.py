@@ -10,6 +10,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -124,6 +126,61 @@ def test_a_burst_of_small_messages_arrives_in_order(both):
         assert pool.run(burst, both) == [[], []]
 
 
+def small_against_large(me: RankContext) -> list[int]:
+    """Small messages one way and eager ones of 512 KiB the other way, at the same time."""
+    wrong = []
+    for turn in range(60):
+        few, many = 4 << turn % 3, 50 << turn % 4
+        is_first = me.rank == 0
+        sizes = (131_072, 1) if is_first else (1, 131_072)
+        counts = (few, many) if is_first else (many, few)
+        found = [torch.zeros(sizes[0]) for _ in range(counts[0])]
+        works = [dist.irecv(x, 1 - me.rank) for x in found]
+        for n in range(counts[1]):
+            works.append(dist.isend(torch.full((sizes[1],), float(n)), 1 - me.rank))
+            works[0].is_completed()  # moves messages
+        for work in works:
+            work.wait()
+        wrong += [turn for n, x in enumerate(found) if x[-1] != n]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crowd", [0, 3])
+def test_bursts_in_both_directions_end(crowd):
+    """With other processes on the cores, too, so that packets and answers are late."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(crowd)]
+    try:
+        with fresh(2, placement="ab") as pool:
+            for _ in range(3):
+                assert pool.run(small_against_large, seconds=60) == [[], []]
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def unexpected_before_expected(me: RankContext, count: int) -> None:
+    """Rank 0 sends rank 1 more than a ring holds, and then what rank 1 depends on."""
+    x = torch.ones(100_000)
+    if me.rank == 0:
+        for _ in range(count):
+            dist.send(x, 1)
+        dist.send(x, 2)
+    elif me.rank == 2:
+        dist.recv(x, 0)
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 2)
+        for _ in range(count):
+            dist.recv(x, 0)
+
+
+def test_messages_of_a_rank_with_no_receive_are_kept():
+    with fresh(3, placement="abc") as pool:
+        pool.run(unexpected_before_expected, 14, seconds=20)
+
+
 def highest_tags(me: RankContext) -> list[float]:
     """Tags up to the largest of torch, with several hosts as with one."""
     found = []
@@ -169,6 +226,23 @@ def test_messages_before_a_rank_leaves_arrive(placement, source):
     with fresh(len(placement), placement=placement) as pool:
         found, *_ = pool.run(last_messages, source)
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def receive_and_leave(me: RankContext) -> None:
+    for _ in range(30):
+        group = dist.new_group()
+        x = torch.ones(200_000)
+        if me.rank == 0:
+            dist.send(x, 1, group)
+        else:
+            dist.recv(x.zero_(), 0, group)
+            assert bool(x.all())
+        dist.destroy_process_group(group)
+
+
+def test_a_rank_that_leaves_with_its_message_fails_no_sender():
+    with fresh(2, placement="ab") as pool:
+        pool.run(receive_and_leave, seconds=60)
 
 
 def from_a_leaver(me: RankContext, source: int | None) -> tuple[Caught, float]:

@@ -134,6 +134,11 @@ void Mailbox::guard(const Act& act) {
   }
 }
 
+void Mailbox::called(Rank by) {
+  const Locked locked(mutex_);
+  open(by);
+}
+
 void Mailbox::received(Rank from, uint64_t number) {
   Locked locked(mutex_);
   incoming_.received_directly(from, number);

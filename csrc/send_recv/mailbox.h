@@ -17,7 +17,7 @@
 
 namespace pycollect::ipc {
 
-class Mailbox : private DirectData {
+class Mailbox : private RemoteEvents {
  public:
   // Bytes of shared memory for the mailboxes of a group.
   static std::size_t bytes(int world) { return MailArea::bytes(world); }
@@ -83,6 +83,7 @@ class Mailbox : private DirectData {
   class Waiter;  // the wait of one thread, defined in mailbox.cpp
   using Locked = std::unique_lock<std::mutex>;
 
+  void called(Rank by) override;
   void received(Rank from, uint64_t number) override;
   void sent(Rank to, uint64_t number) override;
 

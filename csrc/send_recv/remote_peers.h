@@ -11,11 +11,12 @@
 
 namespace pycollect::ipc {
 
-// The mailbox, as the threads see it that move data directly. `number`: of the message among those
-// of its sender to its receiver.
-class DirectData {
+// What threads tell the mailbox: that a peer has called, and that the data of a message has been
+// moved directly. `number`: of the message among those of its sender to its receiver.
+class RemoteEvents {
  public:
-  virtual ~DirectData() = default;
+  virtual ~RemoteEvents() = default;
+  virtual void called(Rank by) = 0;
   virtual void received(Rank from, uint64_t number) = 0;
   virtual void sent(Rank to, uint64_t number) = 0;
 };
@@ -24,8 +25,8 @@ class DirectData {
 class RemotePeers {
  public:
   virtual ~RemotePeers() = default;
-  // Call before the first `open`. `data` must live until all threads have ended.
-  virtual void attach(DirectData& data) = 0;
+  // Call before the first `open`. `mailbox` must live until all threads have ended.
+  virtual void attach(RemoteEvents& mailbox) = 0;
   virtual int count() const = 0;
   // Makes this rank's copy of the rings, and begins to receive what the peer writes. Call before
   // the first message to or from it. May be called repeatedly.

@@ -101,9 +101,10 @@ void MirroredRings::answer_calls() {
     if (peer->opened || !wire_->is_connected(peer->rank)) continue;
     std::byte& call = calls_[peer->number];
     try {
-      if (std::atomic_ref(call).load() == kCalled) open(*peer);
-      if (!std::exchange(peer->awaits_call, true))
-        wire_->post_receive(peer->rank, kCalls, &call, 1, ipc::Deadline::max(), calls_);
+      if (std::atomic_ref(call).load() == kCalled) mailbox_->called(peer->number);
+      if (peer->call_posted) continue;
+      wire_->post_receive(peer->rank, kCalls, &call, 1, ipc::Deadline::max(), calls_);
+      peer->call_posted = true;
     } catch (const std::exception&) {
       // One of the two ranks leaves, or there is no memory now.
     }
@@ -152,7 +153,7 @@ void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, s
   const std::lock_guard lock(p.mutex);
   if (p.gone) return;
   try {
-    send_packet(p, false, false);  // not behind the data
+    send_packet(p, false, false);  // what is written already need not wait for the data
     SentData sent{number, wire_->post_send(p.rank, kDirectData, at, bytes, ipc::Deadline::max(),
                                            std::move(owner))};
     send_packet(p, false, false, std::move(sent));
@@ -175,30 +176,31 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, SentData da
   const auto must_tell = [&](const MirroredRing& mirrored) {
     return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kTold;
   };
-  const bool has_news = (bytes != 0 && peer.pending_data < kMostUnderWay) ||
-                        std::ranges::any_of(peer.reads, must_tell);
+  // Without an answer on its way, nothing would send what is held back. A packet may have to ask
+  // for one, because the peer may have nothing else to say.
+  const bool awaits_answer = peer.confirmed < peer.last_asking;
+  const bool is_held_back = awaits_answer && peer.pending_data >= kMostUnderWay;
+  const bool has_news = (bytes != 0 && !is_held_back) || std::ranges::any_of(peer.reads, must_tell);
   if (!has_news && !asks && !answers && data.number == 0) return;
-  if (bytes != 0) ++peer.pending_data;
-  // The peer may have nothing else to say, and so no reason to confirm.
-  const bool awaits_answer = peer.confirmed < peer.asked;
-  if (bytes != 0 && peer.pending_data >= kMostUnderWay / 2 && !awaits_answer) header.asks = 1;
+  const bool should_ask = bytes != 0 && peer.pending_data + 1 >= kMostUnderWay / 2;
+  if (should_ask && !awaits_answer) header.asks = 1;
   header.number = data.number;
   const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
   std::memcpy(packet.get(), &header, sizeof header);
   std::byte* to = packet.get() + sizeof header;
-  for (int i = 0; i < kRings; to += header.bytes[i++]) {
+  for (int i = 0; i < kRings; to += header.bytes[i++])
     copy_from(peer.writes[i].ring, peer.writes[i].sent, to, header.bytes[i]);
+  auto sent = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
+                               ipc::Deadline::max(), packet);
+  for (int i = 0; i < kRings; ++i) {
     peer.writes[i].sent += header.bytes[i];
     peer.reads[i].sent = header.read[i];
   }
   ++peer.sent;
-  if (bytes != 0) peer.data = peer.sent;
-  if (header.asks != 0) peer.asked = peer.sent;
+  if (bytes != 0) peer.last_needed = peer.sent, ++peer.pending_data;
+  if (header.asks != 0) peer.last_asking = peer.sent;
   peer.pending.push_back(
-      {.packet = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
-                                  ipc::Deadline::max(), packet),
-       .has_ring_data = bytes != 0,
-       .data = std::move(data)});
+      {.packet = std::move(sent), .has_ring_data = bytes != 0, .data = std::move(data)});
 }
 
 void MirroredRings::receive_packets(Peer& peer) {
@@ -257,18 +259,25 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     wire_->await(sent.packet, ipc::Deadline::max());
     if (sent.data.number == 0) continue;
     wire_->await(sent.data.data, ipc::Deadline::max());
-    data_->sent(peer.number, sent.data.number);
+    mailbox_->sent(peer.number, sent.data.number);
   }
-  if (header.number != 0) finish_data(peer, header.number);
+  if (header.number != 0) await_data(peer, header.number);
   {
     const std::lock_guard lock(peer.mutex);
     ++peer.received;
   }
   send_news(peer, false, header.asks != 0 || header.number != 0);
+  if (header.number == 0) return;
+  {
+    const std::lock_guard lock(peer.mutex);
+    peer.last_needed = peer.sent;
+  }
+  // After the answer: when this rank has its message, it may leave.
+  mailbox_->received(peer.number, header.number);
 }
 
 // Does not wait long: the packet that announces the data came behind it.
-void MirroredRings::finish_data(Peer& peer, uint64_t number) {
+void MirroredRings::await_data(Peer& peer, uint64_t number) {
   ProcessGroupWire::PendingPtr data;
   {
     const std::lock_guard lock(peer.mutex);
@@ -277,7 +286,6 @@ void MirroredRings::finish_data(Peer& peer, uint64_t number) {
     data = std::move(found.mapped());
   }
   wire_->await(data, ipc::Deadline::max());
-  data_->received(peer.number, number);
 }
 
 void MirroredRings::lose(Peer& peer, const std::string& failure) {
@@ -299,9 +307,9 @@ bool MirroredRings::has_delivered() {
       const std::lock_guard lock(peer->mutex);
       const bool sent = std::ranges::all_of(
           peer->writes, [](const auto& mirrored) { return mirrored.written() == mirrored.sent; });
-      if (peer->gone || (sent && peer->data <= peer->confirmed)) continue;
+      if (peer->gone || (sent && peer->last_needed <= peer->confirmed)) continue;
       all = false;
-      asks = peer->asked < peer->data;
+      asks = peer->last_asking < peer->last_needed;
     }
     if (asks) send_news(*peer, true, false);
   }

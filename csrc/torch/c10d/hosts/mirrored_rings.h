@@ -1,9 +1,9 @@
 // Mirrored rings: the rings of a mailbox between ranks on different hosts, over the wire. Each of
 // two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
 // read, in packets. A thread for each peer with which there are messages always has receives
-// posted, so a packet waits for nothing but those before it. It starts with the first message of
-// either rank: the sender of a message calls. Data flows as fast as it is read, because a ring has
-// no room for more. The data of a large message goes past the rings if both ends are in host
+// posted, so a packet waits for nothing but those before it. It starts when either rank sends or
+// receives the first message, and calls the other. Data flows as fast as it is read, because a ring
+// has no room for more. The data of a large message goes past the rings if both ends are in host
 // memory, and a packet behind it says that it has come.
 #pragma once
 #include <array>
@@ -28,7 +28,7 @@ class MirroredRings final : public ipc::RemotePeers {
   MirroredRings(const MirroredRings&) = delete;
   MirroredRings& operator=(const MirroredRings&) = delete;
 
-  void attach(ipc::DirectData& data) override { data_ = &data; }
+  void attach(ipc::RemoteEvents& mailbox) override { mailbox_ = &mailbox; }
   int count() const override { return static_cast<int>(peers_.size()); }
   void open(Rank peer) override { open(at(peer)); }
   std::byte* rings(Rank peer, bool outgoing) override;
@@ -42,7 +42,7 @@ class MirroredRings final : public ipc::RemotePeers {
   bool any_gone() const override { return any_gone_; }
   [[noreturn]] void fail(Rank peer, bool is_late, const ipc::OpContext& context) override;
 
-  // Begins to receive from the ranks that have a message for this one. Call now and then.
+  // Opens the peers that have called. Call now and then.
   void answer_calls();
   // Waits for the threads. Call when the wire's connections are closed.
   void join();
@@ -73,13 +73,16 @@ class MirroredRings final : public ipc::RemotePeers {
     std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
     std::thread thread;
     std::atomic<bool> opened = false, gone = false;
-    bool awaits_call = false;  // or has got it
+    bool call_posted = false;  // whether its call would be received, or has been
 
     std::mutex mutex;  // guards the members below
     std::array<MirroredRing, kRings> writes, reads;
     bool connected = false;
     uint64_t sent = 0, confirmed = 0, received = 0;  // packets
-    uint64_t data = 0, asked = 0;    // the last packets with ring data, and that asked
+    uint64_t last_asking = 0;                        // the last packet that asks for an answer
+    // The last packet that the peer must have before this rank leaves: it has ring data, or answers
+    // to data that came directly.
+    uint64_t last_needed = 0;
     std::deque<SentPacket> pending;  // not confirmed
     int pending_data = 0;            // those with ring data
     // [number of the message]: data that comes directly.
@@ -92,13 +95,13 @@ class MirroredRings final : public ipc::RemotePeers {
   void send_packet(Peer& peer, bool asks, bool answers, SentData data = {});
   void receive_packets(Peer& peer);
   void take(Peer& peer, const std::byte* packet);
-  void finish_data(Peer& peer, uint64_t number);
+  void await_data(Peer& peer, uint64_t number);
   void lose(Peer& peer, const std::string& failure);
 
   const std::shared_ptr<ipc::Group> group_;
   const ipc::HostsLink link_;
   const std::shared_ptr<ProcessGroupWire> wire_;
-  ipc::DirectData* data_ = nullptr;
+  ipc::RemoteEvents* mailbox_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
   const std::shared_ptr<std::byte[]> calls_;  // [peer]: kCalled once it has called
   std::mutex opening_mutex_;
