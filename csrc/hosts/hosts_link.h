@@ -1,9 +1,11 @@
 // What the ranks of a world of several hosts know of it: the hosts, their names, and the wire.
 #pragma once
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../group/format_ranks.h"
@@ -12,6 +14,9 @@
 #include "../rank_executor/wire.h"
 
 namespace pycollect::ipc {
+
+// How long a rank that finds a connection closed waits for the cause.
+inline constexpr std::chrono::milliseconds kCauseTime{500};
 
 struct HostsLink {
   const Hosts* hosts;              // never freed
@@ -38,14 +43,20 @@ struct HostsLink {
       if (failure.timed_out)
         group.fail(AbortRecord::timed_out, text("timed out; ", describe(peer), " did not arrive"),
                    context);
-      const AbortCause cause = cause_of(peer, failure);
+      const AbortCause cause = cause_of(peer, failure, [&] { return !group.is_healthy(); });
       group.fail(cause.kind, cause.text, context);
     }
   }
 
-  // Returns why the connection to `peer` is closed.
-  AbortCause cause_of(Rank peer, const WireFailure& failure) const {
-    if (const auto cause = find_cause()) return *cause;
+  // Returns why the connection to `peer` is closed. Waits for the cause, which another rank may be
+  // about to tell: connections of a rank close before the rank itself knows that it has timed out,
+  // and a store takes time. Returns early if `ends()`.
+  AbortCause cause_of(Rank peer, const WireFailure& failure,
+                      const std::function<bool()>& ends) const {
+    for (const auto end = Clock::now() + kCauseTime; !ends() && Clock::now() < end;) {
+      if (const auto cause = find_cause()) return *cause;
+      std::this_thread::sleep_for(kCauseTime / 20);
+    }
     return {AbortRecord::lost,
             text("the connection to ", describe(peer),
                  " broke: the rank or its host has died or left, or the network has failed (",

@@ -13,9 +13,6 @@ namespace {
 // A tenth of the time within which all ranks of all hosts must notice a death.
 constexpr std::chrono::milliseconds kInterval{200};
 
-// How long a rank that finds a connection closed waits for the cause.
-constexpr std::chrono::milliseconds kCauseTime{500};
-
 // How long a rank waits until the host that watches it has its last message.
 constexpr std::chrono::milliseconds kFarewellTime{500};
 
@@ -124,17 +121,6 @@ void HostsMonitor::serve() {
   }
 }
 
-// A connection may close because of a failure that another rank is about to publish: connections of
-// a rank close before the rank itself knows that it has timed out.
-bool HostsMonitor::await_cause() {
-  const ipc::Deadline end = ipc::Clock::now() + kCauseTime;
-  while (group_->is_healthy() && ipc::Clock::now() < end && !board_->find()) {
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_for(lock, kCauseTime / 10, [this] { return left_; })) return false;
-  }
-  return group_->is_healthy();
-}
-
 void HostsMonitor::watch() {
   pthread_setname_np(pthread_self(), "pycollect watch");
   const Rank next = first_rank(1);
@@ -147,8 +133,13 @@ void HostsMonitor::watch() {
     if (cause.kind == ipc::AbortRecord::healthy) return;
     group_->abort(cause);
   } catch (const ipc::WireFailure& failure) {
-    if (!await_cause()) return;
-    group_->abort(link_.cause_of(next, failure));
+    const auto is_over = [this] {
+      const std::lock_guard lock(mutex_);
+      return left_ || !group_->is_healthy();
+    };
+    const ipc::AbortCause cause = link_.cause_of(next, failure, is_over);
+    if (is_over()) return;
+    group_->abort(cause);
   }
   end();
 }

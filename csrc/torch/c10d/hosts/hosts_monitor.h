@@ -36,8 +36,6 @@ class HostsMonitor {
   void tell(const ipc::AbortCause& cause);
   void end();
   void watch();
-  // Returns whether this rank is to abort the group because of a closed connection.
-  bool await_cause();
   // Returns the first rank of the host that is so many hosts after this one.
   Rank first_rank(int hosts_after) const;
 

@@ -326,7 +326,8 @@ void MirroredRings::fail(Rank peer, bool is_late, const ipc::OpContext& context)
     const std::lock_guard lock(p.mutex);
     failure = p.failure;
   }
-  const ipc::AbortCause cause = link_.cause_of(p.rank, ipc::WireFailure(failure, false));
+  const ipc::AbortCause cause = link_.cause_of(p.rank, ipc::WireFailure(failure, false),
+                                               [this] { return !group_->is_healthy(); });
   group_->fail(cause.kind, cause.text, context);
 }
 
