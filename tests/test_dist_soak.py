@@ -2,7 +2,7 @@
 
 dist_soak.py derives all steps from a seed, which failures report. PYCOLLECT_TEST_SOAK_SEED=n runs
 that scenario first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of steps (comma-separated names),
-and PYCOLLECT_TEST_SOAK_SECONDS is the duration of the slow test.
+and PYCOLLECT_TEST_SOAK_SECONDS is the duration of each slow test.
 """
 
 from __future__ import annotations

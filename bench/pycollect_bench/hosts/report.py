@@ -70,11 +70,10 @@ def least(job: HostJob, case: Case, row: Row) -> float:
 
 def predicted(job: HostJob, case: Case, row: Row) -> float | None:
     """Return the predicted seconds of a call; None for a peer, and where the model is no use."""
-    is_planned = row.name in (OURS, FAST) and case.collective != "send_recv"
-    is_planned = is_planned and bool(job.rate) and case.dtype == torch.float32
-    if not is_planned or case.nbytes < _LEAST_FOR_MODEL:
+    is_ours = row.name in (OURS, FAST) and case.collective != "send_recv"
+    is_planned = is_ours and case.dtype == torch.float32
+    if not is_planned or not job.rate or case.nbytes < _LEAST_FOR_MODEL:
         return None
-    assert job.rate is not None
     plan = pc.plan(
         _PLANNED.get(case.collective, case.collective),
         hosts=(job.ranks_per_host,) * job.hosts,

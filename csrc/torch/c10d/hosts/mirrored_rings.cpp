@@ -143,7 +143,7 @@ void MirroredRings::receive_data(Rank peer, uint64_t number, std::byte* at, std:
     p.incoming_data.emplace(number, wire_->post_receive(p.rank, kDirectData, at, bytes,
                                                         ipc::Deadline::max(), std::move(owner)));
   } catch (const ipc::WireFailure&) {
-    // The thread of the peer finds that it is gone.
+    // The thread of the peer finds that it is gone, or that this data cannot be received.
   }
 }
 
@@ -276,13 +276,14 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   mailbox_->received(peer.number, header.number);
 }
 
-// Does not wait long: the packet that announces the data came behind it.
+// Does not wait long: the packet that announces the data came behind it. Throws if its receive
+// could not be posted: the data is not there, although the peer has sent it.
 void MirroredRings::await_data(Peer& peer, uint64_t number) {
   ProcessGroupWire::PendingPtr data;
   {
     const std::lock_guard lock(peer.mutex);
     const auto found = peer.incoming_data.extract(number);
-    if (found.empty()) return;  // the connections are being closed
+    if (found.empty()) throw ipc::WireFailure("the data of a message could not be received", false);
     data = std::move(found.mapped());
   }
   wire_->await(data, ipc::Deadline::max());
