@@ -107,7 +107,9 @@ def test_a_link_that_is_down_loses_packets_and_comes_back(possible):
         assert isinstance(transfer(hosts, 0, 1, 1), OSError)
         assert isinstance(transfer(hosts, 1, 1, 1), float)
         hosts.link_up(1)
-        assert isinstance(transfer(hosts, 0, 1, 1), float)
+        until = time.monotonic() + 20  # a first packet may be lost while hosts look for each other
+        while not isinstance(found := transfer(hosts, 0, 1, 1), float):
+            assert time.monotonic() < until, found
 
 
 def test_programs_run_on_their_host(possible):
