@@ -16,13 +16,20 @@ from torch._C._dynamo import eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def skip_compile(function: F) -> F:
-    """Mark a function whose calls break the graph of torch.compile; it is not wrapped."""
-    if isinstance(function, FunctionType):
-        function.__dict__["_torchdynamo_disable"] = True  # its callers do not trace into it
-        function.__dict__["_torchdynamo_disable_msg"] = "pycollect moves data outside of graphs"
-        _skip(function.__code__)
-    return function
+def skip_compile(reason: str) -> Callable[[F], F]:
+    """Mark a function whose calls break the graph of torch.compile; it is not wrapped.
+
+    torch.compile gives the reason where a program wants a full graph.
+    """
+
+    def mark(function: F) -> F:
+        if isinstance(function, FunctionType):
+            function.__dict__["_torchdynamo_disable"] = True  # its callers do not trace into it
+            function.__dict__["_torchdynamo_disable_msg"] = reason
+            _skip(function.__code__)
+        return function
+
+    return mark
 
 
 def _skip(code: CodeType) -> None:

@@ -50,8 +50,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from . import _C
+from . import _C, _in_graph
 from ._skip_compile import skip_compile
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -89,7 +90,6 @@ def all_reduce(
 def all_reduce(
     tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@skip_compile
 def all_reduce(
     tensors: TensorList,
     op: Op = "sum",
@@ -109,7 +109,8 @@ def all_reduce(
     >>> all_reduce(x); x
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    return _C.all_reduce(tensors, op, algorithm, async_op, streams, peer_access)
+    call = _in_graph.all_reduce if is_compiling() else _C.all_reduce
+    return call(tensors, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -132,7 +133,6 @@ def all_reduce_coalesced(
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@skip_compile
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
     op: Op = "sum",
@@ -154,7 +154,8 @@ def all_reduce_coalesced(
     >>> all_reduce_coalesced(x); x[0]
     [tensor([2.]), tensor([2., 2.])]
     """
-    return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams, peer_access)
+    call = _in_graph.all_reduce_coalesced if is_compiling() else _C.all_reduce_coalesced
+    return call(tensor_lists, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -179,7 +180,6 @@ def reduce(
 def reduce(
     tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@skip_compile
 def reduce(
     tensors: TensorList,
     dst: int = 0,
@@ -200,7 +200,8 @@ def reduce(
     >>> reduce(x, dst=1); x
     [tensor([1., 1.]), tensor([2., 2.])]
     """
-    return _C.reduce(tensors, dst, op, algorithm, async_op, streams, peer_access)
+    call = _in_graph.reduce if is_compiling() else _C.reduce
+    return call(tensors, dst, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -219,7 +220,6 @@ def broadcast(
 def broadcast(
     tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
-@skip_compile
 def broadcast(
     tensors: TensorList,
     src: int = 0,
@@ -239,7 +239,8 @@ def broadcast(
     >>> broadcast(x, src=1); x[0]
     tensor([1., 1.])
     """
-    return _C.broadcast(tensors, src, algorithm, async_op, streams, peer_access)
+    call = _in_graph.broadcast if is_compiling() else _C.broadcast
+    return call(tensors, src, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -266,7 +267,6 @@ def broadcast_coalesced(
     async_op: bool,
     **options: Unpack[OnStreams],
 ) -> Work | None: ...
-@skip_compile
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
     src: int = 0,
@@ -287,10 +287,10 @@ def broadcast_coalesced(
     >>> broadcast_coalesced(x, src=1); x[0]
     [tensor([1.]), tensor([1., 1.])]
     """
-    return _C.broadcast_coalesced(tensor_lists, src, async_op, streams, peer_access)
+    call = _in_graph.broadcast_coalesced if is_compiling() else _C.broadcast_coalesced
+    return call(tensor_lists, src, async_op, streams, peer_access)
 
 
-@skip_compile
 def replicate(
     tensors: TensorList, devices: DeviceSpec, *, peer_access: bool = True
 ) -> list[list[torch.Tensor]]:
@@ -306,7 +306,8 @@ def replicate(
     [tensor([1.]), tensor([0., 0.])]
     """
     ranks = ranks_of(devices, "replicate")
-    flat = _C.replicate(tensors, ranks, peer_access) or []
+    call = _in_graph.replicate if is_compiling() else _C.replicate
+    flat = call(tensors, ranks, peer_access) or []
     return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
@@ -322,7 +323,6 @@ def copy_(
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool, peer_access: bool = ...
 ) -> Work | None: ...
-@skip_compile
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool = False, peer_access: bool = True
 ) -> Work | None:
@@ -338,10 +338,11 @@ def copy_(
     >>> copy_(x, torch.ones(2)); x
     tensor([1., 1.])
     """
-    return _C.copy_(dst, src, async_op, peer_access)
+    call = _in_graph.copy_ if is_compiling() else _C.copy_
+    return call(dst, src, async_op, peer_access)
 
 
-@skip_compile
+@skip_compile("pycollect.barrier waits for calls outside of graphs")
 def barrier(devices: DeviceSpec) -> None:
     """Wait until all earlier collectives, including asynchronous ones, have finished.
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from . import _C
-from ._skip_compile import skip_compile
+from . import _C, _in_graph
 from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 
@@ -35,7 +35,6 @@ def all_gather(
 def all_gather(
     tensors: TensorList, *, async_op: bool, **options: Unpack[AlongDim]
 ) -> list[torch.Tensor] | Work: ...
-@skip_compile
 def all_gather(
     tensors: TensorList,
     *,
@@ -56,7 +55,8 @@ def all_gather(
     >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
     """
-    return _C.all_gather(tensors, dim, algorithm, out, async_op, streams, peer_access)
+    call = _in_graph.all_gather if is_compiling() else _C.all_gather
+    return call(tensors, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
@@ -75,7 +75,6 @@ def reduce_scatter(
 def reduce_scatter(
     tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[AlongDim]
 ) -> list[torch.Tensor] | Work: ...
-@skip_compile
 def reduce_scatter(
     tensors: TensorList,
     op: Op = "sum",
@@ -97,7 +96,8 @@ def reduce_scatter(
     >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     [tensor([5, 7]), tensor([9])]
     """
-    return _C.reduce_scatter(tensors, op, dim, algorithm, out, async_op, streams, peer_access)
+    call = _in_graph.reduce_scatter if is_compiling() else _C.reduce_scatter
+    return call(tensors, op, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
@@ -112,7 +112,6 @@ def all_to_all(
 def all_to_all(
     tensors: TensorList, *, async_op: bool, **options: Unpack[Splits]
 ) -> list[torch.Tensor] | Work: ...
-@skip_compile
 def all_to_all(
     tensors: TensorList,
     *,
@@ -136,7 +135,8 @@ def all_to_all(
     >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
     [tensor([1, 3]), tensor([2, 4])]
     """
-    return _C.all_to_all(tensors, dim, split_sizes, out, async_op, streams, peer_access)
+    call = _in_graph.all_to_all if is_compiling() else _C.all_to_all
+    return call(tensors, dim, split_sizes, out, async_op, streams, peer_access)
 
 
 @overload
@@ -155,7 +155,6 @@ def scatter(
 def scatter(
     tensor: TensorLike, devices: DeviceSpec, *, async_op: bool, **options: Unpack[Chunks]
 ) -> list[torch.Tensor] | Work: ...
-@skip_compile
 def scatter(
     tensor: TensorLike,
     devices: DeviceSpec,
@@ -180,10 +179,10 @@ def scatter(
     [tensor([0, 1]), tensor([2])]
     """
     ranks = ranks_of(devices, "scatter")
-    return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams, peer_access)
+    call = _in_graph.scatter if is_compiling() else _C.scatter
+    return call(tensor, ranks, chunk_sizes, dim, out, async_op, streams, peer_access)
 
 
-@skip_compile
 def gather(
     tensors: TensorList,
     device: torch.device | str | None = None,
@@ -207,4 +206,5 @@ def gather(
     target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
         raise ValueError(f"gather: device {device!r} names {len(target)} devices; pass one")
-    return _C.gather(tensors, target, dim, out, streams, peer_access)
+    call = _in_graph.gather if is_compiling() else _C.gather
+    return call(tensors, target, dim, out, streams, peer_access)

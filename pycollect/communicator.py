@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 
 from . import _C, collectives, collectives_along_dim
-from ._skip_compile import skip_compile
 from .collectives import ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -66,7 +65,7 @@ def _bound(
         return function(ranks, *args, **self._with_peer_access(kwargs))
 
     _describe(method, function, by_position=1)
-    return skip_compile(method)
+    return method
 
 
 def _bound_with_devices(
@@ -79,7 +78,7 @@ def _bound_with_devices(
         return function(data, self.devices, *args, **self._with_peer_access(kwargs))
 
     _describe(method, function, by_position=1)
-    return skip_compile(method)
+    return method
 
 
 def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], R]:
@@ -90,7 +89,7 @@ def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Co
         return function(*args, **self._with_peer_access(kwargs))
 
     _describe(method, function, by_position=0)
-    return skip_compile(method)
+    return method
 
 
 class Communicator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from test_autograd import cases, leaves
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pycollect import autograd, collectives, collectives_along_dim
+from pycollect import autograd
 
 # --- outputs without gradients, inputs that need none ---------------------------------------------
 
@@ -43,25 +45,19 @@ def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_computed(
                 torch.testing.assert_close(t.grad, wanted[i])
 
 
-def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that records the name of every plain collective called from now on."""
-    calls: list[str] = []
-    for module, names in (
-        (collectives, ("all_reduce", "reduce", "broadcast", "copy_", "replicate")),
-        (
-            collectives_along_dim,
-            ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"),
-        ),
-    ):
-        for name in names:
-            plain = getattr(module, name)
+class RecordedCalls(TorchDispatchMode):
+    """Records the name of every collective that runs meanwhile."""
 
-            def counted(*args: object, plain=plain, name=name, **options: object) -> object:
-                calls.append(name)
-                return plain(*args, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
 
-            monkeypatch.setattr(module, name, counted)
-    return calls
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if operator.namespace == "pycollect":
+            self.calls.append(operator.name().partition("::")[2].rstrip("_"))
+        return operator(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -76,25 +72,23 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("gather", "scatter"),
     ],
 )
-def test_the_backward_pass_is_a_collective(
-    name: str, back: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backward_pass_is_a_collective(name: str, back: str) -> None:
     tensors = leaves([(4, 2)] * 2)
     got = getattr(autograd, name)(tensors)
-    calls = record_calls(monkeypatch)
-    torch.autograd.backward([t.sum() for t in got] if isinstance(got, list) else got.sum())
-    assert calls == [back]
+    with RecordedCalls() as recorded:
+        torch.autograd.backward([t.sum() for t in got] if isinstance(got, list) else got.sum())
+    assert recorded.calls == [back]
 
 
-def test_tensors_without_requires_grad_cost_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_without_requires_grad_cost_no_collective() -> None:
     tensors = [torch.randn(4, requires_grad=rank == 1) for rank in range(3)]
     gathered = autograd.all_gather(tensors)
     replicated = autograd.replicate(tensors, "cpu*2")
-    calls = record_calls(monkeypatch)
-    torch.autograd.backward([g.sum() for g in gathered])
-    assert calls == ["reduce"]
-    sum(c.sum() for rank in replicated for c in rank).backward()
-    assert calls == ["reduce"] * 2
+    with RecordedCalls() as recorded:
+        torch.autograd.backward([g.sum() for g in gathered])
+        assert recorded.calls == ["reduce"]
+        sum(c.sum() for rank in replicated for c in rank).backward()
+        assert recorded.calls == ["reduce"] * 2
     with torch.no_grad():
         assert not any(t.requires_grad for t in autograd.all_reduce(tensors))
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._skip_compile import skip_compile
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
+from . import in_graph
+from .in_graph import operator_in_graph
 from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
 from .linear_along_dim import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
 from .node import apply
@@ -21,7 +22,7 @@ _LINEAR = ("sum", "avg")
 _ALL = (*_LINEAR, "max", "min", "prod")
 
 
-@skip_compile
+@operator_in_graph(in_graph.all_reduce)
 def all_reduce(
     tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -44,7 +45,7 @@ def all_reduce(
     return apply(AllReduce(devices, name == "avg", algorithm), tensors)
 
 
-@skip_compile
+@operator_in_graph(in_graph.reduce)
 def reduce(
     tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
 ) -> Tensor:
@@ -62,7 +63,7 @@ def reduce(
     return result
 
 
-@skip_compile
+@operator_in_graph(in_graph.broadcast)
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -80,7 +81,7 @@ def broadcast(
     return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
 
 
-@skip_compile
+@operator_in_graph(in_graph.all_gather)
 def all_gather(
     tensors: Sequence[Tensor], *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -98,7 +99,7 @@ def all_gather(
     return apply(AllGather(devices, at, lengths, algorithm=algorithm), tensors)
 
 
-@skip_compile
+@operator_in_graph(in_graph.reduce_scatter)
 def reduce_scatter(
     tensors: Sequence[Tensor], op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -118,7 +119,7 @@ def reduce_scatter(
     return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
 
 
-@skip_compile
+@operator_in_graph(in_graph.all_to_all, in_graph.with_rows)
 def all_to_all(
     tensors: Sequence[Tensor],
     *,
@@ -141,7 +142,7 @@ def all_to_all(
     return apply(AllToAll(devices, at, splits), tensors)
 
 
-@skip_compile
+@operator_in_graph(in_graph.scatter)
 def scatter(
     tensor: Tensor,
     devices: DeviceSpec,
@@ -170,7 +171,7 @@ def scatter(
     return apply(Scatter(ranks, origin, at, chunks), [tensor])
 
 
-@skip_compile
+@operator_in_graph(in_graph.gather)
 def gather(
     tensors: Sequence[Tensor], device: torch.device | str | None = None, *, dim: int = 0
 ) -> Tensor:
@@ -190,7 +191,7 @@ def gather(
     return result
 
 
-@skip_compile
+@operator_in_graph(in_graph.copy)
 def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a copy on ``device``, in new memory even on the same device; backward: copy.
 
@@ -204,7 +205,7 @@ def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     return result
 
 
-@skip_compile
+@operator_in_graph(in_graph.replicate, in_graph.by_tensor)
 def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tensor]]:
     """Return a copy of every tensor for each rank, ``result[rank][i]``; backward: reduce of each.
 
@@ -300,4 +301,9 @@ def _splits(
 def _lengths(sizes: Any, call: str, argument: str) -> Lengths:
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise TypeError(f"{call}: {argument} is a {type(sizes).__name__}; pass a list of ints")
-    return tuple(_C.int_from(size, call, argument) for size in sizes)
+    return tuple(_length(size, call, argument) for size in sizes)
+
+
+def _length(size: Any, call: str, argument: str) -> Any:
+    """Return the size as an int; a symbolic one of a tracer remains symbolic."""
+    return size if isinstance(size, torch.SymInt) else _C.int_from(size, call, argument)

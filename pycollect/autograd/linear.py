@@ -12,41 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import collectives
 from .node import LinearCollective, apply
 
 Devices = tuple[torch.device, ...]
-
-
-def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors with equal strides, which collectives in place require.
-
-    Tensors that are dense with equal strides are returned themselves, others as contiguous tensors.
-    """
-    strides = tensors[0].stride()
-    if all(t.stride() == strides == torch.empty_like(t, device="meta").stride() for t in tensors):
-        return list(tensors)
-    return [t.contiguous() for t in tensors]
-
-
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of the tensor on `device`, not recorded by autograd."""
-    copy = torch.empty_like(tensor, device=device)
-    collectives.copy_(copy, tensor)
-    return copy
+operators = torch.ops.pycollect
 
 
 def op_of(mean: bool) -> str:
     """Return the op of a collective: "avg" for a mean, else "sum"."""
     return "avg" if mean else "sum"
-
-
-def _summed(tensors: Sequence[Tensor], dst: int, mean: bool, algorithm: str | None) -> Tensor:
-    """Return the sum or mean of the tensors in new memory, on the device of ``tensors[dst]``."""
-    buffers = alike(tensors)
-    buffers[dst] = buffers[dst].clone()
-    collectives.reduce(buffers, dst, op_of(mean), algorithm=algorithm)
-    return buffers[dst]
 
 
 @dataclass(frozen=True)
@@ -58,9 +32,7 @@ class AllReduce(LinearCollective):
     algorithm: str | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        buffers = [t.clone() for t in alike(tensors)]
-        collectives.all_reduce(buffers, op_of(self.mean), algorithm=self.algorithm)
-        return buffers
+        return list(operators.all_reduce(tensors, op_of(self.mean), algorithm=self.algorithm))
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Reduce to the first rank whose `wanted` is True, and copy its result to the others."""
@@ -87,7 +59,8 @@ class Reduce(LinearCollective):
     algorithm: str | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [_summed(tensors, self.dst, self.mean, self.algorithm)]
+        op = op_of(self.mean)
+        return [operators.reduce(tensors, self.dst, op, algorithm=self.algorithm)]
 
     def transposed(self) -> LinearCollective:
         return Broadcast(self.devices, self.dst, self.mean)
@@ -107,7 +80,7 @@ class Broadcast(LinearCollective):
         source = tensor / len(self.devices) if self.mean else tensor.clone()
         buffers = [torch.empty_like(source, device=device) for device in self.devices]
         buffers[self.src] = source
-        collectives.broadcast(buffers, self.src, algorithm=self.algorithm)
+        operators.broadcast_(buffers, self.src, algorithm=self.algorithm)
         return buffers
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
@@ -128,7 +101,7 @@ class Copy(LinearCollective):
     target: torch.device
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [copied(t, self.target) for t in tensors]
+        return [operators.copy(t, self.target) for t in tensors]
 
     def transposed(self) -> LinearCollective:
         return Copy(self.target, self.origin)
@@ -145,8 +118,8 @@ class Replicate(LinearCollective):
     origins: Devices
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        ranks = collectives.replicate(tensors, self.devices)
-        return [t for rank in ranks for t in rank]
+        flat = operators.replicate(tensors, self.devices)
+        return [t for rank in range(len(self.devices)) for t in flat[rank :: len(self.devices)]]
 
     def transposed(self) -> LinearCollective:
         return Total(self.devices, self.origins)
@@ -174,8 +147,8 @@ class Total(LinearCollective):
 
     def _total(self, tensors: list[Tensor], origin: torch.device) -> Tensor:
         dst = self.devices.index(origin) if origin in self.devices else 0
-        total = _summed(tensors, dst, mean=False, algorithm=None)
-        return total if total.device == origin else copied(total, origin)
+        total: Tensor = operators.reduce(tensors, dst)
+        return total if total.device == origin else operators.copy(total, origin)
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Compute the sums whose `wanted` is True in one autograd node; None for the others."""

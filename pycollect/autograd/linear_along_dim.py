@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .. import collectives_along_dim
-from .linear import Copy, Devices, Reduce, op_of
+from .linear import Copy, Devices, Reduce, op_of, operators
 from .node import LinearCollective, apply
 
 Lengths = tuple[int, ...]
@@ -23,7 +22,7 @@ Lengths = tuple[int, ...]
 
 def even(length: int, world: int) -> Lengths:
     """Return the lengths of the `world` chunks into which torch.tensor_split cuts `length`."""
-    return tuple(length // world + (rank < length % world) for rank in range(world))
+    return tuple((length + world - 1 - rank) // world for rank in range(world))
 
 
 def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
@@ -47,7 +46,7 @@ class AllGather(LinearCollective):
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         scaled = self._scaled(tensors)
-        return collectives_along_dim.all_gather(scaled, dim=self.dim, algorithm=self.algorithm)
+        return list(operators.all_gather(scaled, self.dim, algorithm=self.algorithm))
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         gather = Gather(self.devices, self.devices[rank], self.dim, self.lengths)
@@ -75,9 +74,7 @@ class ReduceScatter(LinearCollective):
         # The collective cuts evenly; the transpose of an uneven all_gather reduces chunk by chunk.
         if self.lengths == even(sum(self.lengths), len(self.lengths)):
             op = op_of(self.mean)
-            return collectives_along_dim.reduce_scatter(
-                tensors, op, dim=self.dim, algorithm=self.algorithm
-            )
+            return list(operators.reduce_scatter(tensors, op, self.dim, algorithm=self.algorithm))
         return [self.one(tensors, rank) for rank in range(len(tensors))]
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
@@ -101,7 +98,8 @@ class AllToAll(LinearCollective):
     splits: tuple[Lengths, ...]
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return collectives_along_dim.all_to_all(tensors, dim=self.dim, split_sizes=self.splits)
+        sizes = [size for row in self.splits for size in row]
+        return list(operators.all_to_all(tensors, self.dim, sizes))
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         pairs = zip(tensors, self.splits, strict=True)
@@ -128,9 +126,7 @@ class Scatter(LinearCollective):
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         (tensor,) = tensors
-        return collectives_along_dim.scatter(
-            tensor, self.devices, chunk_sizes=self.lengths, dim=self.dim
-        )
+        return list(operators.scatter(tensor, self.devices, self.lengths, self.dim))
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         (tensor,) = tensors
@@ -155,7 +151,7 @@ class Gather(LinearCollective):
     lengths: Lengths
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [collectives_along_dim.gather(tensors, self.target, dim=self.dim)]
+        return [operators.gather(tensors, self.target, self.dim)]
 
     def transposed(self) -> LinearCollective:
         return Scatter(self.devices, self.target, self.dim, self.lengths)

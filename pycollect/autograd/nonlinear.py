@@ -12,15 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import collectives
-from .linear import AllReduce, alike
+from .linear import AllReduce, operators
 from .node import apply, plain
 
 
 def _reduced(tensors: Sequence[Tensor], op: str, algorithm: str | None) -> list[Tensor]:
-    buffers = [t.clone() for t in alike([plain(t) for t in tensors])]
-    collectives.all_reduce(buffers, op, algorithm=algorithm)
-    return buffers
+    results: list[Tensor] = operators.all_reduce(
+        [plain(t) for t in tensors], op, algorithm=algorithm
+    )
+    return results
 
 
 class Extreme(torch.autograd.Function):

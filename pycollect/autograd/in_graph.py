@@ -1,0 +1,157 @@
+"""The functions of pycollect.autograd in a graph of torch.compile, and the operators' gradients.
+
+In a graph, each function is the operator of its name in torch.ops.pycollect. Where autograd records
+an operator, it does so as the function outside of a graph, so there is one definition of gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
+
+from .._in_graph import flat, name_of
+from ..collectives import Op, ranks_of
+from ..devices import DeviceSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Tensors = Sequence[Tensor]
+Recorded = Callable[..., Any]
+
+_operators = torch.ops.pycollect
+_LIBRARY: Any = torch.library.Library("pycollect", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def operator_in_graph(
+    call: Callable[P, Any], adapted: Callable[[Recorded], Recorded] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function of pycollect.autograd, which `call` replaces in graphs.
+
+    Autograd records calls of the operator with the function's name as it records the function.
+    `adapted` is given if their arguments or results differ: it returns a function with those of the
+    operator.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        _record(function.__name__, adapted(function) if adapted else function)
+
+        @functools.wraps(function)
+        def either(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = call(*args, **kwargs) if is_compiling() else function(*args, **kwargs)
+            return result
+
+        return either
+
+    return decorate
+
+
+def _record(name: str, function: Recorded) -> None:
+    operator = getattr(_operators, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def kernel(keys: Any, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(map(_requires_grad, args)):
+            named = dict(zip(names[1:], args[1:], strict=False))  # without those with defaults
+            return function(args[0], **named, **options)
+        with torch._C._AutoDispatchBelowAutograd():
+            below = keys & torch._C._after_autograd_keyset
+            return operator.redispatch(below, *args, **options)
+
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(value))
+
+
+def all_reduce(tensors: Tensors, op: Op = "sum", *, algorithm: str | None = None) -> Any:
+    """Call the operator all_reduce."""
+    return _operators.all_reduce(tensors, name_of(op, "all_reduce"), algorithm=algorithm)
+
+
+def reduce(tensors: Tensors, dst: int = 0, op: Op = "sum", *, algorithm: str | None = None) -> Any:
+    """Call the operator reduce."""
+    return _operators.reduce(tensors, dst, name_of(op, "reduce"), algorithm=algorithm)
+
+
+def broadcast(tensors: Tensors, src: int = 0, *, algorithm: str | None = None) -> Any:
+    """Call the operator broadcast."""
+    return _operators.broadcast(tensors, src, algorithm=algorithm)
+
+
+def all_gather(tensors: Tensors, *, dim: int = 0, algorithm: str | None = None) -> Any:
+    """Call the operator all_gather."""
+    return _operators.all_gather(tensors, dim, algorithm=algorithm)
+
+
+def reduce_scatter(
+    tensors: Tensors, op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
+) -> Any:
+    """Call the operator reduce_scatter."""
+    name = name_of(op, "reduce_scatter")
+    return _operators.reduce_scatter(tensors, name, dim, algorithm=algorithm)
+
+
+def all_to_all(
+    tensors: Tensors,
+    *,
+    dim: int = 0,
+    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Any:
+    """Call the operator all_to_all."""
+    return _operators.all_to_all(tensors, dim, flat(split_sizes))
+
+
+def with_rows(function: Recorded) -> Recorded:
+    """Return all_to_all with the operator's split sizes, which have no inner lists."""
+
+    def all_to_all(tensors: Tensors, dim: int = 0, split_sizes: Any = None) -> Any:
+        rows = split_sizes
+        if rows is not None and len(rows) > len(tensors):
+            rows = [rows[at : at + len(tensors)] for at in range(0, len(rows), len(tensors))]
+        return function(tensors, dim=dim, split_sizes=rows)
+
+    return all_to_all
+
+
+def scatter(
+    tensor: Tensor, devices: DeviceSpec, *, chunk_sizes: Sequence[int] | None = None, dim: int = 0
+) -> Any:
+    """Call the operator scatter."""
+    return _operators.scatter(tensor, ranks_of(devices, "scatter"), chunk_sizes, dim)
+
+
+def gather(tensors: Tensors, device: torch.device | str | None = None, *, dim: int = 0) -> Any:
+    """Call the operator gather."""
+    (target,) = [None] if device is None else ranks_of(device, "gather")
+    return _operators.gather(tensors, target, dim)
+
+
+def copy(tensor: Tensor, device: torch.device | str) -> Any:
+    """Call the operator copy."""
+    (target,) = ranks_of(device, "copy")
+    return _operators.copy(tensor, target)
+
+
+def replicate(tensors: Tensors, devices: DeviceSpec) -> Any:
+    """Call the operator replicate."""
+    ranks = ranks_of(devices, "replicate")
+    if not tensors:
+        return [[] for _ in ranks]
+    copies = _operators.replicate(tensors, ranks)
+    return [copies[rank :: len(ranks)] for rank in range(len(ranks))]
+
+
+def by_tensor(function: Recorded) -> Recorded:
+    """Return replicate with the result of the operator, all copies of one tensor after another."""
+
+    def replicate(tensors: Tensors, devices: DeviceSpec) -> list[Tensor]:
+        return [copy for copies in zip(*function(tensors, devices), strict=True) for copy in copies]
+
+    return replicate
