@@ -42,7 +42,7 @@ log.configure()
 _atexit.register(_C.drain)  # frees the tensors of running collectives before torch ends
 
 if _dist.is_available():  # not in every build of torch
-    from . import distributed
+    from . import _group_operators, distributed  # noqa: F401
     from .symmetric_memory import SymmetricAllocator, symmetric_empty
 
     distributed.register()

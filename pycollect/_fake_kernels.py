@@ -128,7 +128,7 @@ def _all_to_all(
         sent = [even(length, world) for length in blocks.lengths]
     else:
         rows = [split_sizes[at : at + world] for at in range(0, len(split_sizes), world)]
-        sent = [list(row) for row in rows * (world if len(rows) == 1 else 1)]
+        sent = [tuple(row) for row in rows * (world if len(rows) == 1 else 1)]
     arrived = zip(*sent, strict=True)
     return [blocks.result(sum(n), t.device) for n, t in zip(arrived, tensors, strict=True)]
 

@@ -1,0 +1,181 @@
+// Operators on this rank's tensors in a group of torch.distributed: torch.ops.pycollect.group_*.
+// They make the calls of dist.all_reduce and others, with the same checks, errors and results, but
+// without what torch.distributed does in Python, for engines that make many small calls. Their
+// shape functions and gradients are in pycollect/_group_operators.py.
+#include <ATen/ops/clone.h>
+#include <torch/library.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "../../plan/error.h"
+#include "backend.h"
+
+namespace pycollect::dist {
+namespace {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Calls `call(backend)` for the backend of the tensor's device, and waits for its work.
+template <class F>
+void run(const c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, F&& call) {
+  require(!(tensor.requires_grad() && at::GradMode::is_enabled()), name,
+          ": the tensor requires grad, and autograd does not record a call in place; call it under "
+          "torch.no_grad(), or the operator without the last underscore");
+  const auto backend = const_cast<c10d::ProcessGroup&>(group).getBackend(tensor.device().type());
+  require(backend->getBackendName() == kBackendName, name, ": the group has the backend ",
+          backend->getBackendName(), " for ", tensor.device().type(),
+          " tensors; pass the name of a "
+          "group of pycollect");
+  if (const WorkPtr work = call(*backend)) work->wait();  // null: the call is coalesced
+}
+
+c10d::ReduceOp op_of(std::string_view name, const char* call) {
+  switch (op_named(name, call)) {
+    case ReduceOp::sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::prod:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::band:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::bor:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::bxor:
+      return c10d::ReduceOp::BXOR;
+  }
+  return {};
+}
+
+void all_reduce_(const c10d::ProcessGroup& group, const at::Tensor& tensor, std::string_view op) {
+  constexpr const char* kCall = "group_all_reduce_";
+  c10d::AllreduceOptions options;
+  options.reduceOp = op_of(op, kCall);
+  options.asyncOp = false;
+  Tensors tensors{tensor};
+  run(group, tensor, kCall, [&](c10d::Backend& b) { return b.allreduce(tensors, options); });
+}
+
+void all_gather_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  run(group, output, "group_all_gather_",
+      [&](c10d::Backend& b) { return b._allgather_base(output, input, options); });
+}
+
+void reduce_scatter_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
+                     std::string_view op) {
+  constexpr const char* kCall = "group_reduce_scatter_";
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op_of(op, kCall);
+  options.asyncOp = false;
+  run(group, output, kCall,
+      [&](c10d::Backend& b) { return b._reduce_scatter_base(output, input, options); });
+}
+
+void all_to_all_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
+                 at::OptionalIntArrayRef output_splits, at::OptionalIntArrayRef input_splits) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  std::vector<int64_t> out, in;
+  if (output_splits) out = output_splits->vec();
+  if (input_splits) in = input_splits->vec();
+  run(group, output, "group_all_to_all_",
+      [&](c10d::Backend& b) { return b.alltoall_base(output, input, out, in, options); });
+}
+
+GroupPtr named(std::string_view name) { return c10d::resolve_process_group(std::string(name)); }
+
+// An uninitialised result with `rows` in the first dimension.
+at::Tensor new_rows(const at::Tensor& input, int64_t rows) {
+  std::vector<int64_t> sizes = input.sizes().vec();
+  if (sizes.empty()) sizes.emplace_back();
+  sizes[0] = rows;
+  return at::empty(sizes, input.options());
+}
+int64_t rows_of(const at::Tensor& t) { return t.dim() == 0 ? 1 : t.size(0); }
+
+// The operators.
+
+void group_all_reduce_(at::Tensor& tensor, std::string_view op, std::string_view group) {
+  all_reduce_(*named(group), tensor, op);
+}
+at::Tensor group_all_reduce(const at::Tensor& tensor, std::string_view op, std::string_view group) {
+  at::Tensor result = at::clone(tensor.detach(), at::MemoryFormat::Contiguous);
+  all_reduce_(*named(group), result, op);
+  return result;
+}
+
+void group_all_gather_(at::Tensor& output, const at::Tensor& input, std::string_view group) {
+  all_gather_(*named(group), output, input);
+}
+at::Tensor group_all_gather(const at::Tensor& input, std::string_view group) {
+  const GroupPtr of = named(group);
+  at::Tensor output = new_rows(input, rows_of(input) * of->getSize());
+  all_gather_(*of, output, input);
+  return output;
+}
+
+void group_reduce_scatter_(at::Tensor& output, const at::Tensor& input, std::string_view op,
+                           std::string_view group) {
+  reduce_scatter_(*named(group), output, input, op);
+}
+at::Tensor group_reduce_scatter(const at::Tensor& input, std::string_view op,
+                                std::string_view group) {
+  const GroupPtr of = named(group);
+  at::Tensor output = new_rows(input, rows_of(input) / of->getSize());
+  reduce_scatter_(*of, output, input, op);
+  return output;
+}
+
+void group_all_to_all_(at::Tensor& output, const at::Tensor& input, std::string_view group,
+                       at::OptionalIntArrayRef output_splits,
+                       at::OptionalIntArrayRef input_splits) {
+  all_to_all_(*named(group), output, input, output_splits, input_splits);
+}
+at::Tensor group_all_to_all(const at::Tensor& input, std::string_view group,
+                            at::OptionalIntArrayRef output_splits,
+                            at::OptionalIntArrayRef input_splits) {
+  int64_t rows = rows_of(input);
+  if (output_splits)
+    rows = std::accumulate(output_splits->begin(), output_splits->end(), int64_t{});
+  at::Tensor output = new_rows(input, rows);
+  all_to_all_(*named(group), output, input, output_splits, input_splits);
+  return output;
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("group_all_reduce", &group_all_reduce);
+  m.impl("group_all_reduce_", &group_all_reduce_);
+  m.impl("group_all_gather", &group_all_gather);
+  m.impl("group_all_gather_", &group_all_gather_);
+  m.impl("group_reduce_scatter", &group_reduce_scatter);
+  m.impl("group_reduce_scatter_", &group_reduce_scatter_);
+  m.impl("group_all_to_all", &group_all_to_all);
+  m.impl("group_all_to_all_", &group_all_to_all_);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pycollect, m) {
+  m.def("group_all_reduce(Tensor tensor, str op, str group_name) -> Tensor");
+  m.def("group_all_reduce_(Tensor(a!) tensor, str op, str group_name) -> ()");
+  m.def("group_all_gather(Tensor input, str group_name) -> Tensor");
+  m.def("group_all_gather_(Tensor(a!) output, Tensor input, str group_name) -> ()");
+  m.def("group_reduce_scatter(Tensor input, str op, str group_name) -> Tensor");
+  m.def("group_reduce_scatter_(Tensor(a!) output, Tensor input, str op, str group_name) -> ()");
+  m.def(
+      "group_all_to_all(Tensor input, str group_name, SymInt[]? output_split_sizes=None, "
+      "SymInt[]? input_split_sizes=None) -> Tensor");
+  m.def(
+      "group_all_to_all_(Tensor(a!) output, Tensor input, str group_name, "
+      "SymInt[]? output_split_sizes=None, SymInt[]? input_split_sizes=None) -> ()");
+}
+TORCH_LIBRARY_IMPL(pycollect, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(pycollect, CUDA, m) { register_kernels(m); }
+
+}  // namespace pycollect::dist

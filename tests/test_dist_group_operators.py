@@ -1,0 +1,224 @@
+"""torch.ops.pycollect.group_*: the calls of torch.distributed, with the same results and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_ranks import between_processes
+from reference import assert_same, randoms
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not OURS, reason="the operators call groups of pycollect")
+WORLD = 3
+OPS = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+BITS = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+
+
+@pytest.fixture(scope="module")
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
+
+
+@pytest.fixture
+def pool(pools: Pools) -> Any:
+    return pools(WORLD)
+
+
+def operators() -> tuple[Any, str]:
+    return torch.ops.pycollect, dist.group.WORLD.group_name
+
+
+def mine(me: RankContext, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return randoms(me.world, shape, dtype)[me.rank]
+
+
+def reductions(me: RankContext, dtype: torch.dtype) -> None:
+    ops, group = operators()
+    for op, torchs in (OPS | ({} if dtype.is_floating_point else BITS)).items():
+        for shape in ((7,), (), (6, 5), (0,), (4096, 33)):
+            x = mine(me, shape, dtype)
+            wanted, got = x.clone(), x.clone()
+            dist.all_reduce(wanted, getattr(dist.ReduceOp, torchs))
+            assert ops.group_all_reduce_(got, op, group) is None
+            assert_same([got], [wanted])
+            assert_same([ops.group_all_reduce(x, op, group)], [wanted])
+            assert_same([x], [mine(me, shape, dtype)])
+        x = mine(me, (6, 5), dtype)
+        wanted = x.new_empty(2, 5)
+        dist.reduce_scatter_tensor(wanted, x, getattr(dist.ReduceOp, torchs))
+        got = torch.empty_like(wanted)
+        ops.group_reduce_scatter_(got, x, op, group)
+        assert_same([got, ops.group_reduce_scatter(x, op, group)], [wanted] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_reductions(pool: Any, dtype: torch.dtype) -> None:
+    pool.run(reductions, dtype)
+
+
+def moves(me: RankContext) -> None:
+    ops, group = operators()
+    for shape in ((7,), (4, 5), (0, 3)):
+        x = mine(me, shape, torch.float16)
+        wanted = x.new_empty(me.world * shape[0], *shape[1:])
+        dist.all_gather_into_tensor(wanted, x)
+        got = torch.empty_like(wanted)
+        ops.group_all_gather_(got, x, group)
+        assert_same([got, ops.group_all_gather(x, group)], [wanted] * 2)
+    scalar = torch.tensor(me.rank)
+    assert ops.group_all_gather(scalar, group).tolist() == list(range(me.world))
+
+    x = mine(me, (2 * me.world, 5), torch.float32)
+    wanted, got = torch.empty_like(x), torch.empty_like(x)
+    dist.all_to_all_single(wanted, x)
+    ops.group_all_to_all_(got, x, group)
+    assert_same([got, ops.group_all_to_all(x, group)], [wanted] * 2)
+
+    sent = [rank + me.rank for rank in range(me.world)]  # rows from this rank to each
+    x = mine(me, (12, 5), torch.float32)[: sum(sent)]
+    wanted = x.new_empty(sum(sent), 5)
+    dist.all_to_all_single(wanted, x, sent, sent)
+    got = torch.empty_like(wanted)
+    ops.group_all_to_all_(got, x, group, sent, sent)
+    assert_same([got, ops.group_all_to_all(x, group, sent, sent)], [wanted] * 2)
+
+
+def test_moves(pool: Any) -> None:
+    pool.run(moves)
+
+
+def subgroup(me: RankContext) -> None:
+    group = dist.new_group([0, 2], backend="pycollect")
+    if me.rank != 1:
+        x = torch.tensor([1.0 + me.rank])
+        torch.ops.pycollect.group_all_reduce_(x, "sum", group.group_name)
+        assert x.item() == 4
+    dist.destroy_process_group(group)
+
+
+def test_subgroups(pool: Any) -> None:
+    pool.run(subgroup)
+
+
+def gradients(me: RankContext) -> None:
+    """Gradients of the sum of all ranks' losses, compared with autograd in one process."""
+    ops, group = operators()
+    shapes = torch.randn(2 * me.world, 3, generator=torch.Generator().manual_seed(0))
+    whole = [(shapes * (r + 1)).requires_grad_() for r in range(me.world)]
+    total = sum(whole)
+    weights = torch.arange(float(2 * me.world)).reshape(-1, 1)
+    parts = [w.chunk(me.world) for w in whole]
+    losses = [
+        (total * weights * (r + 1)).sum()
+        + (total.chunk(me.world)[r] ** 2).sum() / me.world
+        + (torch.cat(whole) * (r + 2)).sum()
+        + (torch.cat([p[r] for p in parts]) * weights * r).sum()
+        for r in range(me.world)
+    ]
+    sum(losses).backward()
+    x = whole[me.rank].detach().clone().requires_grad_()
+    mean = ops.group_reduce_scatter(x, "avg", group) * me.world
+    loss = (
+        (ops.group_all_reduce(x, "sum", group) * weights * (me.rank + 1)).sum()
+        + (mean**2).sum() / me.world
+        + (ops.group_all_gather(x, group) * (me.rank + 2)).sum()
+        + (ops.group_all_to_all(x, group) * weights * me.rank).sum()
+    )
+    loss.backward()
+    torch.testing.assert_close(x.grad, whole[me.rank].grad)
+    with pytest.raises(ValueError, match="has no gradient"):
+        ops.group_all_reduce(x, "max", group)
+    with pytest.raises(ValueError, match="requires grad"):
+        ops.group_all_reduce_(x * 1, "sum", group)
+    with torch.no_grad():
+        ops.group_all_reduce_(x, "sum", group)
+
+
+def test_gradients(pool: Any) -> None:
+    pool.run(gradients)
+
+
+def compiled(me: RankContext) -> None:
+    ops, group = operators()
+
+    def layer(x: Tensor) -> Tensor:
+        y = x * 2
+        ops.group_all_reduce_(y, "sum", group)
+        z = ops.group_all_gather(ops.group_all_reduce(y + 1, "max", group), group)
+        shard = ops.group_reduce_scatter(z * z, "avg", group)
+        return ops.group_all_to_all(shard, group).sin()
+
+    x = torch.arange(120.0).reshape(12, 10) / 120 + me.rank
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
+        assert_same([got], [layer(x)])
+    leaf = x.clone().requires_grad_()
+
+    def recorded(x: Tensor) -> Tensor:
+        return ops.group_all_reduce(ops.group_all_to_all(x, group) ** 2, "avg", group)
+
+    recorded(leaf).sum().backward()
+    wanted, leaf.grad = leaf.grad, None
+    torch.compile(recorded, fullgraph=True, backend="aot_eager")(leaf).sum().backward()
+    assert_same([leaf.grad], [wanted])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled(pool: Any) -> None:
+    pool.run(compiled)
+
+
+def errors(me: RankContext) -> list[Caught]:
+    ops, group = operators()
+    x = torch.ones(6)
+    found = [
+        caught(lambda: ops.group_all_reduce_(torch.ones(4 + (me.rank == 1)), "sum", group)),
+        caught(lambda: ops.group_all_reduce_(x, "max" if me.rank else "sum", group)),
+        caught(lambda: ops.group_all_gather_(torch.ones(5), x, group)),
+        caught(lambda: ops.group_reduce_scatter(torch.ones(4), "sum", group)),
+        caught(lambda: ops.group_all_to_all(x, group, [6, 0, 0], [1, 2, 3])),
+    ]
+    assert torch.equal(x, torch.ones(6))
+    ops.group_all_reduce_(x, "sum", group)
+    assert torch.equal(x, torch.full((6,), float(me.world)))
+    return found
+
+
+def test_errors_are_those_of_torch_distributed(pool: Any) -> None:
+    for found in pool.run(errors):
+        assert all(one.kind == "ValueError" for one in found), found
+        assert all(words in found[1].text for words in ("max", "sum"))
+
+
+def own_errors(me: RankContext) -> None:
+    ops, group = operators()
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="most"):
+        ops.group_all_reduce_(x, "most", group)
+    with pytest.raises(RuntimeError, match="nobody"):
+        ops.group_all_reduce_(x, "sum", "nobody")
+    with pytest.raises(TypeError, match="float32"):
+        ops.group_all_reduce_(x, "bor", group)
+    dist.barrier()
+
+
+def test_arguments_of_the_operators(pool: Any) -> None:
+    pool.run(own_errors)
+
+
+def over_gloo(me: RankContext) -> None:
+    other = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError, match="backend gloo"):
+        torch.ops.pycollect.group_all_reduce_(torch.ones(3), "sum", other.group_name)
+    dist.destroy_process_group(other)
+
+
+@between_processes
+def test_groups_of_other_backends_are_refused(pool: Any) -> None:
+    pool.run(over_gloo)
