@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import _resolve_process_group
 
 operators = torch.ops.pycollect
 Splits = list[int] | None
 
 
 def _world(group_name: Any) -> int:
-    return distributed_c10d._resolve_process_group(group_name).size()
+    return _resolve_process_group(group_name).size()
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:

@@ -188,6 +188,8 @@ def test_the_fallback_is_printed_in_one_line(
         (["--compare", "--ddp-backend", "gloo"], "gloo is for ddp, which is not among naive, py"),
         (["--compare", "naive,ddp", "--ddp-backend", "magic"], "torch has no backend 'magic' here"),
         (["--ddp-backend", "gloo"], "--ddp-backend is for --compare"),
+        (["--compare", "--compile"], "a comparison does not support compile"),
+        (["--compile", "--sync-batchnorm"], "over all ranks is not one graph: leave out compile"),
         (["--graph", "--devices", "cpu"], "in a CUDA graph on one GPU, not on [cpu]"),
     ],
 )

@@ -203,6 +203,14 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         help="capture the whole step in a CUDA graph, with all ranks on one GPU",
     )
     p.add_argument(
+        "--compile",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BACKEND",
+        help="run the steps after the first as one graph of torch.compile (alone: by inductor)",
+    )
+    p.add_argument(
         "--deterministic",
         action="store_true",
         help="use only algorithms of torch that give the same bits every time; GPUs need it",

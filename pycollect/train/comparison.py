@@ -140,9 +140,9 @@ def compare_reductions(
     `if __name__ == "__main__":`.
 
     `devices`, `batch_size`, `lr`, `quiet` and the other options are those of `train`, without
-    `checkpoint`, `resume`, `log`, `graph`, `reduce`, `replay_shares` and `weights="auto"`.
-    `overlap` is off unless it is given; times are exact, whatever `exact_times` is. Without `quiet`
-    it prints a line per epoch and run, and the comparison.
+    `checkpoint`, `resume`, `log`, `graph`, `compile`, `reduce`, `replay_shares` and
+    `weights="auto"`. `overlap` is off unless it is given; times are exact, whatever `exact_times`
+    is. Without `quiet` it prints a line per epoch and run, and the comparison.
 
     Raises ValueError for names, options or values that are not allowed, for a `ddp_backend` without
     "ddp" or that torch does not have, and with "ddp" for parameters that the output does not depend
@@ -172,7 +172,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     ValueError: a comparison does not support log
     """
     unfit = [name for name in ("checkpoint", "resume", "log") if options.get(name) is not None]
-    unfit += ["graph"] * bool(options.get("graph"))
+    unfit += [name for name in ("graph", "compile") if options.get(name)]
     if options.get("weights") == "auto" or options.get("replay_shares") is not None:
         unfit.append("measured shares")
     if unfit:

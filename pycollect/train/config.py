@@ -37,9 +37,10 @@ class Config:
 
     The other fields decide how the training runs, and are not in a checkpoint. `deterministic`
     restricts torch to algorithms that give the same bits every time, which costs time on a GPU and
-    none on the CPU. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces
-    gradients while the backward pass runs (default: yes, but not in a comparison, which measures
-    the reduction). `prefetch` is the number of batches prepared ahead; by default 2 if files are
+    none on the CPU. `graph` replays the step as a CUDA graph, on one GPU; `compile` makes it one
+    graph of torch.compile, by the backend that it names. `overlap` reduces gradients while the
+    backward pass runs (default: yes, but not in a comparison, which measures the reduction).
+    `prefetch` is the number of batches prepared ahead; by default 2 if files are
     decoded or a GPU is used, otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C
     or SIGTERM after the current step; `resume` names a checkpoint to continue, and `replay_shares`
     one whose measured shares are used again, step for step. Raises ValueError for a value out of
@@ -75,6 +76,7 @@ class Config:
     prefetch: int | None = None
     exact_times: bool = False
     graph: bool = False
+    compile: bool | str = False
     deterministic: bool = False
     checkpoint: Path | str | None = None
     resume: Path | str | None = None

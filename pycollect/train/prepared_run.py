@@ -46,6 +46,8 @@ class PreparedRun:
             raise ValueError("DistributedDataParallel always overlaps: leave the option out")
         if self.config.graph:
             self._check_graph()
+        if self.config.compile:
+            self._check_compile()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
             height, width = self.data.image_shape[-2:]
             raise ValueError(
@@ -86,6 +88,19 @@ class PreparedRun:
             raise ValueError(
                 "a captured step has no parts to time, and needs all ranks in one process: leave "
                 "out --graph, or --exact-times and --backend"
+            )
+
+    def _check_compile(self) -> None:
+        self.options(overlap=False, exact_times=False)
+        if self.settings.weights == "auto" or self.config.exact_times:
+            raise ValueError(
+                "a compiled step has no parts and ranks to time: leave out --compile, or measured "
+                "shares and --exact-times"
+            )
+        if self.config.graph or self.backend is not None:
+            raise ValueError(
+                "a compiled step needs all ranks in one process, and is no CUDA graph: leave out "
+                "--compile, or --graph and --backend"
             )
 
     @cached_property
@@ -146,6 +161,7 @@ class PreparedRun:
             sync_batchnorm=self.settings.sync_batchnorm,
             strict=self.settings.strict,
             exact_times=exact_times,
+            compile=self.config.compile,
         )
 
     @contextmanager

@@ -23,6 +23,7 @@ from pycollect.devices import DeviceSpec
 
 from .accuracy import accuracy
 from .buckets import Buckets
+from .compiled_step import CompiledStep
 from .lockstep import run_lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .module_check import SingleValueCheck, explained
@@ -30,7 +31,7 @@ from .module_replication import replicate_module
 from .optimizers import MakeOptimizer, check_step
 from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
 from .settings import StepOptions
-from .shares import check_strict, microbatches, scatter, shares_of
+from .shares import check_split, check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm
 
@@ -84,6 +85,7 @@ class ReplicaTrainer:
         self._joint = self.options.sync_batchnorm or len(gpus) > 1
         self._single_values = SingleValueCheck(self.modules[0])
         self._buckets = self._make_buckets()
+        self._compiled = self._make_compiled()
 
     @property
     def world(self) -> int:
@@ -114,6 +116,10 @@ class ReplicaTrainer:
         self._clock.begin()
         self._check(len(X))
         shares = shares_of(len(X), [1] * self.world) if shares is None else shares
+        if self._compiled and self._compiled.ready:
+            check_split(X, y, self.world, shares)
+            self._check_shards(shares, X)
+            return self._timed(self._compiled.on_batch(X, y, shares))
         X_shards, y_shards = scatter(X, y, self.devices, shares)
         self._clock.end_of("split")
         return self._train(X_shards, y_shards)
@@ -128,6 +134,9 @@ class ReplicaTrainer:
         if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
             raise ValueError("there must be one shard for each rank, with one label per example")
         self._check(sum(map(len, X)))
+        if self._compiled and self._compiled.ready:
+            self._check_shards(list(map(len, X)), X[0])
+            return self._timed(self._compiled.on_shards(X, y))
         return self._train(X, y)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -179,6 +188,15 @@ class ReplicaTrainer:
             )
         if self.options.strict:
             check_strict(n, self.world, self.options.microbatch)
+
+    def _check_shards(self, shares: Sequence[int], example: Tensor) -> None:
+        """Raise ValueError if a shard is too small for batch normalisation."""
+        self._single_values.check([tuple(shares)], example)
+
+    def _timed(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the losses; all time of a compiled step counts as compute."""
+        self._clock.end_of("compute")
+        return losses
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Run the training step on the shards; return each rank's summed loss."""
@@ -271,8 +289,17 @@ class ReplicaTrainer:
         return None if is_captured(self.devices[0]) else self._buckets
 
     def _make_buckets(self) -> Buckets | None:
-        """Return new buckets, or None for one rank or without the `overlap` option."""
+        """Return new buckets, or None for one rank, a compiled step and without `overlap`."""
         options = self.options
-        if self.world == 1 or not options.overlap:
+        if self.world == 1 or not options.overlap or options.compile:
             return None
         return Buckets(self.parameters, self.reduction, options.bucket_bytes)
+
+    def _make_compiled(self) -> CompiledStep | None:
+        """Return the compiled step, or None without the `compile` option."""
+        backend = self.options.backend
+        if backend is None:
+            return None
+        return CompiledStep(
+            self.devices, self.parameters, self.optimizers, self._forward, self.reduction, backend
+        )

@@ -29,7 +29,8 @@ class StepOptions:
     options are off by default. `sync_batchnorm` takes batch statistics over all ranks. `strict`
     refuses a batch that the number of ranks does not divide, as BatchFlow does. `exact_times`
     waits for the devices wherever time is taken, so the host can no longer issue work ahead of a
-    GPU.
+    GPU. `compile` runs every step after the first as one graph of torch.compile, by the backend
+    that it names, or "inductor" for True. It excludes `microbatch` and `sync_batchnorm`.
 
     >>> StepOptions(microbatch=0)
     Traceback (most recent call last):
@@ -42,12 +43,23 @@ class StepOptions:
     sync_batchnorm: bool = False
     strict: bool = False
     exact_times: bool = False
+    compile: bool | str = False
 
     def __post_init__(self) -> None:
+        if self.compile and (self.microbatch is not None or self.sync_batchnorm):
+            what = "batch statistics over all ranks" if self.sync_batchnorm else "microbatches"
+            raise ValueError(f"a step with {what} is not one graph: leave out compile")
         if self.microbatch is not None and self.microbatch < 1:
             raise ValueError(f"a microbatch must have at least 1 example, not {self.microbatch}")
         if self.bucket_bytes < 1:
             raise ValueError(f"a bucket must have at least 1 byte, not {self.bucket_bytes}")
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of torch.compile, or None."""
+        return (
+            self.compile if isinstance(self.compile, str) else "inductor" if self.compile else None
+        )
 
 
 @dataclass(frozen=True)

@@ -266,19 +266,25 @@ def split_batch(
     return scatter(X, y, ranks, shares)
 
 
+def check_split(X: Tensor, y: Tensor, world: int, shares: Sequence[int]) -> None:
+    """Raise ValueError unless there is a label for each example and a share for each rank, and the
+    shares add up to the batch.
+    """
+    if len(X) != len(y):
+        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
+    if len(shares) != world:
+        raise ValueError(f"there must be one share per rank: {len(shares)} for {world}")
+    if sum(shares) != len(X) or min(shares) < 0:
+        raise ValueError(f"the shares {list(shares)} must be at least 0 and add up to {len(X)}")
+
+
 def scatter(
     X: Tensor, y: Tensor, devices: Sequence[torch.device], shares: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Split a batch into shards of the given sizes, each on its rank's device.
 
-    Raises ValueError unless there is a label for each example and a share for each rank, and the
-    shares add up to the batch.
+    Raises ValueError where `check_split` does.
     """
-    if len(X) != len(y):
-        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
-    if len(shares) != len(devices):
-        raise ValueError(f"there must be one share per rank: {len(shares)} for {len(devices)}")
-    if sum(shares) != len(X) or min(shares) < 0:
-        raise ValueError(f"the shares {list(shares)} must be at least 0 and add up to {len(X)}")
+    check_split(X, y, len(devices), shares)
     X_shards, y_shards = (pc.scatter(part, devices, chunk_sizes=shares) for part in (X, y))
     return X_shards, y_shards

@@ -207,6 +207,8 @@ def train(
     overlap: reduce gradients while the backward pass runs (True)
     prefetch: batches prepared ahead; default: 2 if files are decoded or a GPU is used, else 0
     graph: replay the step as a CUDA graph, with all ranks on one GPU (False)
+    compile: run the steps after the first as one graph of torch.compile; True, or the name of one
+        of its backends (False)
     deterministic: only use algorithms of torch that give the same bits every time (False)
     exact_times: wait for the GPUs at every time measurement (False)
     checkpoint: a file to write after every epoch, and at Ctrl-C or SIGTERM after the current step

@@ -1,0 +1,176 @@
+"""A training step as one graph of torch.compile: the same bits as the steps that it replaces."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from train_cases import CPU, FEATURES, batches, perceptron, replicas_of, same_bits, trained
+
+from pycollect.train import LeNet, ReplicaTrainer, StepOptions, naive_all_reduce, train
+from pycollect.train.reduce import reduce_gradients_naive
+
+SIZES = [12, 12, 12, 7, 12]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+class Partial(nn.Module):
+    """A model with a layer that is not used, one that is frozen, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.net = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.norm(self.frozen(x)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("make", [perceptron, Partial])
+def test_a_compiled_step_has_the_bits_of_eager_steps(world, make):
+    eager = trained(make(), world, SIZES)
+    compiled = trained(make(), world, SIZES, compile="aot_eager")
+    for mine, theirs in zip(compiled.modules, eager.modules, strict=True):
+        assert same_bits(mine, theirs)
+    for mine, theirs in zip(compiled.parameters, eager.parameters, strict=True):
+        for p, q in zip(mine, theirs, strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_every_loss_is_that_of_an_eager_step():
+    replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
+    for X, y in batches(SIZES):
+        losses = [r.step(X, y, shares=[len(X) - 4, 4]) for r in replicas]
+        assert [float(x) for x in losses[0]] == [float(x) for x in losses[1]]
+    assert replicas[1].seconds.compute > 0
+    assert replicas[1].seconds.reduction == 0
+
+
+def test_a_rank_without_examples_and_shards_on_their_devices():
+    replicas = [replicas_of(perceptron(), 3, **o) for o in ({}, {"compile": "aot_eager"})]
+    for X, y in batches([9, 9, 2, 1]):
+        for r in replicas:
+            r.step(X, y)
+    for X, y in batches([9, 8]):
+        for r in replicas:
+            r.step_on_shards([X[:5], X[5:5], X[5:]], [y[:5], y[5:5], y[5:]])
+    assert same_bits(replicas[0].modules[2], replicas[1].modules[2])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.01),
+    ],
+)
+def test_optimizers(optimizer):
+    found = []
+    for options in (StepOptions(), StepOptions(compile="aot_eager")):
+        replicas = ReplicaTrainer(perceptron(), "cpu*2", optimizer=optimizer, options=options)
+        for X, y in batches([8, 8, 8, 8]):
+            replicas.step(X, y)
+        found.append(replicas.modules[1])
+    for p, q in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)  # a fused optimizer rounds differently
+
+
+def test_a_step_is_one_graph():
+    graphs = []
+
+    def count(graph, _examples):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.register_backend(count, name="count")
+    trained(perceptron(), 2, [8] * 4, compile="count")
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes]
+    assert sum("pycollect" in target for target in called) >= 3  # two scatters, an all-reduce
+    assert any("all_reduce_coalesced_" in target for target in called)
+
+
+def test_other_reductions():
+    def one_by_one(gradients):
+        for same in zip(*gradients, strict=True):
+            naive_all_reduce(same)
+
+    for reduction in (reduce_gradients_naive, one_by_one):
+        eager = trained(perceptron(), 2, [8] * 3, reduction=reduction)
+        compiled = trained(perceptron(), 2, [8] * 3, reduction=reduction, compile="aot_eager")
+        assert same_bits(eager.modules[1], compiled.modules[1])
+
+
+def test_state_goes_from_eager_to_compiled_and_back():
+    wanted = trained(perceptron(), 2, SIZES)
+    first = trained(perceptron(), 2, SIZES[:3], compile="aot_eager")
+    later = replicas_of(perceptron(1), 2, compile="aot_eager")
+    X, y = batches([8])[0]
+    later.step(X, y)
+    later.step(X, y)
+    later.load_state_dict(first.state_dict())
+    for X, y in batches(SIZES)[3:]:
+        later.step(X, y)
+    assert same_bits(later.modules[1], wanted.modules[1])
+
+
+def test_a_new_learning_rate_is_used():
+    replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
+    for lr in (0.3, 0.3, 0.2, 0.1):
+        for r in replicas:
+            for optimizer in r.optimizers:
+                optimizer.param_groups[0]["lr"] = lr
+            r.step(*batches([8])[0])
+    assert same_bits(replicas[0].modules[1], replicas[1].modules[1])
+
+
+@pytest.mark.parametrize("other", [{"microbatch": 4}, {"sync_batchnorm": True}])
+def test_graphs_exclude_other_options(other):
+    with pytest.raises(ValueError, match="leave out compile"):
+        StepOptions(compile=True, **other)
+
+
+def test_hooks_of_optimizers_are_refused():
+    def hooked(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    with pytest.raises(ValueError, match="hooks"):
+        ReplicaTrainer(perceptron(), [CPU] * 2, optimizer=hooked, options=StepOptions(compile=True))
+
+
+def test_errors_are_those_of_eager_steps():
+    replicas = replicas_of(perceptron(), 2, compile="aot_eager")
+    X, y = batches([8])[0]
+    replicas.step(X, y)
+    for bad in ((X, y[:4]), (X[:0], y[:0])):
+        with pytest.raises(ValueError, match=r"example|label"):
+            replicas.step(*bad)
+    replicas.step(X, y)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_inductor_trains_lenet(monkeypatch, pytestconfig):
+    if cache := getattr(pytestconfig, "cache", None):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
+    results = [
+        train("cpu*2", 64, 0.3, data="digits", epochs=1, quiet=True, **options)
+        for options in ({}, {"compile": True})
+    ]
+    eager, compiled = (result.losses[-1] for result in results)
+    assert compiled == pytest.approx(eager, rel=1e-2)
+    assert isinstance(results[1].module, LeNet)
