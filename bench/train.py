@@ -50,6 +50,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-w", "--warmup", type=int, default=1, help="steps before the first timed one (1)")
     add("--seconds", type=float, default=30.0, help="time for a case, with 7 steps at least (30)")
     add("--no-ddp", action="store_true", help="leave out DDP")
+    add("--compile", action="store_true", help="add the step as one graph of torch.compile")
     add(
         "--no-loading", action="store_true", help="leave out the benefit of preparing batches ahead"
     )
@@ -149,7 +150,7 @@ def compare(argv: Sequence[str] | None) -> int:
 
     with Interruption() as interruption:
         for case in cases(args):
-            results.append(training.measure(case, effort, not args.no_ddp))
+            results.append(training.measure(case, effort, not args.no_ddp, args.compile))
             print(*lines(results[-1]), sep="\n", flush=True)
             keep_json(args.json, content)
         if not args.no_loading:

@@ -17,6 +17,7 @@ from test_bench_gpu import script
 from pycollect._timing import Effort, Timing
 from pycollect_bench import training
 from pycollect_bench.training import (
+    COMPILED,
     NAIVE,
     ONE,
     OVERLAPPED,
@@ -53,6 +54,14 @@ def test_all_candidates_take_turns() -> None:
     assert list(training.measure(TrainingCase("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [
         ONE
     ]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_takes_its_turns() -> None:
+    case = TrainingCase("lenet", 8, (CPU,) * 2)
+    result = training.measure(case, ONCE, ddp=False, compiled=True)
+    assert list(result.entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED, COMPILED]
+    assert result.entries[COMPILED].reduction == 0
 
 
 def test_batches_are_loaded_with_and_without_preparing_ahead() -> None:

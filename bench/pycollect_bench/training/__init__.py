@@ -3,11 +3,22 @@
 One replica on the whole batch is measured with every number of ranks.
 """
 
-from .comparison import NAIVE, ONE, OVERLAPPED, PYCOLLECT, Measured, Result, TrainingCase, measure
+from .comparison import (
+    COMPILED,
+    NAIVE,
+    ONE,
+    OVERLAPPED,
+    PYCOLLECT,
+    Measured,
+    Result,
+    TrainingCase,
+    measure,
+)
 from .loading import LoadingResult, measure_loading
 from .targets import judge
 
 __all__ = [
+    "COMPILED",
     "NAIVE",
     "ONE",
     "OVERLAPPED",

@@ -30,6 +30,7 @@ from .ddp import BACKENDS, DDPJob, DDPWorkers
 
 ONE = "one replica, whole batch"
 NAIVE, PYCOLLECT, OVERLAPPED = "naive loop", "pycollect", "pycollect, overlapped"
+COMPILED = "pycollect, compiled"
 # Learning rate: so small that all numbers stay finite after any number of steps on one batch.
 LR = 1e-4
 
@@ -116,18 +117,25 @@ Reductions = dict[str, list[float]]
 
 
 def _in_process(
-    case: TrainingCase, devices: Sequence[torch.device], reduction: str, overlap: bool
+    case: TrainingCase,
+    devices: Sequence[torch.device],
+    reduction: str = "pycollect",
+    **options: bool,
 ) -> Callable[[list[float]], Sampler]:
-    """Return a function that makes a sampler of steps, which records times of reductions."""
-    options = StepOptions(overlap=overlap, exact_times=True)
+    """Return a function that makes a sampler of steps, which records times of reductions.
+
+    `options` are StepOptions, without overlap unless they have it.
+    """
     replicas = ReplicaTrainer(
         MODELS[case.model](),
         devices,
         optimizer=sgd_factory(LR),
         reduction=GRADIENT_REDUCTIONS[reduction],
-        options=options,
+        options=StepOptions(**{"overlap": False, "exact_times": True, **options}),
     )
     X, y = case.examples()
+    for _ in range(2 * options.get("compile", False)):
+        replicas.step(X, y)  # the second step compiles
 
     # The step's own clock is read, not `host_time`: it has the reduction's part of the same step.
     def make(reductions: list[float]) -> Sampler:
@@ -145,42 +153,46 @@ def _in_process(
 
 
 def _candidates(
-    case: TrainingCase, ddp: bool, stack: ExitStack
+    case: TrainingCase, ddp: bool, compiled: bool, stack: ExitStack
 ) -> Iterator[tuple[str, Callable[[list[float]], Sampler]]]:
     """Yield the name of every candidate, and the function that makes its sampler."""
-    yield ONE, _in_process(case, case.devices[:1], "pycollect", overlap=False)
+    yield ONE, _in_process(case, case.devices[:1])
     if case.world > 1:  # with one rank there is no reduction, and these would equal ONE
-        yield NAIVE, _in_process(case, case.devices, "naive", overlap=False)
-        yield PYCOLLECT, _in_process(case, case.devices, "pycollect", overlap=False)
-        yield OVERLAPPED, _in_process(case, case.devices, "pycollect", overlap=True)
+        yield NAIVE, _in_process(case, case.devices, "naive")
+        yield PYCOLLECT, _in_process(case, case.devices)
+        yield OVERLAPPED, _in_process(case, case.devices, overlap=True)
+    if compiled:
+        yield COMPILED, _in_process(case, case.devices, compile=True)
     if ddp and case.one_kind:
         for name, backend in BACKENDS.items():
             job = DDPJob(case.model, case.examples(), LR, case.devices, backend)
             yield name, stack.enter_context(DDPWorkers(job)).sampler
 
 
-def _entries(case: TrainingCase, effort: Effort, ddp: bool) -> dict[str, Measured]:
+def _entries(
+    case: TrainingCase, effort: Effort, *, ddp: bool, compiled: bool
+) -> dict[str, Measured]:
     reductions: Reductions = {}
     samplers: dict[str, Sampler] = {}
     with ExitStack() as stack:
-        for name, make in _candidates(case, ddp, stack):
+        for name, make in _candidates(case, ddp, compiled, stack):
             reductions[name] = []
             samplers[name] = make(reductions[name])
         timings = interleave(samplers, effort)
     return {name: Measured(t, reductions[name][-t.count :]) for name, t in timings.items()}
 
 
-def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
+def measure(case: TrainingCase, effort: Effort, ddp: bool = True, compiled: bool = False) -> Result:
     """Time a step of all candidates in turns.
 
     With `ddp` there is a process per rank and backend. If one fails, the candidates of this process
-    are measured without them.
+    are measured without them. `compiled` adds the step as one graph of torch.compile.
     """
     failed, why = False, "" if case.one_kind else "needs all ranks on CPUs or all on GPUs"
     if ddp and not why:
         try:
-            return Result(case, _entries(case, effort, ddp=True), {})
+            return Result(case, _entries(case, effort, ddp=True, compiled=compiled), {})
         except RuntimeError as error:
             failed, why = True, str(error).strip().splitlines()[-1]
-    entries = _entries(case, effort, ddp=False)
+    entries = _entries(case, effort, ddp=False, compiled=compiled)
     return Result(case, entries, dict.fromkeys(BACKENDS, why) if ddp else {}, failed)
