@@ -25,6 +25,7 @@ from dist_pool import (
     pools_of_a_module,
 )
 from dist_process import own_process
+from dist_ranks import between_processes
 from dist_resources import open_resources
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
@@ -220,23 +221,74 @@ def test_split_group(pools):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def late_for_monitored_barrier(me: RankContext) -> Caught | None:
-    """monitored_barrier names the missing rank."""
-    if me.rank == 1:
+def late_for_monitored_barrier(me: RankContext, late: list[int], wait_all: bool) -> Caught | None:
+    dist.barrier()
+    if me.rank in late:
         time.sleep(1.5)
         return None
     limit = datetime.timedelta(seconds=0.4)
-    return caught(dist.group.WORLD.monitored_barrier, limit, wait_all_ranks=True)
+    return caught(dist.group.WORLD.monitored_barrier, limit, wait_all_ranks=wait_all)
 
 
-def test_monitored_barrier_names_the_missing():
-    with fresh(3) as pool:
-        errors = pool.run(late_for_monitored_barrier)
-    assert errors[0].kind, "nothing was raised"
-    assert "1" in errors[0].text, errors[0]
+MISSING = {
+    "one": ([1], False, "Rank 1 failed to pass monitoredBarrier in 400 ms"),
+    "the first": ([1, 2], False, "Rank 1 failed to pass monitoredBarrier in 400 ms"),
+    "all": ([1, 2, 3], True, "Ranks 1, 2, 3 failed to pass monitoredBarrier in 400 ms"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_monitored_barrier_names_the_missing_as_torch_does(case):
+    late, wait_all, words = MISSING[case]
+    with fresh(4) as pool:
+        errors = pool.run(late_for_monitored_barrier, late, wait_all)
+    assert words in errors[0].text, errors[0]
     if OURS:
-        assert "rank 1" in errors[0].text
-        assert "CollectiveError" in errors[0].kinds
+        assert "Timeout" in errors[0].kinds
+        assert " Timed out after 0.4 s; rank" in errors[0].text
+    for rank in {1, 2, 3} - {*late}:
+        reached = f"Rank {rank} successfully reached monitoredBarrier, but received errors"
+        assert reached in errors[rank].text, errors[rank]
+
+
+@ours_only
+def test_monitored_barrier_names_what_it_knows_of_other_hosts():
+    with fresh(4, placement="aabb") as pool:
+        errors = pool.run(late_for_monitored_barrier, [3], True)
+    assert "Rank 0 timed out in monitoredBarrier after 400 ms" in errors[0].text, errors[0]
+    assert " Timed out " in errors[0].text
+
+
+def no_time_for_monitored_barrier(me: RankContext) -> Caught | None:
+    if me.rank == 1:
+        time.sleep(0.5)
+        return None
+    return caught(dist.group.WORLD.monitored_barrier, datetime.timedelta(0))
+
+
+def test_monitored_barrier_without_time():
+    with fresh(2) as pool:
+        errors = pool.run(no_time_for_monitored_barrier)
+    assert "Rank 0 timed out in monitoredBarrier after 0 ms" in errors[0].text, errors[0]
+
+
+def words_of_timeouts(me: RankContext) -> list[Caught]:
+    """Rank 0 waits too briefly, for a work and for the group's timeout."""
+    if me.rank == 1:
+        time.sleep(1.5)
+        return []
+    work = dist.barrier(async_op=True)
+    brief = caught(work.wait, datetime.timedelta(seconds=0.2))
+    return [brief, caught(dist.group.WORLD.barrier(timeout=datetime.timedelta(seconds=0.2)).wait)]
+
+
+@ours_only
+@between_processes("a rank that is a thread can be late only if another one has a turn")
+def test_timeouts_have_the_words_that_people_search_for(ranks_as):
+    with fresh(2, ranks_as=ranks_as, timeout=0.6) as pool:
+        for error in pool.run(words_of_timeouts)[0]:
+            assert error.kind in ("Timeout", "PeerLost"), error
+            assert " timeout " in error.text or " Timed out " in error.text, error
 
 
 def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:

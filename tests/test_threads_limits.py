@@ -150,6 +150,6 @@ def test_a_future_ends_at_the_groups_timeout(end: Callable[[Any], None], message
 
     begin = time.monotonic()
     error = threads.launch(program, 2, parallel=True, timeout=30)[0]
-    assert "timed out after 0.3 s; rank 1 did not arrive" in error
+    assert "Timed out after 0.3 s; rank 1 did not arrive" in error
     assert ("recv" if message else "all_reduce") in error
     assert time.monotonic() - begin < 3

@@ -88,7 +88,7 @@ def test_a_late_rank_exceeds_the_timeout_of_a_group():
     found = diagnose(program, parallel=True)
     assert isinstance(found.error, pc.Timeout), repr(found.error)
     assert "all_reduce #0" in str(found.error)
-    assert "timed out after 0.2 s" in str(found.error)
+    assert "Timed out after 0.2 s" in str(found.error)
     assert "rank 1 did not arrive" in str(found.error)
 
 

@@ -128,7 +128,7 @@ std::vector<std::string> Rendezvous::read_all() {
 
 void Rendezvous::time_out(const std::vector<Rank>& missing) const {
   const std::chrono::duration<double> waited = settings_.timeout;
-  fail(AbortRecord::timed_out, text("timed out after ", waited.count(), " s; ",
+  fail(AbortRecord::timed_out, text("Timed out after ", waited.count(), " s; ",
                                     missing.empty() ? "the last rank joined too late"
                                                     : text(name(missing), " did not arrive")));
 }

@@ -235,7 +235,7 @@ class Group::WaitMonitor {
     const std::vector<Rank> late = request_.late();
     if (request_.ready()) return;
     const std::string missing = late.empty() ? "" : text("; ", named(late), " did not arrive");
-    fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), missing));
+    fail(AbortRecord::timed_out, text("Timed out after ", seconds(now - begin_), missing));
   }
 
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) {

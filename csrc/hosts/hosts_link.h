@@ -41,8 +41,8 @@ struct HostsLink {
     } catch (const WireFailure& failure) {
       group.require_healthy(context);
       if (failure.timed_out)
-        group.fail(AbortRecord::timed_out, text("timed out; ", describe(peer), " did not arrive"),
-                   context);
+        group.fail(AbortRecord::timed_out,
+                   text("Timed out while waiting; ", describe(peer), " did not arrive"), context);
       const AbortCause cause = cause_of(peer, failure, [&] { return !group.is_healthy(); });
       group.fail(cause.kind, cause.text, context);
     }

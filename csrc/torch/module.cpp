@@ -27,7 +27,9 @@ py::object wait(const std::shared_ptr<Work>& work, const py::handle& seconds) {
     const py::gil_scoped_release no_gil;
     done = work->wait(timeout);
   }
-  if (!done) throw Timeout(text("the collective has not finished within ", *timeout, " seconds"));
+  if (!done)
+    throw Timeout(
+        text("the collective has not finished within the timeout of ", *timeout, " seconds"));
   return work->results().empty() ? py::none() : py::cast(work->results());
 }
 

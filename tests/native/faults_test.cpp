@@ -78,7 +78,7 @@ void names_late_ranks() {
   for (const RankExit& end : ends)
     expect_equal(
         end.result,
-        "Timeout: all_reduce #17 of group 'default': timed out after 0.3 s; ranks 1, 3 did "
+        "Timeout: all_reduce #17 of group 'default': Timed out after 0.3 s; ranks 1, 3 did "
         "not arrive");
 }
 

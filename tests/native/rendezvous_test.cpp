@@ -18,7 +18,7 @@ void names_missing_ranks() {
     for (Rank r : {0, 2})
       expect_equal(ends[r].result, first && r == 0
                                        ? "absent"
-                                       : text("Timeout: group 'default': timed out after 0.4 s; ",
+                                       : text("Timeout: group 'default': Timed out after 0.4 s; ",
                                               first ? "rank 0" : "ranks 1, 3", " did not arrive"));
     expect(ends[2].elapsed < 2s, "took too long");
   }
@@ -34,7 +34,7 @@ void names_missing_ranks_to_all() {
   });
   for (Rank r : {0, 2})
     expect_equal(ends[r].result,
-                 "Timeout: group 'default': timed out after 1 s; rank 1 did not arrive");
+                 "Timeout: group 'default': Timed out after 1 s; rank 1 did not arrive");
 }
 
 // The victim sends itself `signal` before or after it publishes its PeerInfo; the others read
@@ -131,7 +131,7 @@ void waits_for_stopped_rank() {
     });
     for (Rank r : {1, 2})
       expect_equal(ends[r].result, goes_on ? "right"
-                                           : "Timeout: group 'default': timed out after 0.6 s; "
+                                           : "Timeout: group 'default': Timed out after 0.6 s; "
                                              "rank 0 did not arrive");
   }
 }

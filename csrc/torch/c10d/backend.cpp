@@ -220,11 +220,45 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& o) {
   return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, nullptr, bind_barrier);
 }
 
-// The error of a timeout names all missing ranks, with or without `wait_all_ranks`.
-void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
-  const auto work = collective({Collective::barrier, "monitored_barrier", o.timeout, false},
-                               nullptr, bind_barrier);
-  if (work) work->wait();  // null: the call is coalesced; endCoalescing() returns its work
+namespace {
+
+// Returns what torch's ProcessGroupGloo says if `missing` have not come to a monitored barrier. On
+// several hosts rank 0 may not know them.
+std::string monitored_barrier_failure(Rank me, const std::vector<Rank>& missing,
+                                      std::chrono::milliseconds timeout, bool names_all) {
+  if (me != 0)
+    return text("Rank ", me,
+                " successfully reached monitoredBarrier, but received errors while "
+                "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.");
+  if (missing.empty() || timeout.count() == 0)
+    return text("Rank 0 timed out in monitoredBarrier after ", timeout.count(), " ms.");
+  std::string ranks = text(missing.front());
+  for (std::size_t i = 1; names_all && i < missing.size(); ++i) ranks += text(", ", missing[i]);
+  return text(names_all && missing.size() > 1 ? "Ranks " : "Rank ", ranks,
+              " failed to pass monitoredBarrier in ", timeout.count(), " ms.");
+}
+
+}  // namespace
+
+// The second part of the error names all missing ranks, with or without `wait_all_ranks`.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) {
+  using std::chrono::milliseconds;
+  const milliseconds timeout = o.timeout.count() < 0 ? milliseconds(timeout_ms_) : o.timeout;
+  const auto failure = [&](const std::exception& error) {
+    const std::vector<Rank> missing = connection_->queue().behind();
+    return text(monitored_barrier_failure(me_.rank, missing, timeout, wait_all_ranks), ' ',
+                error.what());
+  };
+  try {
+    const auto work = collective(
+        {Collective::barrier, "monitored_barrier", std::max(timeout, milliseconds(1)), false},
+        nullptr, bind_barrier);
+    if (work) work->wait();  // null: the call is coalesced; endCoalescing() returns its work
+  } catch (const Timeout& error) {
+    throw Timeout(failure(error));
+  } catch (const PeerLost& error) {
+    throw PeerLost(failure(error));
+  }
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {

@@ -32,7 +32,9 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   virtual void count_open_futures(int) {}
   virtual void abort(const std::string& why) = 0;
   virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
-  virtual std::mutex& mutex() = 0;          // guards the state of every work of this queue
+  // Ranks that have made fewer calls than this one, as far as is known: those of this host.
+  virtual std::vector<Rank> behind() = 0;
+  virtual std::mutex& mutex() = 0;  // guards the state of every work of this queue
 };
 
 inline CollectiveWorkPtr CallQueue::push(Call call) {

@@ -79,6 +79,15 @@ void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline 
                   {pycollect::name(call.collective), calls_, deadline});
   } catch (const CollectiveError&) {
     throw;
+std::vector<Rank> CallRunner::behind() const {
+  const uint64_t own = group_->rank_state(group_->rank()).progress.load(std::memory_order_relaxed);
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < group_->world(); ++r)
+    if (!ipc::reached(group_->rank_state(r).progress.load(std::memory_order_relaxed), own))
+      ranks.push_back(r);
+  return group_->world_ranks(ranks);
+}
+
   } catch (const std::exception& error) {
     refuse_for(call, error);
     refuse(call, deadline);

@@ -28,6 +28,7 @@ class CallRunner {
   void run(Call& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
   std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
+  std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe
 
  private:
   void refuse(const Call& call, ipc::Deadline deadline);

@@ -197,3 +197,8 @@ std::vector<Rank> ProcessQueue::missing() {
 }
 
 }  // namespace pycollect::dist
+std::vector<Rank> ProcessQueue::behind() {
+  const Lock lock(mutex_);
+  return runner_ ? runner_->behind() : std::vector<Rank>();
+}
+

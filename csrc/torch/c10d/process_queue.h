@@ -27,6 +27,7 @@ class ProcessQueue final : public CallQueue {
 
   void abort(const std::string& why) override;
   std::vector<Rank> missing() override;
+  std::vector<Rank> behind() override;
   // Refuses new calls and lets the queued ones run until the deadline, then aborts them. Returns
   // when the queue is empty and its threads have ended.
   void close(ipc::Deadline deadline);

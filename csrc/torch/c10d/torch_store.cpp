@@ -57,7 +57,7 @@ std::string TorchStore::join_rendezvous() {
       return number;
     last = number;
     if (ipc::Clock::now() >= deadline_)
-      throw Timeout("rank 0 has not started the rendezvous in time");
+      throw Timeout("rank 0 has not started the rendezvous before the timeout was over");
   }
 }
 
@@ -72,7 +72,8 @@ bool TorchStore::poll(const std::vector<std::string>& keys, ipc::Deadline deadli
   try {
     while (!store_->check(keys)) {
       if (ipc::Clock::now() >= deadline)
-        throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
+        throw Timeout(text("no rank has written ", keys.front(),
+                           " to the store before the timeout was over"));
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kMaxPause);
     }
@@ -99,7 +100,8 @@ void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadli
       const auto soon = ipc::Clock::now() + milliseconds(10);
       if (soon < until) throw;
       if (soon < deadline) continue;
-      throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
+      throw Timeout(
+          text("no rank has written ", keys.front(), " to the store before the timeout was over"));
     }
   }
 }

@@ -38,7 +38,7 @@ void complete(Future& future, const Tensors& results, std::exception_ptr error,
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
-  throw Timeout(text(operation, " has not finished within ",
+  throw Timeout(text(operation, " has not finished within the timeout of ",
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 

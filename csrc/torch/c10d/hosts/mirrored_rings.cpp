@@ -321,7 +321,8 @@ void MirroredRings::fail(Rank peer, bool is_late, const ipc::OpContext& context)
   Peer& p = at(peer);
   if (is_late)
     group_->fail(ipc::AbortRecord::timed_out,
-                 text("timed out; ", link_.describe(p.rank), " did not arrive"), context);
+                 text("Timed out while waiting; ", link_.describe(p.rank), " did not arrive"),
+                 context);
   std::string failure;
   {
     const std::lock_guard lock(p.mutex);

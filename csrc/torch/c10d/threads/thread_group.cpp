@@ -35,7 +35,8 @@ void ThreadGroup::join(Rank rank, const std::string& settings, ipc::Deadline dea
   }
   const auto describe = [&] { return text("the creation of group '", name_, "'"); };
   if (!scheduler_->wait(launch_rank, {[&] { return joined_ == world_; }, describe, deadline}))
-    throw Timeout(text("group '", name_, "': not all ranks have joined in time"));
+    throw Timeout(
+        text("group '", name_, "': not all ranks have joined before the timeout was over"));
   for (Rank r = 1; r < world_; ++r)
     require(settings_[r] == settings_[0], "all ranks of group '", name_,
             "' must have the same options: rank ", r, " has", settings_[r], ", rank 0 has",
@@ -168,6 +169,13 @@ std::vector<Rank> ThreadGroup::missing() const {
 std::vector<Rank> ThreadGroup::missing(const CollectiveWork& work) const {
   const auto contains = [&](const std::optional<RankCalls>& calls) {
     return calls && std::any_of(calls->works.begin(), calls->works.end(),
+std::vector<Rank> ThreadGroup::behind(Rank rank) const {
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < world_; ++r)
+    if (next_[r] < next_[rank]) ranks.push_back(r);
+  return ranks;
+}
+
                                 [&](const auto& w) { return w.get() == &work; });
   };
   for (const GroupRound& round : rounds_)
@@ -234,7 +242,7 @@ void ThreadGroup::wait(Rank rank, const GroupWait& wait) {
 void ThreadGroup::time_out(Lock& lock, const OverdueWork& work, const std::string& report) {
   const std::string late = work.late.empty() ? "" : ipc::name(work.late) + " did not arrive";
   abort(lock, EndKind::timed_out,
-        text(work.operation, ": timed out after ", std::round(work.waited.count() * 10) / 10, " s",
+        text(work.operation, ": Timed out after ", std::round(work.waited.count() * 10) / 10, " s",
              late.empty() ? "" : "; ", late, report));
 }
 

@@ -83,6 +83,8 @@ class ThreadGroup final : public rank_threads::LaunchListener {
 
   // Ranks that have not made the call that is the next to run. Call with the mutex locked.
   std::vector<Rank> missing() const;
+  // Ranks that have made fewer calls than this one. Call with the mutex locked.
+  std::vector<Rank> behind(Rank rank) const;
   // Ranks that have not made the call of this work. Call with the mutex locked.
   std::vector<Rank> missing(const CollectiveWork& work) const;
   // Returns "all_reduce #3 of group 'default' on [2, 3] float32". Call with the mutex locked.

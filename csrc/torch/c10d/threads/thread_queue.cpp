@@ -76,4 +76,10 @@ std::vector<Rank> ThreadQueue::missing() {
   return group_->missing();
 }
 
+std::vector<Rank> ThreadQueue::behind() {
+  const GilRelease gil_release;
+  const std::lock_guard lock(mutex());
+  return group_->behind(rank_);
+}
+
 }  // namespace pycollect::dist

@@ -21,6 +21,7 @@ class ThreadQueue final : public CallQueue {
   void count_open_futures(int more) override { group_->count_open_futures(more); }
   void abort(const std::string& why) override { group_->abort(rank_, why); }
   std::vector<Rank> missing() override;
+  std::vector<Rank> behind() override;
   std::mutex& mutex() override { return group_->mutex(); }
   void close() { closed_ = true; }
 

@@ -102,7 +102,7 @@ void ThreadStore::wait(const Keys& keys, const std::chrono::milliseconds& timeou
   condition.deadline = ipc::deadline_after(timeout);
   condition.is_limited = purpose == nullptr && timeout != getTimeout();
   if (!scheduler_->wait(scheduler_->rank_of_thread(), condition))
-    throw Timeout(text("no rank has written ", condition.describe(), " in time",
+    throw Timeout(text("no rank has written ", condition.describe(), " before the timeout was over",
                        scheduler_->describe_ranks()));
   keys_->check(keys);  // throws the store's error, if it has failed
 }
