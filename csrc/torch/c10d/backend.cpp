@@ -148,6 +148,7 @@ WorkPtr Backend::collective(const CallParams& info, const at::Tensor* first, Bui
     publish_refusal(*refusal, new_call(info));
     std::rethrow_exception(refusal->error);
   }
+  call.event = ProfilerEvent::begin(info.name, info.inputs);
   CallQueue& queue = connection_->queue();
   return info.async ? queue.push(std::move(call)) : queue.run(std::move(call));
 }
@@ -180,31 +181,40 @@ const at::Tensor* first(const Tensors& tensors) {
 const at::Tensor* first(const TensorLists& lists) {
   return lists.empty() ? nullptr : first(lists.front());
 }
+const at::Tensor* first_dense(const Tensors& tensors) {
+  const auto found = std::ranges::find_if_not(tensors, &at::Tensor::is_sparse);
+  return found == tensors.end() ? nullptr : &*found;
+}
+at::TensorList list_of(const TensorLists& lists) {
+  return lists.empty() ? at::TensorList() : at::TensorList(lists.front());
+}
 
 }  // namespace
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
-  return collective({Collective::all_reduce, "all_reduce", o.timeout, o.asyncOp}, first(tensors),
+  return collective({Collective::all_reduce, "all_reduce", o.timeout, o.asyncOp, tensors},
+                    first_dense(tensors),
                     [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
-  return collective({Collective::all_reduce, "all_reduce_coalesced", o.timeout, o.asyncOp},
-                    first(tensors),
+  return collective({Collective::all_reduce, "all_reduce_coalesced", o.timeout, o.asyncOp, tensors},
+                    first_dense(tensors),
                     [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) {
-  return allreduce(tensors, o);  // throws for a sparse tensor
+  return allreduce(tensors, o);
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
-  return collective({Collective::reduce, "reduce", o.timeout, o.asyncOp}, first(tensors),
+  return collective({Collective::reduce, "reduce", o.timeout, o.asyncOp, tensors}, first(tensors),
                     [&](Call& call) { dist::reduce(call, me_, tensors, o.reduceOp, o.rootRank); });
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
-  return collective({Collective::broadcast, "broadcast", o.timeout, o.asyncOp}, first(tensors),
+  return collective({Collective::broadcast, "broadcast", o.timeout, o.asyncOp, tensors},
+                    first(tensors),
                     [&](Call& call) { dist::broadcast(call, me_, tensors, o.rootRank); });
 }
 
@@ -262,14 +272,15 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
-  return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp}, first(outputs),
+  return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
+                    first(outputs),
                     [&](Call& call) { dist::all_gather(call, me_, outputs, inputs); });
 }
 
 // The output lists of allgather_coalesced are indexed [rank][tensor].
 WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& o) {
-  return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp},
+  return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp, inputs},
                     first(outputs), [&](Call& call) {
                       require(static_cast<int>(outputs.size()) == me_.world, call.name, ": ",
                               outputs.size(), " output lists were passed for ", me_.world,
@@ -288,7 +299,7 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& o) {
-  return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp},
+  return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input},
                     &output,
                     [&](Call& call) { dist::all_gather_single(call, me_, {output}, {input}); });
 }
@@ -296,60 +307,63 @@ WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& o) {
   return collective(
-      {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp},
+      {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp, inputs},
       first(outputs), [&](Call& call) { dist::all_gather_single(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                 const c10d::ReduceScatterOptions& o) {
   return collective(
-      {Collective::reduce_scatter, "reduce_scatter", o.timeout, o.asyncOp}, first(outputs),
+      {Collective::reduce_scatter, "reduce_scatter", o.timeout, o.asyncOp, list_of(inputs)},
+      first(outputs),
       [&](Call& call) { dist::reduce_scatter(call, me_, outputs, inputs, o.reduceOp); });
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& o) {
   return collective(
-      {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp}, &output,
+      {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp, input}, &output,
       [&](Call& call) { dist::reduce_scatter_single(call, me_, {output}, {input}, o.reduceOp); });
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& o) {
   return collective(
-      {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp},
+      {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp, inputs},
       first(outputs),
       [&](Call& call) { dist::reduce_scatter_single(call, me_, outputs, inputs, o.reduceOp); });
 }
 
 WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
-  return collective({Collective::gather, "gather", o.timeout, o.asyncOp},
+  return collective({Collective::gather, "gather", o.timeout, o.asyncOp, inputs},
                     outputs.empty() ? first(inputs) : first(outputs),
                     [&](Call& call) { dist::gather(call, me_, outputs, inputs, o.rootRank); });
 }
 
 WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                     const c10d::GatherOptions& o) {
-  return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp},
+  return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp, input},
                     me_.rank == o.rootRank ? &output : &input,
                     [&](Call& call) { dist::gather_single(call, me_, output, input, o.rootRank); });
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) {
-  return collective({Collective::scatter, "scatter", o.timeout, o.asyncOp}, first(outputs),
+  return collective({Collective::scatter, "scatter", o.timeout, o.asyncOp, list_of(inputs)},
+                    first(outputs),
                     [&](Call& call) { dist::scatter(call, me_, outputs, inputs, o.rootRank); });
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
-  return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp}, first(outputs),
+  return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp, inputs},
+                    first(outputs),
                     [&](Call& call) { dist::all_to_all(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_sizes,
                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
-  return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp}, &output,
-                    [&](Call& call) {
+  return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp, input},
+                    &output, [&](Call& call) {
                       dist::all_to_all_single(call, me_, output, input,
                                               {output_sizes, input_sizes});
                     });

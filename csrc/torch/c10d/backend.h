@@ -103,7 +103,8 @@ class Backend final : public c10d::Backend {
     Collective collective;
     const char* name;
     std::chrono::milliseconds timeout;
-    bool async;  // true: the call may run after collective() returns
+    bool async;                  // true: the call may run after collective() returns
+    at::TensorList inputs = {};  // for profiles
   };
   using Build = c10::function_ref<void(Call&)>;
   // `first`: the tensor that the call binds first. If it is on a device, all others must be, too.

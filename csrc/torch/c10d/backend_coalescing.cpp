@@ -19,7 +19,9 @@ WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, Call call
   call.written = &list.written;
   list.refusal = try_build(info, "coalesced ", call, build);
   call.written = nullptr;
-  if (!list.refusal) list.calls.push_back(std::move(call));
+  if (list.refusal) return {};
+  call.event = ProfilerEvent::begin(info.name, info.inputs);
+  list.calls.push_back(std::move(call));
   return {};
 }
 

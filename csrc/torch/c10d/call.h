@@ -12,6 +12,7 @@
 #include "../../rank_executor/executor.h"
 #include "../arguments.h"
 #include "address_ranges.h"
+#include "profiler_event.h"
 #include "staging/transport_selector.h"
 
 namespace pycollect::dist {
@@ -28,6 +29,8 @@ struct CoalescedRequests {
   bool agreed = false;
   std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
 };
+
+class SparseSums;
 
 struct Call {
   Collective collective;
@@ -49,6 +52,9 @@ struct Call {
   // overlaps `written`. The tensors are then copied into staging when the call runs, after the
   // earlier calls have written them.
   std::vector<std::shared_ptr<DeviceEvent>> requested_at = {};
+  // Set if the first request is of sparse tensors.
+  std::shared_ptr<SparseSums> sparse = {};
+  std::shared_ptr<ProfilerEvent> event = {};  // ends when the call has run; null: no profiler
   // Callback that runs last, before the group's next call begins.
   std::function<void(const ipc::OpContext&)> then = {};
   Tensors results = {};  // the value of the call's future

@@ -122,7 +122,15 @@ std::shared_ptr<Messages> MessageWork::messages() const {
   return messages_;
 }
 
+// The event ends without the mutex.
+void MessageWork::end_event() {
+  std::shared_ptr<ProfilerEvent> event;
+  const std::lock_guard lock(mutex_);
+  event.swap(event_);
+}
+
 void MessageWork::settle() {
+  if (is_moved()) end_event();
   c10::intrusive_ptr<Future> future;
   std::shared_ptr<Messages> released;
   {

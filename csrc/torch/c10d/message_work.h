@@ -55,6 +55,7 @@ class MessageWork final : public GroupWork {
   bool is_moved() const;                             // true also after a failure
   bool is_moved_or_due(ipc::Deadline before) const;  // true also after a failure
   void finish();  // throws the transfer's error, or copies the data to the tensor
+  void end_event();
   // Completes a message that was moved or has failed. Thread-safe, and may be called repeatedly.
   void settle();
   std::shared_ptr<Messages> messages() const;
@@ -80,6 +81,7 @@ class MessageWork final : public GroupWork {
   std::exception_ptr failure_;  // a device error, while the mailbox uses the memory
   c10::intrusive_ptr<Future> future_;
   ipc::Deadline due_ = ipc::Deadline::max();
+  std::shared_ptr<ProfilerEvent> event_;
 };
 
 }  // namespace pycollect::dist

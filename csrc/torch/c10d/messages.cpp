@@ -71,6 +71,7 @@ WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
                                       op.tag, op.timeout,   receives};
   auto work = c10::make_intrusive<MessageWork>(
       info, op.tensor, on_device ? on_devices_.staging_of(op.tensor) : nullptr, shared_from_this());
+  work->event_ = begin_event(op, receives);
   if (receives)
     on_devices_.post(work);
   else

@@ -29,6 +29,12 @@ class PointToPoint {
   virtual bool check(const P2POp& op, const char* name, bool receives) const = 0;
 };
 
+// Begins the event of a message.
+inline std::shared_ptr<ProfilerEvent> begin_event(const P2POp& op, bool receives) {
+  const char* const name = !receives ? "send" : op.peer ? "recv" : "recvAnySource";
+  return ProfilerEvent::begin(name, op.tensor);
+}
+
 // Checks a message of a group of `world` ranks, as PointToPoint::check does.
 bool check_message(const P2POp& op, const char* name, bool receives, int world, DeviceOps& devices);
 

@@ -40,6 +40,7 @@ CollectiveWorkPtr ProcessQueue::run(Call call) {
   } catch (...) {
     error = failure();
   }
+  call.event.reset();
   lock.lock();
   running_ = false;
   if (!try_ensure_thread()) run_queued(lock);
@@ -196,9 +197,9 @@ std::vector<Rank> ProcessQueue::missing() {
   return runner_ && running_ ? runner_->missing() : std::vector<Rank>();
 }
 
-}  // namespace pycollect::dist
 std::vector<Rank> ProcessQueue::behind() {
   const Lock lock(mutex_);
   return runner_ ? runner_->behind() : std::vector<Rank>();
 }
 
+}  // namespace pycollect::dist

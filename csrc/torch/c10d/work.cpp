@@ -133,6 +133,8 @@ bool CoalescedWork::isCompleted() {
   for (const auto& part : parts_)
     if (!part->isCompleted()) return false;
   return true;
+  used.sparse.swap(call_.sparse);
+  used.event.swap(call_.event);
 }
 
 bool CoalescedWork::isSuccess() const {

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "../../../plan/error.h"
-#include "../../profiler_range.h"
 #include "../../threads.h"
 #include "direct_staging.h"
 #include "joint_request.h"
@@ -34,7 +33,6 @@ void fill(const Call& call) {
 
 // Runs the call on the ranks' threads, if some of them are awake, or on torch's.
 void run_on_host(const PreparedCall& prepared, rank_threads::WorkShare& share) {
-  const ProfilerRange range(prepared.call);
   prepared.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
     if (size > kSharedBytes || !share.try_run(size, grain, body)) threads()(size, grain, body);
   });

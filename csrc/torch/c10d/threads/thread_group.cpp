@@ -127,6 +127,9 @@ ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round,
                                              const std::exception_ptr& error) {
   Completions completions;
   std::vector<Call> used;
+  for (const auto& calls : round.by_rank)
+    if (calls)
+      for (const CollectiveWorkPtr& work : calls->works) work->call().event.reset();
   {
     const Lock lock(mutex());
     for (Rank r = 0; r < world_; ++r) {
@@ -166,9 +169,6 @@ std::vector<Rank> ThreadGroup::missing() const {
   return rounds_.empty() ? std::vector<Rank>() : missing(rounds_.front());
 }
 
-std::vector<Rank> ThreadGroup::missing(const CollectiveWork& work) const {
-  const auto contains = [&](const std::optional<RankCalls>& calls) {
-    return calls && std::any_of(calls->works.begin(), calls->works.end(),
 std::vector<Rank> ThreadGroup::behind(Rank rank) const {
   std::vector<Rank> ranks;
   for (Rank r = 0; r < world_; ++r)
@@ -176,6 +176,9 @@ std::vector<Rank> ThreadGroup::behind(Rank rank) const {
   return ranks;
 }
 
+std::vector<Rank> ThreadGroup::missing(const CollectiveWork& work) const {
+  const auto contains = [&](const std::optional<RankCalls>& calls) {
+    return calls && std::any_of(calls->works.begin(), calls->works.end(),
                                 [&](const auto& w) { return w.get() == &work; });
   };
   for (const GroupRound& round : rounds_)

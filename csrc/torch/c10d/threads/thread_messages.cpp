@@ -142,7 +142,10 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
   const bool is_eager = !receives && work->result()[0].nbytes() <= kEagerBytes;
   if (is_eager) work->detach();  // may throw
   (receives ? receives_ : sends_).push_back(work);
-  if (is_eager) work->finish(nullptr);
+  if (!is_eager) return;
+  work->finish(nullptr);
+  lock.unlock();
+  work->event.reset();
 }
 
 // Copies the message, on the current streams of this thread if it is on a device. Between a device
@@ -247,6 +250,7 @@ void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr
 
 void ThreadMailbox::finish(const ThreadMessagePtr& work, const std::exception_ptr& error) {
   c10::intrusive_ptr<Future> future;
+  work->event.reset();
   {
     const std::lock_guard lock(group_->mutex());
     future = work->finish(error);
@@ -274,6 +278,7 @@ WorkPtr ThreadMessages::submit(const P2POp& op, const char* name, bool receives)
       ThreadMessageWork::ThreadMessageInfo{name, next_number_++, rank_, op.peer, op.tag, op.timeout,
                                            receives},
       op.tensor, staging, mailbox_);
+  work->event = begin_event(op, receives);
   mailbox_->post(work);
   return work;
 }

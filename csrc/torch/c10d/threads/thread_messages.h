@@ -46,6 +46,7 @@ class ThreadMessageWork final : public PostedWork {
   bool matches(const ThreadMessageWork& send) const;  // of a receive
   void detach();  // copies the data of a send, so that the sender may reuse its tensor
   DirectStaging* direct_staging() const { return staging_.get(); }
+  std::shared_ptr<ProfilerEvent> event;  // null: no profiler
   const at::Tensor& data() const { return data_.defined() ? data_ : tensor_; }
   void set_peer(Rank peer) { peer_ = peer; }
 

@@ -1,0 +1,152 @@
+"""torch's profiler shows the operations of a group as it does those of torch's backends.
+
+An event is named `backend:operation`, has the shapes of the inputs, and lasts until the operation
+has ended, on whichever thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from torch.profiler import ProfilerActivity, profile
+
+WORLD = 2
+SECONDS = 0.3  # how late a rank is
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")
+
+
+@pytest.fixture(scope="module")
+def pools(ranks_as: str) -> Iterator[Pools]:
+    yield from pools_of_a_module(ranks_as=ranks_as)
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.ones(shape or (2, 3))
+
+
+def lists() -> list[torch.Tensor]:
+    return [x(), x()]
+
+
+def sparse() -> torch.Tensor:
+    return torch.sparse_coo_tensor([[1]], [1.0], (7,))
+
+
+def block() -> None:
+    with dist._coalescing_manager():
+        dist.all_reduce(x())
+        dist.all_reduce(x(5))
+
+
+def messages() -> None:
+    me = dist.get_rank()
+    dist.send(x(4), 1) if me == 0 else dist.recv(x(4), 0)
+    dist.send(x(5), 1) if me == 0 else dist.recv(x(5))
+
+
+# What rank 0 sees, and rank 1 if it differs; gloo has no events of coalesced calls and barriers.
+EVENTS: dict[str, tuple[Callable[[], Any], list[tuple[str, list[list[int]]]]]] = {
+    "all_reduce": (lambda: dist.all_reduce(x()), [("all_reduce", [[2, 3]])]),
+    "reduce": (lambda: dist.reduce(x(), 0), [("reduce", [[2, 3]])]),
+    "broadcast": (lambda: dist.broadcast(x(), 0), [("broadcast", [[2, 3]])]),
+    "all_gather": (lambda: dist.all_gather(lists(), x()), [("all_gather", [[2, 3]])]),
+    "all_to_all": (
+        lambda: dist.all_to_all_single(x(4), x(4)),
+        [("all_to_all_single", [[4]])],
+    ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter(x(), lists()),
+        [("reduce_scatter", [[2, 3], [2, 3]])],
+    ),
+    "gathered": (
+        lambda: dist.all_gather_into_tensor(x(4, 3), x()),
+        [("all_gather_into_tensor", [[2, 3]])],
+    ),
+    "barrier": (lambda: dist.barrier(), [("barrier", [])]),
+    "block": (block, [("all_reduce_coalesced", [[2, 3], [5]])]),
+    "sparse": (lambda: dist.all_reduce(sparse()), [("all_reduce", [[7]])]),
+    "asynchronous": (
+        lambda: dist.all_reduce(x(), async_op=True).wait(),
+        [("all_reduce", [[2, 3]])],
+    ),
+}
+
+
+def events_of(run: Callable[[], Any], of_rank_0: bool = True) -> list[Any]:
+    """The events of a rank: ranks as threads have one profiler of the process."""
+    if not of_rank_0:
+        run()
+        return []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        run()
+    return [e for e in recorded.events() if e.name.startswith(f"{BACKEND}:")]
+
+
+def profiled(me: RankContext, name: str) -> list[tuple[str, list, bool]]:
+    events = events_of(EVENTS[name][0], me.rank == 0)
+    dist.barrier()
+    return [(e.name, [s for s in e.input_shapes if s], e.is_async) for e in events]
+
+
+@pytest.mark.skipif(not OURS, reason="the names of single operations are ours")
+@pytest.mark.parametrize("name", EVENTS)
+def test_events_have_torchs_form(pools, name):
+    found = pools(WORLD).run(profiled, name)[0]
+    assert found == [(f"pycollect:{event}", shapes, True) for event, shapes in EVENTS[name][1]]
+
+
+def messages_of(me: RankContext) -> list[tuple[str, list, bool]]:
+    found = []
+    for profiled in range(me.world):
+        events = events_of(messages, me.rank == profiled)
+        dist.barrier()
+        found += [(e.name, e.input_shapes, e.is_async) for e in events]
+    return found
+
+
+def test_messages(pools):
+    sender, receiver = pools(WORLD).run(messages_of)
+    assert sender == [(f"{BACKEND}:send", [[4]], True), (f"{BACKEND}:send", [[5]], True)]
+    assert receiver[0] == (f"{BACKEND}:recv", [[4]], True)
+    assert receiver[1] == (f"{BACKEND}:recvAnySource", [[5]], True)
+
+
+def late(me: RankContext, async_op: bool) -> list[float]:
+    """Seconds of rank 0's events, while the other rank comes late."""
+
+    def run() -> None:
+        if me.rank == 1:
+            time.sleep(SECONDS)
+        work = dist.all_reduce(x(), async_op=async_op)
+        if async_op:
+            work.wait()
+
+    events = events_of(run, me.rank == 0)
+    return [e.time_range.elapsed_us() / 1e6 for e in events]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_event_lasts_until_its_operation_has_ended(pools, async_op):
+    (seconds,) = pools(WORLD).run(late, async_op)[0]
+    assert SECONDS / 2 < seconds < 20
+
+
+def refused(me: RankContext) -> list[str]:
+    def run() -> None:
+        with pytest.raises(ValueError, match="stride"):
+            dist.all_reduce(torch.zeros(1).expand(3))
+
+    names = [e.name for e in events_of(run, me.rank == 0)]
+    dist.barrier()
+    return names
+
+
+@pytest.mark.skipif(not OURS, reason="gloo accepts the tensor")
+def test_a_refused_call_has_no_event(pools):
+    assert pools(WORLD).run(refused)[0] == []
