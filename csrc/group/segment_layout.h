@@ -96,7 +96,7 @@ struct alignas(64) FingerprintDetails {
   // requests, and `part` the index of this one, from 0.
   uint32_t part = 0, parts = 1;
   std::array<char, 216> refusal = {};  // why the rank refused, as text
-  enum : uint8_t { in_place = 1, on_gpus = 2 };
+  enum : uint8_t { in_place = 1, on_gpus = 2, sparse = 4 };
 };
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes

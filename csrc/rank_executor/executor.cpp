@@ -75,8 +75,8 @@ Prepared prepare(Transport& transport, const CollectiveRequest& request, const O
     transport.begin(request, context);
     return Prepared(transport, request);
   } catch (const std::invalid_argument& error) {
-    refuse_at(transport, request.collective, context,
-              text(name(request.collective), ": ", error.what()));
+    refuse_at(transport, request.called(), context,
+              text(name(request.called()), ": ", error.what()));
     throw;
   }
 }
@@ -94,7 +94,7 @@ void agree_on_all(Transport& transport, const std::vector<const CollectiveReques
   const CollectiveRequest& first = *requests.front();
   const auto parts = static_cast<uint32_t>(requests.size());
   const auto context = [&](const CollectiveRequest& r) {
-    return OpContext{name(r.collective), calls++, deadline};
+    return OpContext{name(r.called()), calls++, deadline};
   };
   const auto exchange_part = [&](uint32_t i) {
     const OpContext own = context(*requests[i]);
@@ -104,7 +104,7 @@ void agree_on_all(Transport& transport, const std::vector<const CollectiveReques
     publish_and_agree(transport, mine, *requests[i], own);
   };
   const OpContext together = context(first);
-  CallFingerprint all{first.collective,
+  CallFingerprint all{first.called(),
                       together.call,
                       {.fingerprint_hash = fingerprint_hash(requests, together.call)}};
   all.parts = parts;
@@ -120,7 +120,7 @@ void agree_on_all(Transport& transport, const std::vector<const CollectiveReques
 }
 
 void run(Transport& transport, const CollectiveRequest& request, uint64_t call, Deadline deadline) {
-  const OpContext context{name(request.collective), call, deadline};
+  const OpContext context{name(request.called()), call, deadline};
   Group& group = transport.group();
   group.require_healthy(context);
   if (request.tensors == 0) {

@@ -30,6 +30,15 @@ struct CallBuffer {
   uint64_t cuts = 0;
 };
 
+// The tensors of a sparse all_reduce, whose entries the ranks exchange with all_gather. Ranks agree
+// on these tensors, and messages name them, in place of the bytes that move.
+struct SparseForm {
+  DType dtype;
+  ReduceOp op;
+  uint64_t elements;  // of the dense shapes
+  uint64_t shapes;    // hash of all that must agree
+};
+
 // One collective on tensors of one dtype, as one rank passes it to the executor.
 struct CollectiveRequest {
   Collective collective;
@@ -49,7 +58,10 @@ struct CollectiveRequest {
   // Number of the caller's tensors; must be the same on all ranks. 0: no data moves, the ranks only
   // agree on the call.
   uint64_t tensors = 1;
-  bool on_gpus = false;  // true for the GPU transport; must be the same on all ranks
+  bool on_gpus = false;                // true for the GPU transport; must be the same on all ranks
+  const SparseForm* sparse = nullptr;  // set in a request that is part of a sparse all_reduce
+
+  Collective called() const { return sparse ? Collective::all_reduce : collective; }  // by the user
 };
 
 // Runs the request in the calling thread together with the other ranks: to its end, or until all of

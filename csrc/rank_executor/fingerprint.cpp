@@ -83,6 +83,7 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
   description += text(" of ", d.elements, " ", name_or_number(kDTypeNames, d.dtype));
   if (reduces(collective)) description += text(", op ", name_or_number(kReduceOpNames, d.op));
   if (has_root(collective)) description += text(", root ", d.root);
+  if ((d.flags & FingerprintDetails::sparse) != 0) description += ", in sparse tensors";
   if (tensors != other_tensors && other_tensors != 0)
     description += text(", in ", tensors, " tensors");
   const uint8_t unlike = d.flags ^ other.flags;
@@ -103,8 +104,9 @@ std::string mismatch_message(const CallOfRank& of_one, const CallOfRank& of_zero
   std::string description = text("all ranks of a group must make the same call: rank ", of_one.rank,
                                  " called ", mine, ", rank ", of_zero.rank, " called ", theirs);
   if (mine == theirs)
-    description += one.options >> 32 != zero.options >> 32
-                       ? ", but with different algorithms"
+    description += one.options >> 32 != zero.options >> 32 ? ", but with different algorithms"
+                   : (one.flags & FingerprintDetails::sparse) != 0
+                       ? ", but with different shapes or numbers of sparse dimensions"
                        : ", but with tensors of different sizes";
   return description;
 }
@@ -158,12 +160,14 @@ void describe(FingerprintDetails& d, const CallFingerprint& s, const CollectiveR
   d.part = s.part;
   d.parts = s.parts;
   if (request == nullptr) return;
-  d.dtype = static_cast<uint8_t>(request->dtype);
-  d.op = static_cast<uint8_t>(request->op);
-  d.flags = static_cast<uint8_t>((request->in_place ? FingerprintDetails::in_place : 0) |
-                                 (request->on_gpus ? FingerprintDetails::on_gpus : 0));
+  const SparseForm* const sparse = request->sparse;
+  d.dtype = static_cast<uint8_t>(sparse ? sparse->dtype : request->dtype);
+  d.op = static_cast<uint8_t>(sparse ? sparse->op : request->op);
+  d.flags = static_cast<uint8_t>((request->in_place || sparse ? FingerprintDetails::in_place : 0) |
+                                 (request->on_gpus ? FingerprintDetails::on_gpus : 0) |
+                                 (sparse ? FingerprintDetails::sparse : 0));
   d.root = request->root;
-  d.elements = elements(*request);
+  d.elements = sparse ? sparse->elements : elements(*request);
   d.options = options(*request);
 }
 
@@ -182,6 +186,7 @@ uint64_t fingerprint_hash(const CollectiveRequest& r, uint64_t call) {
         static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(call);
   h.add(options(r));
+  if (r.sparse) h.add(r.sparse->shapes);
   if (r.irregular || r.tensors == 0) return h.value();
   add_blocks(h, r);
   return h.value();
@@ -196,7 +201,7 @@ uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests,
 
 CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call) {
   CallFingerprint mine{
-      request.collective, call, {.fingerprint_hash = fingerprint_hash(request, call), .pieces = 1}};
+      request.called(), call, {.fingerprint_hash = fingerprint_hash(request, call), .pieces = 1}};
   if (request.irregular) mine.fingerprint.flags |= Fingerprint::irregular;
   return mine;
 }

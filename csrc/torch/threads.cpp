@@ -54,24 +54,26 @@ const cpu::ParallelFor& threads() {
   return run;
 }
 
-void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
-  const auto copy = [&] {
-    // Bypasses autograd and version counters, so that inference tensors can be copied on any
-    // thread.
+void run_operators(const std::function<void()>& run) {
+  const auto call = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    dst.copy_(src);
+    run();
   };
-  if (!forked_) return copy();
+  if (!forked_) return call();
   // A new thread has its own thread pool, and does not wait for threads of the parent.
   std::exception_ptr error;
   std::thread([&] {
     try {
-      copy();
+      call();
     } catch (...) {
       error = std::current_exception();
     }
   }).join();
   if (error) std::rethrow_exception(error);
+}
+
+void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
+  run_operators([&] { dst.copy_(src); });
 }
 
 }  // namespace pycollect

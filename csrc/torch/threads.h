@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+
 #include "../cpu/executor.h"
 
 namespace pycollect {
@@ -11,8 +13,11 @@ namespace pycollect {
 // end, and each call starts new threads.
 const cpu::ParallelFor& threads();
 
-// Copies with torch between tensors of different layouts. In a forked child the copy runs in a new
-// thread, for the same reason as in threads().
+// Calls `run`, which calls torch's operators on tensors. In a forked child it runs in a new thread,
+// for the same reason as in threads(). Bypasses autograd and version counters, so that inference
+// tensors can be used on any thread.
+void run_operators(const std::function<void()>& run);
+// Copies with torch between tensors of different layouts.
 void copy_strided(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

@@ -9,6 +9,7 @@
 
 #include "../../plan/error.h"
 #include "../threads.h"
+#include "sparse.h"
 
 namespace pycollect::dist {
 
@@ -35,13 +36,21 @@ void refuse_for(Call& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
+namespace {
+
+// Returns the transport that the call names for the request; null: the host transport.
+ipc::Transport* own_transport(const Call& call, const ipc::CollectiveRequest& request) {
+  return call.staging && request.sparse == nullptr ? call.staging->transport() : nullptr;
+}
+
+}  // namespace
+
 std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
   if (calls.size() < 2) return calls;
   const auto coalesced = std::make_shared<CoalescedRequests>();
   for (Call& call : calls) {
-    ipc::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
     for (const ipc::CollectiveRequest& request : call.requests)
-      coalesced->requests.push_back({&request, transport});
+      coalesced->requests.push_back({&request, own_transport(call, request)});
     if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
     call.coalesced = coalesced;
   }
@@ -70,15 +79,6 @@ std::vector<Rank> CallRunner::missing() const {
   return group_->world_ranks(ranks);
 }
 
-// Waits for the caller's streams, up to the call's timeout. A device error is published as a
-// refusal, so that the peers do not wait for this rank.
-void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline) {
-  try {
-    group_->await([&] { return staging.inputs_ready(); },
-                  {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
-                  {pycollect::name(call.collective), calls_, deadline});
-  } catch (const CollectiveError&) {
-    throw;
 std::vector<Rank> CallRunner::behind() const {
   const uint64_t own = group_->rank_state(group_->rank()).progress.load(std::memory_order_relaxed);
   std::vector<Rank> ranks;
@@ -88,6 +88,15 @@ std::vector<Rank> CallRunner::behind() const {
   return group_->world_ranks(ranks);
 }
 
+// Waits for the caller's streams, up to the call's timeout. A device error is published as a
+// refusal, so that the peers do not wait for this rank.
+void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline) {
+  try {
+    group_->await([&] { return staging.inputs_ready(); },
+                  {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
+                  {pycollect::name(call.collective), calls_, deadline});
+  } catch (const CollectiveError&) {
+    throw;
   } catch (const std::exception& error) {
     refuse_for(call, error);
     refuse(call, deadline);
@@ -162,7 +171,7 @@ void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
   } else if (call.requests.size() > 1) {
     std::vector<CoalescedRequests::RequestAndTransport> own;
     for (const ipc::CollectiveRequest& request : call.requests)
-      own.push_back({&request, &transport(call)});
+      own.push_back({&request, &transport(call, request)});
     agree(own, deadline);
   }
 }
@@ -184,14 +193,29 @@ void CallRunner::agree(const std::vector<CoalescedRequests::RequestAndTransport>
   ipc::agree_on_all(*host_, requests, calls_, deadline);
 }
 
-ipc::Transport& CallRunner::transport(const Call& call) {
-  ipc::Transport* const own = call.staging ? call.staging->transport() : nullptr;
+ipc::Transport& CallRunner::transport(const Call& call, const ipc::CollectiveRequest& request) {
+  ipc::Transport* const own = own_transport(call, request);
   return own == nullptr ? *host_ : *own;
 }
 
+void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
+  std::optional<ipc::CollectiveRequest> request;
+  try {
+    request = call.sparse->exchange();
+  } catch (const std::exception& error) {
+    refuse_for(call, error);
+    refuse(call, deadline);
+    throw;
+  }
+  ipc::run(*host_, *request, calls_++, deadline);
+}
+
 void CallRunner::perform(Call& call, ipc::Deadline deadline) {
-  for (const ipc::CollectiveRequest& request : call.requests)
-    ipc::run(transport(call), request, calls_++, deadline);
+  for (const ipc::CollectiveRequest& request : call.requests) {
+    ipc::run(transport(call, request), request, calls_++, deadline);
+    if (request.sparse) exchange_entries(call, deadline);
+  }
+  if (call.sparse) call.sparse->finish();  // last: the rank takes part in the call even if it fails
   for (const auto& [to, from] : call.copies) copy_strided(to, from);
   if (call.then) call.then({call.name, calls_ - 1, deadline});
 }

@@ -37,7 +37,8 @@ class CallRunner {
              ipc::Deadline deadline);
   void fill(Call& call, ipc::Deadline deadline);
   void perform(Call& call, ipc::Deadline deadline);
-  ipc::Transport& transport(const Call& call);
+  void exchange_entries(Call& call, ipc::Deadline deadline);
+  ipc::Transport& transport(const Call& call, const ipc::CollectiveRequest& request);
   void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;

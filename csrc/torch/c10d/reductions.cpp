@@ -1,8 +1,11 @@
 // all_reduce, reduce and broadcast, whose buffers are not split by rank, and reduce_scatter.
+#include <algorithm>
+
 #include "../../plan/error.h"
 #include "builders.h"
 #include "reduction.h"
 #include "shapes.h"
+#include "sparse.h"
 
 namespace pycollect::dist {
 namespace {
@@ -37,15 +40,24 @@ void bind_all(Call& call, RankAndWorld me, const Tensors& tensors, const Reducti
                  .root = role.root,
                  .in_place = !out_of_place});
   for (std::size_t i = 0; i < tensors.size(); ++i)
-    bind(role, binder, tensors[i], label_of(call, "tensors", tensors, i));
+    if (!call.sparse || !tensors[i].is_sparse())
+      bind(role, binder, tensors[i], label_of(call, "tensors", tensors, i));
   binder.finish();
   call.results = tensors;
 }
 
 }  // namespace
 
+// The request of the sparse tensors is the first, so that they are read before a dense tensor with
+// the same memory is written.
 void all_reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op) {
-  bind_all(call, me, tensors, {Reduction(op, call.name), true, true});
+  const Reduction reduction(op, call.name);
+  if (std::ranges::any_of(tensors, &at::Tensor::is_sparse))
+    call.sparse = std::make_shared<SparseSums>(call, me, tensors, reduction);
+  bind_all(call, me, tensors, {reduction, true, true});
+  if (!call.sparse) return;
+  call.requests.insert(call.requests.begin(), call.sparse->counting());
+  call.fills.emplace_back([sparse = call.sparse] { sparse->coalesce(); });
 }
 
 void reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op,

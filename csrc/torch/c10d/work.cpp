@@ -1,6 +1,8 @@
 // See work.h. A work that ran on its caller's thread has no queue, and needs no lock.
 #include "work.h"
 
+#include <algorithm>
+
 #include "../../plan/error.h"
 #include "call_queue.h"
 #include "gil_release.h"
@@ -16,10 +18,20 @@ c10::intrusive_ptr<Future> new_future_on(std::vector<at::Device> devices) {
                                      std::move(devices));
 }
 
+// Sparse tensors on devices have no staging.
+std::vector<at::Device> devices_of(const TensorStaging* staging, const Tensors& results) {
+  std::vector<at::Device> devices;
+  if (staging != nullptr) devices = staging->on();
+  for (const at::Tensor& t : results)
+    if (t.is_sparse() && std::ranges::find(devices, t.device()) == devices.end())
+      devices.push_back(t.device());
+  return devices;
+}
+
 }  // namespace
 
-c10::intrusive_ptr<Future> new_future(const TensorStaging* staging) {
-  return new_future_on(staging == nullptr ? std::vector<at::Device>() : staging->on());
+c10::intrusive_ptr<Future> new_future(const TensorStaging* staging, const Tensors& results) {
+  return new_future_on(devices_of(staging, results));
 }
 
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
@@ -65,7 +77,7 @@ c10::intrusive_ptr<Future> PostedWork::getFuture() {
   {
     const std::lock_guard lock(mutex());
     if (future_) return future_;
-    future_ = new_future(staging());
+    future_ = new_future(staging(), result());
     was_done = is_done();
     if (!was_done) {
       due_ = ipc::deadline_after(limit());
@@ -121,6 +133,8 @@ Call CollectiveWork::detach() {
   used.held.swap(call_.held);
   used.fills.swap(call_.fills);
   used.copies.swap(call_.copies);
+  used.sparse.swap(call_.sparse);
+  used.event.swap(call_.event);
   return used;
 }
 
@@ -133,8 +147,6 @@ bool CoalescedWork::isCompleted() {
   for (const auto& part : parts_)
     if (!part->isCompleted()) return false;
   return true;
-  used.sparse.swap(call_.sparse);
-  used.event.swap(call_.event);
 }
 
 bool CoalescedWork::isSuccess() const {
@@ -190,10 +202,11 @@ c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
   const TensorStaging* any = nullptr;
   for (const auto& part : parts_) {
     futures.push_back(part->getFuture());
-    if (const auto* own = dynamic_cast<const GroupWork*>(part.get()); own && own->staging()) {
-      any = own->staging();
-      devices.insert(devices.end(), any->on().begin(), any->on().end());
-    }
+    const auto* const own = dynamic_cast<const GroupWork*>(part.get());
+    if (own == nullptr) continue;
+    if (own->staging()) any = own->staging();
+    for (const at::Device d : devices_of(own->staging(), part->result()))
+      if (std::ranges::find(devices, d) == devices.end()) devices.push_back(d);
   }
   auto joint = new_future_on(devices);
   const auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);

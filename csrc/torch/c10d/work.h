@@ -13,8 +13,10 @@ namespace pycollect::dist {
 class CallQueue;
 using Future = c10::ivalue::Future;
 
-// Returns a future of a list of tensors, on the devices of `staging` if that is not null.
-c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr);
+// Returns a future of a list of tensors, on the devices of `staging` if that is not null and of the
+// sparse ones of `results`.
+c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr,
+                                      const Tensors& results = {});
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
               TensorStaging* staging = nullptr);
 

@@ -5,6 +5,7 @@
 
 #include "../../../plan/error.h"
 #include "../../threads.h"
+#include "../sparse.h"
 #include "direct_staging.h"
 #include "joint_request.h"
 
@@ -80,12 +81,22 @@ PreparedCall prepare(const std::vector<RequestReader>& ranks, std::size_t count)
     prepared.held.insert(prepared.held.end(), staging->tensors().begin(), staging->tensors().end());
   }
   for (std::size_t i = 0; i < count; ++i) {
-    if (ranks.front().request(i).tensors == 0) continue;
+    if (ranks.front().request(i).tensors == 0 || ranks.front().request(i).sparse) continue;
     RankRequests requests;
     for (const RequestReader& rank : ranks) requests.push_back(&rank.request(i));
     bind_jointly(requests, prepared);
   }
   return prepared;
+}
+
+// Adds up the sparse tensors of the next `count` requests of each rank.
+void sum_sparse(const std::vector<RequestReader>& ranks, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (ranks.front().request(i).sparse == nullptr) continue;
+    std::vector<SparseSums*> sums;
+    for (const RequestReader& rank : ranks) sums.push_back(rank.call().sparse.get());
+    SparseSums::finish_jointly(sums);
+  }
 }
 
 void run(const std::vector<RequestReader>& ranks, const PreparedCall& prepared,
@@ -108,6 +119,7 @@ void run_jointly(const std::vector<std::vector<Call*>>& calls, rank_threads::Wor
     std::size_t count = ranks.front().left();
     for (const RequestReader& rank : ranks) count = std::min(count, rank.left());
     for (const RequestReader& rank : ranks) rank.begin();
+    sum_sparse(ranks, count);
     run(ranks, prepare(ranks, count), share);
     for (RequestReader& rank : ranks) rank.advance(count);
   }

@@ -1,0 +1,65 @@
+// all_reduce of sparse tensors (COO). The ranks exchange how many entries each has, then all
+// entries; an entry is an index and the values there. Then each rank adds up the entries of all
+// ranks, in rank order, and has the same bits. A rank without an entry at an index adds nothing
+// there, not 0.0.
+#pragma once
+#include <c10/core/Stream.h>
+
+#include <optional>
+#include <vector>
+
+#include "../../cpu/sparse_fold.h"
+#include "binder.h"
+#include "reduction.h"
+
+namespace pycollect::dist {
+
+class SparseSums {
+ public:
+  // Takes the sparse ones of the tensors. Throws if one is not valid, before data moves.
+  SparseSums(const Call& call, RankAndWorld me, const Tensors& tensors, const Reduction& reduction);
+  SparseSums(const SparseSums&) = delete;
+  SparseSums& operator=(const SparseSums&) = delete;
+
+  // Returns the request that exchanges the numbers of entries, in memory of this object.
+  ipc::CollectiveRequest counting();
+  // Takes the tensors' entries. Call before that request runs.
+  void coalesce();
+  // Returns the request that exchanges the entries. Call after the first request has run.
+  ipc::CollectiveRequest exchange();
+  // Adds up the entries of all ranks, and replaces those of the tensors by the result.
+  void finish();
+  // Does the same after coalesce(), instead of both requests, if all ranks are in this process.
+  static void finish_jointly(const std::vector<SparseSums*>& ranks);
+
+ private:
+  struct EntryTensors {
+    at::Tensor indices,
+        values;  // contiguous, on the host: [entries][sparse dimension], [entries]...
+  };
+  struct SparseOperand {
+    at::Tensor tensor;
+    std::optional<c10::Stream> stream = {};  // the caller's, if the tensor is on a device
+    DType dtype;
+    int64_t dims, row;                // sparse dimensions; elements of an entry
+    EntryTensors own = {}, all = {};  // of this rank; of all ranks, in rank order
+
+    std::size_t index_bytes() const { return dims * sizeof(int64_t); }
+    std::size_t row_bytes() const { return row * item_bytes(dtype); }
+    cpu::EntryList list(const EntryTensors& entries, int64_t first, int64_t count) const;
+    EntryTensors empty(int64_t count) const;
+  };
+  void add(const at::Tensor& tensor, const ArgumentName& label, DType dtype, DeviceOps& devices);
+  void describe_form(ReduceOp op);
+  int64_t count(Rank r, std::size_t i) const { return counts_[r * operands_.size() + i]; }
+  EntryTensors fold(const SparseOperand& operand, std::vector<cpu::EntryList> ranks) const;
+
+  const RankAndWorld me_;
+  const ReduceOp op_;
+  const FoldOptions options_;
+  std::vector<SparseOperand> operands_;
+  ipc::SparseForm form_{};
+  std::vector<int64_t> own_counts_, counts_;  // [operand]; [rank][operand]
+};
+
+}  // namespace pycollect::dist
