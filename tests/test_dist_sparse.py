@@ -5,13 +5,15 @@ Errors are those of all ranks. DDP with sparse gradients.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import assert_in_step
-from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
 from dist_ranks import between_processes, quick_on_hosts
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
 from torch import Tensor, nn
@@ -367,6 +369,27 @@ def test_a_refused_block_runs_no_call(pools):
     for error, values in pools(WORLD).run(refused_block):
         assert "the index 50" in error.text
         assert values == [1, 2]
+
+
+def with_an_absent_rank(me: RankContext, dies: bool) -> Caught | None:
+    dist.all_reduce(plain())
+    if me.rank == 1:
+        os._exit(0) if dies else time.sleep(1.5)
+        return None
+    return caught(dist.all_reduce, plain())
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@between_processes("a rank that is a thread cannot die alone")
+def test_an_absent_rank_is_an_error(ranks_as, dies):
+    with fresh(WORLD, ranks_as=ranks_as, timeout=0.5) as pool:
+        pool.begin(with_an_absent_rank, dies)
+        outcomes = pool.collect_outcomes()
+    for rank in (0, 2):
+        error = outcomes[rank].value
+        assert error.kind in ("Timeout", "PeerLost"), error
+        assert "all_reduce #" in error.text
+        assert "rank 1" in error.text
 
 
 # --- DDP ------------------------------------------------------------------------------------------

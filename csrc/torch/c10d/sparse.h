@@ -33,9 +33,9 @@ class SparseSums {
   static void finish_jointly(const std::vector<SparseSums*>& ranks);
 
  private:
-  struct EntryTensors {
-    at::Tensor indices,
-        values;  // contiguous, on the host: [entries][sparse dimension], [entries]...
+  struct EntryTensors {  // contiguous, on the host
+    at::Tensor indices;  // [entry][sparse dimension]
+    at::Tensor values;   // [entry], and the dense dimensions
   };
   struct SparseOperand {
     at::Tensor tensor;
