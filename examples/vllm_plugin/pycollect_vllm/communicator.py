@@ -1,8 +1,7 @@
 """vLLM's CPU communicator on a "pycollect" group, with collectives of uneven sizes.
 
-The results are written where they belong, through views of one tensor, so any dimension costs the
-same. Sizes are not checked here: what does not fit is found by the group, before anything moves,
-and raises on every rank, while an error of a single rank would let the others wait for it.
+Sizes are not checked here: the group finds those that do not fit before anything moves, and raises
+on every rank. An error of a single rank would let the others wait for it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class PycollectCommunicator(CpuCommunicator):
         backend = dist.get_backend(self.device_group)
         if backend != "pycollect" or self.dist_module is not torch.distributed:
             raise RuntimeError(
-                f"vLLM made the group {self.unique_name!r} with {backend!r}, or uses its own shared "
-                "memory; this version of vLLM needs another plugin"
+                f"vLLM made the group {self.unique_name!r} with {backend!r}, or it uses its own "
+                "shared memory; this version of vLLM needs another plugin"
             )
         self.supports_tensor_dict = True
 
@@ -46,12 +45,11 @@ class PycollectCommunicator(CpuCommunicator):
             return [self._gathered(tensor, dim, sizes) for tensor in input_]
 
     def _gathered(self, input_: Tensor, dim: int, sizes: list[int] | None) -> Tensor:
-        sizes = sizes or [input_.shape[dim]] * self.world_size
-        shape = list(input_.shape)
-        shape[dim] = sum(sizes)
-        output = input_.new_empty(shape)
-        dist.all_gather(list(output.split(sizes, dim)), input_, self.device_group)
-        return output
+        rows = input_.movedim(dim, 0)  # so that each rank's block is contiguous
+        sizes = sizes or [len(rows)] * self.world_size
+        output = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        dist.all_gather(list(output.split(sizes)), rows, self.device_group)
+        return output.movedim(0, dim).contiguous()
 
     def reduce_scatterv(
         self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
