@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,10 +32,35 @@ def describe(rates: bool = False) -> dict[str, Any]:
         "cuda": {"torch": torch.version.cuda, "pycollect": build_info().get("cuda")},
         "build": _build(),
         "instruction_set": _C.instruction_set(),
+        "numa": _numa(),
         "torch.distributed": dist.is_available(),  # if so, it has the backend "pycollect"
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PYCOLLECT_")},
         "algorithms": {name: ", ".join(algorithms(name)) for name in _C.COLLECTIVES},
     }
+
+
+def _numa() -> dict[str, str]:
+    """Return the cores of each node, and those on which this process may run; {} if unknown."""
+    own = os.sched_getaffinity(0)
+    return {
+        f"node {number}": f"cores {_ranges(cores)}, this process on {_ranges(own & {*cores})}"
+        for number, cores in _C.numa_nodes().items()
+    }
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Format numbers as the kernel does.
+
+    >>> _ranges([5, 1, 2, 3]), _ranges([])
+    ('1-3,5', 'none')
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join("-".join(map(str, dict.fromkeys(ends))) for ends in ranges) or "none"
 
 
 def _build() -> dict[str, Any]:

@@ -28,7 +28,7 @@ run mailbox_test "$programs"
 run faults_test 1  # its other tests use several processes
 run failure_detector_test
 if [[ $kind != thread ]]; then  # these tests fork
-  for test in fork_guard symmetric_heap group rendezvous untrusted limits isolation; do run "${test}_test"; done
+  for test in fork_guard numa_nodes symmetric_heap group rendezvous untrusted limits isolation; do run "${test}_test"; done
 fi
 run scheduler_test
 run available_memory_test

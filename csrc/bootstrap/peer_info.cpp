@@ -48,8 +48,8 @@ uint64_t space_of(const char* what) {
   return stat(text("/proc/self/ns/", what).c_str(), &found) == 0 ? found.st_ino : 0;
 }
 
-std::array<uint64_t, PeerInfo::kCoreWords> own_cores() {
-  std::array<uint64_t, PeerInfo::kCoreWords> words = {};
+CoreSet own_cores() {
+  CoreSet words = {};
   cpu_set_t set;
   static_assert(sizeof set == sizeof words);
   if (sched_getaffinity(0, sizeof set, &set) == 0) std::memcpy(words.data(), &set, sizeof set);
@@ -196,12 +196,20 @@ void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group
 
 int shared_cores(const std::vector<PeerInfo>& ranks) {
   int cores = 0;
-  for (int i = 0; i < PeerInfo::kCoreWords; ++i) {
+  for (std::size_t i = 0; i < CoreSet().size(); ++i) {
     uint64_t all = 0;
     for (const PeerInfo& it : ranks) all |= it.cores[i];
     cores += std::popcount(all);
   }
   return cores > 0 ? cores : static_cast<int>(std::thread::hardware_concurrency());
+}
+
+int fold_threads(const std::vector<PeerInfo>& ranks, Rank rank) {
+  std::vector<CoreSet> cores;
+  for (const PeerInfo& it : ranks) cores.push_back(it.cores);
+  const int share = core_share(numa_nodes(), cores, rank);
+  const auto all = static_cast<int>(std::thread::hardware_concurrency());
+  return share > 0 ? share : std::max(1, all / static_cast<int>(ranks.size()));
 }
 
 }  // namespace pycollect::ipc

@@ -3,20 +3,18 @@
 #pragma once
 #include <sys/types.h>
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "../group/group_settings.h"
+#include "../group/numa_nodes.h"
 #include "../plan/hosts.h"
 #include "fd_server.h"
 
 namespace pycollect::ipc {
 
 struct PeerInfo {
-  static constexpr int kCoreWords = 16;  // size of the C library's cpu_set_t: 1024 bits
-
   std::string host, boot;  // host name, for messages; random id that the kernel made at boot
   // Ranks with equal domains are on one host, and have to share memory. It is PYCOLLECT_HOST, or
   // else the boot and the network namespace, in which descriptors can be passed.
@@ -26,11 +24,11 @@ struct PeerInfo {
   // Ids of namespaces; 0: unknown. User ids and socket names are comparable only within one.
   uint64_t user_space = 0, network_space = 0;
   uint64_t nonce = 0;  // random number, which the rank also writes into the shared memory
-  FdServer::FdTicket ticket = {};               // rank 0's offered descriptor of the shared memory
-  std::array<uint64_t, kCoreWords> cores = {};  // cores on which the rank may run; 0: unknown
-  std::string common_settings;                  // settings that must be equal on all ranks
-  std::string host_settings;                    // settings that must be equal on all of a host
-  std::string failure;                          // why the rank cannot share memory; empty: it can
+  FdServer::FdTicket ticket = {};  // rank 0's offered descriptor of the shared memory
+  CoreSet cores = {};              // cores on which the rank may run; 0: unknown
+  std::string common_settings;     // settings that must be equal on all ranks
+  std::string host_settings;       // settings that must be equal on all of a host
+  std::string failure;             // why the rank cannot share memory; empty: it can
 
   std::string encode() const;
   static PeerInfo decode(const std::string& text);
@@ -52,5 +50,7 @@ void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Returns the number of cores on which at least one rank may run.
 int shared_cores(const std::vector<PeerInfo>& ranks);
+// Returns the number of threads with which a rank should fold: its share of the cores.
+int fold_threads(const std::vector<PeerInfo>& ranks, Rank rank);
 
 }  // namespace pycollect::ipc

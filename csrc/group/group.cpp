@@ -61,6 +61,7 @@ void Group::rendezvous(Store& store) {
   const std::vector<PeerInfo> ranks = exchange.share(layout_.total, prepare);
   require_one_memory(ranks);
   crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
+  fold_threads_ = ipc::fold_threads(ranks, rank_);
   // All ranks have committed their parts. Map everything that a collective accesses except the
   // heaps.
   segment_->touch(0, layout_.heaps);
@@ -76,10 +77,15 @@ void Group::map_segment(std::shared_ptr<Segment> segment) {
       std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
 }
 
-// Commits this rank's staging buffers, and on rank 0 the common part. The caller must hold the
-// liveness lock, because the kernel may kill the process here for lack of memory.
+// Commits this rank's staging buffers and its part of the mailboxes, mostly the rings that it
+// writes: their pages then lie on the NUMA node where the rank runs. Rank 0 commits the rest. The
+// caller must hold the liveness lock, because the kernel may kill the process here for lack of
+// memory.
 void Group::commit() {
-  if (rank_ == 0) segment_->commit(0, layout_.staging_buffers);
+  if (rank_ == 0) segment_->commit(0, layout_.mailboxes);
+  const std::size_t rings = layout_.staging_buffers - layout_.mailboxes;
+  const auto part = [&](Rank r) { return layout_.mailboxes + rings * r / world_; };
+  segment_->commit(part(rank_), part(rank_ + 1) - part(rank_));
   segment_->commit(layout_.staging_buffer(rank_, 0), 2 * layout_.buffer_stride);
 }
 

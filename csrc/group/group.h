@@ -35,6 +35,8 @@ class Group {
   Rank rank() const { return rank_; }
   int world() const { return world_; }
   int all_ranks() const { return std::max(world_, settings_.all_ranks); }
+  // With how many threads this rank should fold: its share of the cores of its NUMA nodes.
+  int fold_threads() const { return fold_threads_; }
   HostsAgreement& hosts_agreement(uint64_t call) const {
     return reinterpret_cast<Control*>(base_)->hosts[call & 1];
   }
@@ -129,6 +131,7 @@ class Group {
   SegmentLayout layout_;
   ForkGuard fork_guard_;
   bool crowded_ = false;  // more ranks than cores
+  int fold_threads_ = 1;
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
   RankState* rank_states_ = nullptr;

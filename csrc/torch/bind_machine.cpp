@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "../cpu/fold.h"
+#include "../group/numa_nodes.h"
 #include "collectives.h"
 #include "from_python.h"
 #include "gpus.h"
@@ -53,6 +54,17 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   return seconds;
 }
 
+// Returns the numbers of the cores of each NUMA node.
+std::map<int, std::vector<int>> numa_nodes(const std::string& folder) {
+  std::map<int, std::vector<int>> nodes;
+  for (const auto& [number, cores] : ipc::numa_nodes(folder)) {
+    std::vector<int>& node = nodes[number];
+    for (int core = 0; core < static_cast<int>(cores.size() * 64); ++core)
+      if ((cores[core / 64] >> core % 64 & 1) != 0) node.push_back(core);
+  }
+  return nodes;
+}
+
 }  // namespace
 
 void bind_machine(py::module_& m) {
@@ -61,6 +73,7 @@ void bind_machine(py::module_& m) {
   m.def("enable_log", &enable_log);
   set_warning_sink([](const std::string& line) { write_log("warning", line); });
   m.def("instruction_set", &cpu::instruction_set);
+  m.def("numa_nodes", &numa_nodes, py::arg("folder") = ipc::kNodeFolder);
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
         py::arg("algorithm"), py::arg("iterations"));
 }

@@ -5,7 +5,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <thread>
 
 #include "../../plan/error.h"
 #include "../threads.h"
@@ -13,9 +12,7 @@
 
 namespace pycollect::dist {
 
-cpu::ParallelFor threads_of_rank(int ranks) {
-  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  const int share = std::max(1, cores / ranks);
+cpu::ParallelFor threads_of_rank(int share) {
   return [share](int64_t size, int64_t grain, const cpu::Body& body) {
     const int64_t most = std::min(share, at::get_num_threads());
     if (most <= 1 || size <= grain) return body(0, size);

@@ -7,9 +7,9 @@
 
 namespace pycollect::dist {
 
-// Returns the parallel loop of one of `ranks` ranks on this host: torch's threads, limited to the
-// rank's share of the cores.
-cpu::ParallelFor threads_of_rank(int ranks);
+// Returns the parallel loop of a rank: torch's threads, limited to `share`, the rank's share of the
+// cores.
+cpu::ParallelFor threads_of_rank(int share);
 
 // Truncates a refusal to the length that can be published to the other ranks.
 std::string truncated(std::string_view why);

@@ -56,7 +56,7 @@ struct Members {
   std::optional<ipc::HostsLink> link = {};
 
   std::unique_ptr<ipc::Transport> transport() const {
-    auto threads = threads_of_rank(group->world());
+    auto threads = threads_of_rank(group->fold_threads());
     if (!link) return std::make_unique<ipc::ShmTransport>(*group, std::move(threads));
     return std::make_unique<ipc::HostsTransport>(*group, std::move(threads), *link);
   }

@@ -1,0 +1,72 @@
+#include "numa_nodes.h"
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace pycollect::ipc {
+namespace {
+
+constexpr int kMostCores = std::tuple_size_v<CoreSet> * 64;
+
+// Reads a list such as "0-15,32-47"; stops at what is none.
+CoreSet cores_in(const std::string& list) {
+  CoreSet cores = {};
+  std::istringstream ranges(list);
+  for (int first = 0; ranges >> first; ranges.ignore(1, ',')) {
+    int last = first;
+    if (ranges.peek() == '-') ranges.ignore(), ranges >> last;
+    for (int core = std::max(first, 0); core <= std::min(last, kMostCores - 1); ++core)
+      cores[core / 64] |= uint64_t{1} << core % 64;
+  }
+  return cores;
+}
+
+int count(const CoreSet& cores) {
+  int all = 0;
+  for (const uint64_t word : cores) all += std::popcount(word);
+  return all;
+}
+
+bool overlap(const CoreSet& one, const CoreSet& other) {
+  for (std::size_t i = 0; i < one.size(); ++i)
+    if ((one[i] & other[i]) != 0) return true;
+  return false;
+}
+
+}  // namespace
+
+NumaNodes numa_nodes(const std::string& folder) {
+  namespace fs = std::filesystem;
+  NumaNodes nodes;
+  std::error_code missing;
+  for (const auto& entry : fs::directory_iterator(folder, missing)) {
+    const std::string name = entry.path().filename();
+    int number = 0;
+    if (!name.starts_with("node") ||
+        std::from_chars(name.data() + 4, name.data() + name.size(), number).ec != std::errc())
+      continue;
+    std::string list;
+    std::getline(std::ifstream(entry.path() / "cpulist"), list);
+    if (const CoreSet cores = cores_in(list); count(cores) > 0)  // others have memory only
+      nodes[number] = cores;
+  }
+  return nodes;
+}
+
+int core_share(const NumaNodes& nodes, const std::vector<CoreSet>& cores, Rank rank) {
+  double share = 0;
+  for (const auto& [number, node] : nodes) {
+    if (!overlap(node, cores[rank])) continue;
+    const auto here = std::count_if(cores.begin(), cores.end(),
+                                    [&](const CoreSet& of) { return overlap(node, of); });
+    share += static_cast<double>(count(node)) / static_cast<double>(here);
+  }
+  // Sums of thirds and the like may end just below a whole number.
+  return share > 0 ? std::max(1, static_cast<int>(share + 1e-6)) : 0;
+}
+
+}  // namespace pycollect::ipc

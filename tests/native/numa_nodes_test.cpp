@@ -1,0 +1,146 @@
+// NUMA nodes: shares of the cores on made-up machines, and, with counting calls in place of
+// fallocate and madvise, that each rank is the first to touch its own part of the shared memory.
+#include "../../csrc/group/numa_nodes.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include <fstream>
+#include <set>
+
+#include "group_ranks.h"
+
+namespace {
+
+struct Range {
+  std::size_t begin, end;
+};
+std::vector<Range> committed;  // by this process
+int file = -1;                 // the shared memory
+long first_touched = 0;        // blocks that madvise allocated
+
+long blocks() {
+  struct stat found = {};
+  return fstat(file, &found) == 0 ? found.st_blocks : 0;
+}
+
+}  // namespace
+
+// NOLINTBEGIN: the C library's names
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  file = fd;
+  if (mode == 0)
+    committed.push_back(
+        {static_cast<std::size_t>(offset), static_cast<std::size_t>(offset + bytes)});
+  return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
+}
+
+extern "C" int madvise(void* at, std::size_t bytes, int advice) noexcept {
+  const long before = blocks();
+  const auto result = static_cast<int>(syscall(SYS_madvise, at, bytes, advice));
+  if (advice == MADV_POPULATE_WRITE) first_touched += blocks() - before;
+  return result;
+}
+// NOLINTEND
+
+namespace pycollect::ipc {
+namespace {
+
+CoreSet cores(int begin, int end) {
+  CoreSet set = {};
+  for (int core = begin; core < end; ++core) set[core / 64] |= uint64_t{1} << core % 64;
+  return set;
+}
+
+void write(const fs::path& path, const std::string& content) {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path) << content << '\n';
+}
+
+void reads_nodes() {
+  const TemporaryFolder folder;
+  const fs::path root = folder.path();
+  expect(numa_nodes(root / "missing").empty(), "a missing folder has nodes");
+  write(root / "node10/cpulist", "128-191");
+  write(root / "node0/cpulist", "0-15,32-47");
+  write(root / "node2/cpulist", "16");
+  write(root / "node3/cpulist", "");  // memory only
+  write(root / "online", "0,2-3,10");
+  CoreSet first = cores(0, 16);
+  for (int core = 32; core < 48; ++core) first[0] |= uint64_t{1} << core;
+  expect(numa_nodes(root) == NumaNodes{{0, first}, {2, cores(16, 17)}, {10, cores(128, 192)}},
+         "other nodes");
+  expect(!numa_nodes().empty() || !fs::exists(kNodeFolder), "this machine has no nodes");
+}
+
+void shares_cores() {
+  const NumaNodes nodes{{0, cores(0, 32)}, {1, cores(32, 64)}};
+  const CoreSet left = cores(0, 32), right = cores(32, 64), all = cores(0, 64), unknown = {};
+  const auto shares = [&](const std::vector<CoreSet>& ranks) {
+    std::string all_shares;
+    for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r)
+      all_shares += text(core_share(nodes, ranks, r), " ");
+    return all_shares;
+  };
+  expect_equal(shares({all, all, all, all}), "16 16 16 16 ");            // not bound
+  expect_equal(shares({left, left, right, right}), "16 16 16 16 ");      // bound
+  expect_equal(shares({left, right, right, right}), "32 10 10 10 ");     // unevenly
+  expect_equal(shares({all, right, right}), "42 10 10 ");                // partly: 32 + 32 / 3
+  expect_equal(shares({cores(0, 1), cores(1, 2), right}), "16 16 32 ");  // main threads only
+  expect_equal(shares({unknown, left}), "0 32 ");
+  expect_equal(shares(std::vector<CoreSet>(40, left)).substr(0, 4), "1 1 ");  // crowded
+  expect(core_share({}, {all}, 0) == 0, "no nodes");
+}
+
+// Returns what this rank committed, and a complaint if it touched a page that no rank had.
+std::string join(RankContext& me) {
+  committed.clear();
+  const Group group(me.store, me.rank, me.world, me.settings);
+  if (first_touched != 0) return text(first_touched, " blocks were not committed");
+  std::string ranges;
+  for (const Range& range : committed) ranges += text(range.begin, " ", range.end, " ");
+  return ranges;
+}
+
+void ranks_commit_their_own_parts() {
+  constexpr int kWorld = 3;
+  constexpr std::size_t kPage = SegmentLayout::kPage;
+  GroupSettings settings;
+  settings.timeout = 20s;
+  settings.buffer_bytes = 64 << 10;
+  settings.mailbox_bytes = kWorld * (256 << 10);
+  const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0, 0});
+  std::vector<std::set<Rank>> by(layout.heaps / kPage);  // page -> ranks that committed it
+  const auto ends = run(kWorld, settings, join);
+  for (Rank r = 0; r < kWorld; ++r) {
+    std::istringstream ranges(ends[r].result);
+    std::size_t begin = 0, end = 0;
+    while (ranges >> begin >> end)
+      for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
+        by.at(page).insert(r);
+    expect(ranges.eof(), ends[r].result);
+  }
+  // The pages at both ends of a part may belong to a neighbour, too.
+  const auto expect_own = [&](Rank r, std::size_t begin, std::size_t end, const char* what) {
+    for (std::size_t page = begin / kPage + 1; page < end / kPage; ++page)
+      expect(by[page] == std::set{r}, text(what, " of rank ", r, ": page ", page));
+  };
+  for (Rank r = 0; r < kWorld; ++r) {
+    const std::size_t buffers = layout.staging_buffer(r, 0);
+    expect_own(r, buffers, buffers + 2 * layout.buffer_stride, "staging buffers");
+    const std::size_t rings = layout.mailboxes + r * (settings.mailbox_bytes / kWorld);
+    expect_own(r, rings, rings + settings.mailbox_bytes / kWorld, "mailboxes");
+  }
+  for (const auto& ranks : by) expect(!ranks.empty(), "a page that nobody committed");
+}
+
+}  // namespace
+}  // namespace pycollect::ipc
+
+int main() {
+  pycollect::ipc::reads_nodes();
+  pycollect::ipc::shares_cores();
+  pycollect::ipc::ranks_commit_their_own_parts();
+  std::puts("numa_nodes_test: all good");
+}
