@@ -2,10 +2,12 @@
 // fallocate and madvise, that each rank is the first to touch its own part of the shared memory.
 #include "../../csrc/group/numa_nodes.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+#include <cstring>
 #include <fstream>
 #include <set>
 
@@ -98,6 +100,12 @@ std::string join(RankContext& me) {
   committed.clear();
   const Group group(me.store, me.rank, me.world, me.settings);
   if (first_touched != 0) return text(first_touched, " blocks were not committed");
+  cpu_set_t own;
+  CoreSet cores = {};
+  sched_getaffinity(0, sizeof own, &own);
+  std::memcpy(&cores, &own, sizeof own);
+  if (group.fold_threads() != core_share(numa_nodes(), std::vector(me.world, cores), me.rank))
+    return text(group.fold_threads(), " threads");
   std::string ranges;
   for (const Range& range : committed) ranges += text(range.begin, " ", range.end, " ");
   return ranges;
@@ -135,6 +143,11 @@ void ranks_commit_their_own_parts() {
   for (const auto& ranks : by) expect(!ranks.empty(), "a page that nobody committed");
 }
 
+void a_rank_alone_folds_with_all_cores_of_its_nodes() {
+  const std::string found = run(1, quick_settings(), join)[0].result;
+  expect(!contains(found, "threads"), found);
+}
+
 }  // namespace
 }  // namespace pycollect::ipc
 
@@ -142,5 +155,6 @@ int main() {
   pycollect::ipc::reads_nodes();
   pycollect::ipc::shares_cores();
   pycollect::ipc::ranks_commit_their_own_parts();
+  pycollect::ipc::a_rank_alone_folds_with_all_cores_of_its_nodes();
   std::puts("numa_nodes_test: all good");
 }
