@@ -59,7 +59,7 @@ void run_rank(Store& store, Rank rank, const Options& options) {
     run(transport, request, call++, deadline);
   };
   const auto barrier = [&] {
-    run(transport, {.collective = Collective::barrier}, call++, deadline);
+    run(transport, {.collective = Collective::barrier, .tensors = 0}, call++, deadline);
   };
   bench::table({rank, options.world}, reinterpret_cast<float*>(data), options.largest_bytes, reduce,
                barrier);
@@ -70,7 +70,7 @@ void run_rank(Store& store, Rank rank, const Options& options) {
     all.push_back(bench::microseconds(Clock::now() - begin) / 200);
   }
   const bench::Times us = bench::summary(all);
-  if (rank == 0) std::printf("%12s %12.2f %12.2f\n", "barrier", us.median, us.best);
+  if (rank == 0) std::printf("%12s %12.3f %12.3f\n", "barrier", us.median, us.best);
   std::fflush(stdout);
 }
 

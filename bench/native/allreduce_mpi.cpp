@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
     all.push_back(bench::microseconds(bench::Clock::now() - begin) / 200);
   }
   const bench::Times us = bench::summary(all);
-  if (rank == 0) std::printf("%12s %12.2f %12.2f\n", "barrier", us.median, us.best);
+  if (rank == 0) std::printf("%12s %12.3f %12.3f\n", "barrier", us.median, us.best);
   MPI_Finalize();
   return 0;
 }

@@ -111,7 +111,7 @@ void table(const RankInfo& self, float* data, std::size_t largest_bytes, Reduce&
   for (const std::size_t bytes : sizes) {
     const Times us = time_size(self, data, bytes / sizeof(float), reduce, barrier);
     if (self.rank == 0)
-      std::printf("%12zu %12.2f %12.2f %10.2f\n", bytes, us.median, us.best,
+      std::printf("%12zu %12.3f %12.3f %10.2f\n", bytes, us.median, us.best,
                   bytes / us.median / 1e3);
     if (self.rank == 0) std::fflush(stdout);
   }
