@@ -1,43 +1,43 @@
-"""Measure the executor alone against Open MPI's own calls, both without Python and torch.
+"""Measure the executor alone against MPI's own calls, all without Python and torch.
 
-The script builds native/allreduce.cpp with the C++ of csrc, and native/allreduce_mpi.cpp with
-mpicxx. The programs run in turns, all sizes in each run; ratios are medians over the turns. Try
-`python bench/executor_bandwidth.py -e 16M`. Without Open MPI only the executor is timed.
+The script builds native/allreduce.cpp with the C++ of csrc, and native/allreduce_mpi.cpp with every
+MPI implementation that it finds in PATH (Open MPI, Intel MPI). The programs run in turns, all sizes
+in each run; ratios are medians over the turns. Try `python bench/executor_bandwidth.py -e 16M`.
+Without MPI only the executor is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size
 from pycollect._timing import ratios, shuffled, turns
-from pycollect_bench import environment, scripts, table
+from pycollect_bench import environment, mpi, scripts, table
 from pycollect_bench.options import list_of
 from pycollect_bench.output import write_json
-from pycollect_bench.processes.worker_pool import mpirun
 from pycollect_bench.record import rounds_record, target_record
 from pycollect_bench.targets import MIB, Outcome, status
 
 ROOT = Path(__file__).resolve().parents[1]
-# OMPI_SKIP_MPICXX leaves out Open MPI's C++ interface, which is not needed and causes warnings.
-MPI_FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-DOMPI_SKIP_MPICXX=1")
-COPY, ZERO_COPY, MPI = "copy", "zero-copy", "mpi"
+COPY, ZERO_COPY = OURS = ("copy", "zero-copy")
+PEERS = tuple(implementation.name for implementation in mpi.IMPLEMENTATIONS)
 # Timeout in seconds of one run of a program: ten times the time of eight ranks on two cores.
 TURN_LIMIT = 600
-LEVEL = "-O3"  # optimisation of our program; tests override it, to compile three times as fast
+LEVEL = "-O3"  # optimisation; tests override it, to compile three times as fast
 # The times of a barrier are stored under this size in bytes.
 BARRIER = 0
 
 Times = dict[str, dict[int, list[float]]]  # candidate, bytes: seconds, by turn
+Commands = dict[str, Callable[[int], list[str]]]  # candidate: the command for a number of ranks
 
 
 def run(command: Sequence[str | Path]) -> str:
@@ -48,14 +48,17 @@ def run(command: Sequence[str | Path]) -> str:
     return done.stdout
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """Build our program and Open MPI's, and return their paths; without mpicxx only ours exists."""
-    here = ROOT / "bench" / "native"
-    ours = run([ROOT / "tests/native/build.sh", folder, here / "allreduce.cpp", LEVEL])
-    theirs = folder / "allreduce_mpi"
-    if shutil.which("mpicxx"):
-        run(["mpicxx", *MPI_FLAGS, here / "allreduce_mpi.cpp", "-o", theirs])
-    return Path(ours.strip()), theirs
+def build(folder: Path) -> Path:
+    """Build our program and return its path."""
+    source = ROOT / "bench" / "native" / "allreduce.cpp"
+    return Path(run([ROOT / "tests/native/build.sh", folder, source, LEVEL]).strip())
+
+
+def build_peer(peer: mpi.InstalledMpi, folder: Path) -> Path:
+    """Build the program of an MPI implementation and return its path."""
+    source, program = ROOT / "bench" / "native" / "allreduce_mpi.cpp", folder / peer.name
+    run(peer.compile_command(["-std=c++20", LEVEL, "-Wall", "-Wextra"], source, program))
+    return program
 
 
 def medians(text: str) -> dict[int, float]:
@@ -71,61 +74,86 @@ def medians(text: str) -> dict[int, float]:
     return found
 
 
-def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, times: Times) -> None:
-    """Run all programs in turns and add their times; a wrong element ends the benchmark."""
-    most = str(args.maxbytes >> 20)
-    commands = {
-        COPY: [str(ours), str(world), most],
-        ZERO_COPY: [str(ours), str(world), most, "zero-copy"],
+def commands(args: argparse.Namespace, peers: Sequence[mpi.InstalledMpi]) -> Commands:
+    """Build all programs; return the command of each candidate for a number of ranks."""
+    folder, most = args.build.resolve(), str(args.maxbytes >> 20)
+    ours = str(build(folder))
+    found: Commands = {
+        COPY: lambda world: [ours, str(world), most],
+        ZERO_COPY: lambda world: [ours, str(world), most, "zero-copy"],
     }
-    if theirs.exists():
-        commands[MPI] = [*mpirun(world), str(theirs), most]
-    times.update({name: {} for name in commands})
+    for peer in peers:
+        program = str(build_peer(peer, folder))
+        found[peer.name] = partial(_launch, peer, program, most)
+    return found
+
+
+def _launch(peer: mpi.InstalledMpi, program: str, most: str, world: int) -> list[str]:
+    return [*peer.launch_command(world), program, most]
+
+
+def measure(world: int, programs: Commands, turns_of_each: int, times: Times) -> None:
+    """Run all programs in turns and add their times; a wrong element ends the benchmark."""
+    times.update({name: {} for name in programs})
     # A run measures all sizes and warms up by itself, so it is not a sampler of `interleave`.
-    for _, name in turns(list(commands), args.turns, shuffled(world)):
-        for nbytes, seconds in medians(run(commands[name])).items():
+    for _, name in turns(list(programs), turns_of_each, shuffled(world)):
+        for nbytes, seconds in medians(run(programs[name](world))).items():
             times[name].setdefault(nbytes, []).append(seconds)
 
 
-def speedups(times: Times, name: str, nbytes: int) -> list[float]:
-    """Return Open MPI's time divided by that of `name`, by turn; empty without Open MPI."""
-    if MPI not in times or nbytes not in times.get(name, {}):
+def speedups(times: Times, name: str, peer: str, nbytes: int) -> list[float]:
+    """Return the peer's time divided by that of `name`, by turn; empty if one is missing."""
+    if nbytes not in times.get(peer, {}) or nbytes not in times.get(name, {}):
         return []
-    return ratios(times[MPI][nbytes], times[name][nbytes])
+    return ratios(times[peer][nbytes], times[name][nbytes])
 
 
-def faster(times: Times, name: str, nbytes: int) -> float | None:
-    """Return Open MPI's time divided by that of `name`: the median over the turns, or None."""
-    found = speedups(times, name, nbytes)
+def faster(times: Times, name: str, peer: str, nbytes: int) -> float | None:
+    """Return the peer's time divided by that of `name`: the median over the turns, or None."""
+    found = speedups(times, name, peer, nbytes)
     return statistics.median(found) if found else None
 
 
+# A column of ratios: a candidate of ours, and the peer whose time is divided by its time.
+RATIOS = tuple((name, peer) for peer in PEERS for name in OURS)
+
+
+def heads() -> list[str]:
+    return [*OURS, *PEERS, *(f"{peer}/{name}" for name, peer in RATIOS)]
+
+
 def print_table(world: int, times: Times) -> None:
-    def cell(value: float | None, digits: int = 2) -> str:
-        return ("-" if value is None else f"{value:.{digits}f}").rjust(10)
+    def cell(value: float | None, head: str) -> str:
+        return ("-" if value is None else f"{value:.2f}").rjust(max(10, len(head)))
 
     for nbytes in sorted(times[COPY]):
-        found = [times.get(name, {}).get(nbytes) for name in (COPY, ZERO_COPY, MPI)]
-        middle = [cell(statistics.median(t) * 1e6 if t else None) for t in found]
-        won = [cell(faster(times, name, nbytes)) for name in (COPY, ZERO_COPY)]
+        found = [times.get(name, {}).get(nbytes) for name in (*OURS, *PEERS)]
+        values = [statistics.median(t) * 1e6 if t else None for t in found]
+        values += [faster(times, name, peer, nbytes) for name, peer in RATIOS]
         size = binary_size(nbytes) if nbytes else "barrier"
-        print(f"{world:6} {size:>8}", *middle, *won, flush=True)
+        print(f"{world:6} {size:>8}", *map(cell, values, heads()), flush=True)
 
 
 def judge(found: dict[int, Times]) -> list[Outcome]:
-    def worst(what: str, wanted: float, name: str, least: int) -> Outcome:
+    """Return the outcome of the targets: each peer is beaten at every size and in the barrier."""
+
+    def worst(what: str, wanted: float, peer: str, name: str, least: int) -> Outcome:
         points = [
-            (ratio, f"{world} ranks, {binary_size(nbytes)}")
+            (ratio, f"{world} ranks, {binary_size(nbytes) if nbytes else 'barrier'}")
             for world, times in found.items()
             for nbytes in times.get(name, {})
-            if nbytes >= least and (ratio := faster(times, name, nbytes)) is not None
+            if nbytes >= least and (ratio := faster(times, name, peer, nbytes)) is not None
         ]
         value, where = min(points, default=(None, ""))
         return Outcome(what, wanted, value, where=where)
 
     return [
-        worst("Open MPI, the executor itself, every size", 1, COPY, 1),
-        worst("Open MPI, zero-copy, from 1 MiB", 2.5, ZERO_COPY, MIB),
+        outcome
+        for peer in mpi.IMPLEMENTATIONS
+        for outcome in (
+            worst(f"{peer.title}, every size and the barrier", 1, peer.name, COPY, BARRIER),
+            worst(f"{peer.title}, zero-copy, from 1 MiB", 2.5, peer.name, ZERO_COPY, MIB),
+        )
     ]
 
 
@@ -137,12 +165,15 @@ def rows(found: dict[int, Times]) -> list[dict[str, Any]]:
             "bytes": nbytes,
             "candidate": name,
             "time": rounds_record(seconds),
-            "speedup": {MPI: rounds_record(won)} if won else {},
+            "speedup": {
+                peer: rounds_record(won)
+                for peer in PEERS
+                if name in OURS and (won := speedups(times, name, peer, nbytes))
+            },
         }
         for world, times in found.items()
         for name, by_size in times.items()
         for nbytes, seconds in by_size.items()
-        for won in [speedups(times, name, nbytes)]
     ]
 
 
@@ -168,20 +199,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compare(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
-    ours, theirs = build(args.build.resolve())
+    peers = mpi.find_all()
+    programs = commands(args, peers)
     about = environment.describe(shlex.join(sys.orig_argv))
+    about["mpi"] = {peer.name: str(peer) for peer in peers}
     before = environment.Load.now()
     print(*environment.header(about), sep="\n")
-    print(
-        "# Median us per call on the slowest rank (barrier: rank 0); x: Open MPI's divided by this"
-    )
-    heads = (COPY, ZERO_COPY, MPI, f"x {COPY}", f"x {ZERO_COPY}")
-    print(f"#world {'size':>8}", *(head.rjust(10) for head in heads), flush=True)
+    print(f"# peers: {', '.join(map(str, peers)) or 'no MPI was found, see bench/README.md'}")
+    print("# Median us per call on the slowest rank (barrier: rank 0); then ratios of times")
+    print(f"#world {'size':>8}", *(head.rjust(10) for head in heads()), flush=True)
     found: dict[int, Times] = {}
     with Interruption() as interruption:
         for world in args.world:
             found[world] = {}
-            measure(world, ours, theirs, args, found[world])
+            measure(world, programs, args.turns, found[world])
             print_table(world, found[world])
     outcomes = judge(found)
     noise = environment.noise(before, environment.Load.now(), [])

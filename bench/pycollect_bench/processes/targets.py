@@ -1,7 +1,7 @@
 """Speed targets of the torch.distributed backend, and their check against a run.
 
 Every target is a ratio to a peer of the same run. bench/executor_bandwidth.py checks the targets of
-the executor alone against Open MPI's own calls.
+the executor alone against MPI's own calls.
 """
 
 from __future__ import annotations

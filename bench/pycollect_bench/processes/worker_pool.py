@@ -7,7 +7,6 @@ mpirun starts the ranks if MPI is measured, otherwise this process does.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import pycollect_bench
 from pycollect._command import interrupts_kept_from_children
 from pycollect._timing import Effort
 
+from .. import mpi
 from ..comparison import CaseResult
 from .cases import ProcessCase
 from .spin_barrier import page_bytes
@@ -81,23 +81,13 @@ class Failure:
 
 
 def why_no_mpi() -> str:
-    """Return the reason why MPI cannot be measured here, or "" if it can."""
+    """Return the reason why MPI cannot be measured here, or "" if it can.
+
+    Only Open MPI is measured between processes of Python.
+    """
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
-    if shutil.which("mpirun") is None:
-        return "mpirun was not found"
-    shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    return "" if "Open MPI" in shown.stdout else "mpirun is not Open MPI's"
-
-
-def mpirun(world: int) -> list[str]:
-    """Return the command that starts the ranks of one world, without their program."""
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(world)]
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
-    if world > len(os.sched_getaffinity(0)):
-        command += ["--mca", "mpi_yield_when_idle", "1"]
-    return command
+    return "" if mpi.find(mpi.OPEN_MPI) else "Open MPI was not found"
 
 
 class WorkerPool:
@@ -149,7 +139,10 @@ class WorkerPool:
         job, about = self._job, self._environ()
         worker = [sys.executable, "-m", self.worker, address]
         if not job.no_mpi:
-            self._processes = [subprocess.Popen([*mpirun(job.world), *worker], env=about)]
+            found = mpi.find(mpi.OPEN_MPI)
+            assert found is not None
+            command = [*found.launch_command(job.world), *worker]
+            self._processes = [subprocess.Popen(command, env=about)]
             return
         for rank in range(job.world):
             self._processes.append(subprocess.Popen(worker, env={**about, RANK: str(rank)}))
