@@ -30,6 +30,17 @@ constexpr std::size_t kLine = 64;
 
 std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
+// Fetches a cache line that this core is going to write. The compiler's own prefetch for writing is
+// one for reading unless it may assume the instruction, and does nothing for a line of which this
+// core has a copy that others share. Processors without the instruction ignore it.
+void prefetch_to_write(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(line)));
+#else
+  __builtin_prefetch(line, 1);
+#endif
+}
+
 Agreement agree_or_skip(Transport& transport, const CallFingerprint& mine, uint64_t run,
                         const OpContext& context, ChunkLoop& loop) {
   try {
@@ -54,10 +65,14 @@ std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std
 }
 
 // Prefetches the cache lines that this rank is going to write and that peers have read: fetching
-// them takes as long as the rest of the call up to the first write.
+// them takes as long as the rest of the call up to the first write. Of a staging buffer only where
+// one line is all of the data: the copy of more data fetches lines side by side, and a line that is
+// fetched before them makes it 4 % slower.
 void ShmTransport::begin(const CollectiveRequest& request, const OpContext& context) {
-  __builtin_prefetch(&group().rank_state(group().rank()), 1);
-  __builtin_prefetch(group().staging_buffer(group().rank(), run_number(group())), 1);
+  prefetch_to_write(&group().rank_state(group().rank()));
+  const auto& data = request.input.segments;
+  if (!data.empty() && data[0].count * item_bytes(request.dtype) <= kLine)
+    prefetch_to_write(group().staging_buffer(group().rank(), run_number(group())));
   request_ = &request;
   context_ = &context;
   row_.emplace(request.dtype, request.op, fold_options(request, world()));
