@@ -134,7 +134,8 @@ void ShmTransport::end(uint64_t value, bool signalled) {
 // Moves the rows with one thread, or with several from kParallelBytes on.
 void ShmTransport::launch(const Rows& rows) {
   if (rows.count() * row_->item() * rows.instruction().operands.size() < kParallelBytes)
-    run(rows, 0, rows.count());
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      run(rows.instruction(), rows[i].at, rows[i].count);
   else
     run_parallel(rows);
   group().require_healthy(*context_);
@@ -168,10 +169,10 @@ std::size_t ShmTransport::item_of(const Instruction& instruction, std::size_t op
 
 void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) const {
   const std::size_t operands = rows.instruction().operands.size();
+  std::array<void*, kMostOperands> at;
   for (std::size_t i = rows.find(begin); begin < end; ++i) {
     const Rows::RowView row = rows[i];
     const std::size_t skipped = begin - row.begin, n = std::min(end, row.begin + row.count) - begin;
-    std::array<void*, kMostOperands> at;
     for (std::size_t k = 0; k < operands; ++k)
       at[k] = static_cast<std::byte*>(row.at[k]) + skipped * item_of(rows.instruction(), k);
     run(rows.instruction(), at.data(), n);
@@ -182,7 +183,7 @@ void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) con
 // Results for staging buffers are folded into another destination first and copied from there while
 // they are in the L1 cache. memcpy takes over whole lines that a peer has read without reading
 // them, which the stores of a fold cannot. Between two cores this was 1.8 times as fast.
-void ShmTransport::run(const Instruction& instruction, void** at, std::size_t count) const {
+void ShmTransport::run(const Instruction& instruction, void* const* at, std::size_t count) const {
   const int dsts = instruction.dsts, srcs = static_cast<int>(instruction.operands.size()) - dsts;
   const int first = dsts - instruction.in_staging;
   const cpu::Pointers from{at + dsts, srcs};
@@ -193,12 +194,13 @@ void ShmTransport::run(const Instruction& instruction, void** at, std::size_t co
     return row_->run(instruction.finishes, {at, dsts}, from, count,
                      non_temporal_ && instruction.in_staging == 0);
   const std::size_t item = row_->item(), block = kBlock / item;
+  std::array<void*, kMostOperands> part;
   for (std::size_t done = 0; done < count; done += block) {
     const std::size_t some = std::min(block, count - done);
-    row_->run(instruction.finishes, {at, first}, from, some, false);
-    for (int d = first; d < dsts; ++d) std::memcpy(at[d], at[0], some * item);
     for (std::size_t i = 0; i < instruction.operands.size(); ++i)
-      at[i] = static_cast<std::byte*>(at[i]) + some * item;
+      part[i] = static_cast<std::byte*>(at[i]) + done * item;
+    row_->run(instruction.finishes, {part.data(), first}, {part.data() + dsts, srcs}, some, false);
+    for (int d = first; d < dsts; ++d) std::memcpy(part[d], part[0], some * item);
   }
 }
 

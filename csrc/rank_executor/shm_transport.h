@@ -37,7 +37,7 @@ class ShmTransport : public Transport {
 
  private:
   void run(const Rows& rows, std::size_t begin, std::size_t end) const;
-  void run(const Instruction& instruction, void** at, std::size_t count) const;
+  void run(const Instruction& instruction, void* const* at, std::size_t count) const;
   void run_parallel(const Rows& rows) const;
   std::size_t item_of(const Instruction& instruction, std::size_t operand) const;
 

@@ -26,13 +26,13 @@ class Rows {
 
   void clear(const Instruction& instruction) {
     instruction_ = &instruction;
-    at_.clear();
     ends_.clear();
   }
   // Adds a row and returns its operand addresses, to be filled in before `close` sets its end.
   void** open() {
-    at_.resize(at_.size() + instruction_->operands.size());
-    return at_.data() + at_.size() - instruction_->operands.size();
+    const std::size_t width = instruction_->operands.size(), used = ends_.size() * width;
+    if (at_.size() < used + width) at_.resize(used + width);
+    return at_.data() + used;
   }
   void close(std::size_t end) { ends_.push_back(end); }
 
@@ -49,7 +49,7 @@ class Rows {
 
  private:
   const Instruction* instruction_ = nullptr;
-  std::vector<void*> at_;
+  std::vector<void*> at_;  // never shrinks, so that a small call does not initialize it
   std::vector<std::size_t> ends_;
 };
 
