@@ -45,7 +45,9 @@ def _are_plain(value: Any) -> bool:
     """Return whether a value is a tensor that autograd does not record, or a list of such."""
     if isinstance(value, Tensor):
         return not (value.requires_grad and torch.is_grad_enabled())
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_are_plain, value))
+    if not isinstance(value, (list, tuple)) or len(value) == 0:
+        return False
+    return all(_are_plain(item) for item in value)
 
 
 def _in_graph(
@@ -80,7 +82,7 @@ def name_of(op: Any, call: str) -> str:
 
 def flat(lists: Any) -> Any:
     """Return the items of all inner lists in one list; anything else is returned itself."""
-    if isinstance(lists, (list, tuple)) and lists and isinstance(lists[0], (list, tuple)):
+    if isinstance(lists, (list, tuple)) and len(lists) > 0 and isinstance(lists[0], (list, tuple)):
         return [item for one in lists for item in one]
     return lists
 

@@ -41,7 +41,8 @@ class CompiledStep:
             if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
                 raise ValueError("a compiled step does not call the optimizer's hooks: remove them")
             for group in optimizer.param_groups:
-                group["fused"] = False
+                if group.get("fused"):
+                    group["fused"] = False
 
     @property
     def ready(self) -> bool:
