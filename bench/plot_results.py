@@ -13,7 +13,11 @@ from pathlib import Path
 from pycollect._files import check_input, check_picture
 from pycollect_bench import result_format, scripts
 from pycollect_bench.plot import plot
-from pycollect_bench.training.picture import draw
+from pycollect_bench.tensor_parallel import picture as decoding
+from pycollect_bench.training import picture as training
+
+# What a record has, and how it is drawn.
+DRAWN = {"cases": plot, "training": training.draw, "tensor_parallel": decoding.draw}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,19 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def redraw(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("record", type=Path, help="the JSON file of bench/allreduce_bandwidth.py or bench/train.py")
+    of = "bench/allreduce_bandwidth.py, bench/train.py or bench/tensor_parallel.py"
+    add("record", type=Path, help=f"the JSON file of {of}")
     add("picture", help="the picture to write (.png, .svg or .pdf)")
     args = parser.parse_args(argv)
     check_picture(args.picture)
     check_input("record", args.record)
     record = result_format.read("record", args.record)
-    if "cases" in record:
-        plot(record, args.picture)
-    elif "training" in record:
-        draw(record, args.picture)
-    else:
-        raise ValueError(f"the record {args.record} has neither cases nor training steps to draw")
-    return 0
+    for key, draw in DRAWN.items():
+        if key in record:
+            draw(record, args.picture)
+            return 0
+    raise ValueError(f"the record {args.record} has none of {', '.join(DRAWN)} to draw")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def test_a_picture_shows_gigabytes_per_second():
     [
         ("[]", "holds no JSON object"),
         ("{", "cannot be read"),
-        ('{"copies": []}', "has neither cases nor training steps"),
+        ('{"copies": []}', "has none of cases, training, tensor_parallel"),
         ('{"environment": {"collective": "all_reduce", "dtypes": []}, "cases": []}', "nothing"),
     ],
 )

@@ -28,8 +28,6 @@ from pycollect._command import interrupts_kept_from_children
 from pycollect._timing import Effort
 
 from .. import mpi
-from ..comparison import CaseResult
-from .cases import ProcessCase
 from .spin_barrier import page_bytes
 
 dist: Any = import_module("torch.distributed")  # torch has no type annotations for its stores
@@ -46,14 +44,14 @@ _POLL_SECONDS = 0.5
 class PoolJob:
     """The job of the ranks. `no_mpi` is the reason why MPI is not measured, or "".
 
-    Rank 0 sends a CaseResult for every case; a rank that fails sends a Failure. `ours` and `peers`
+    Rank 0 sends a result for every case; a rank that fails sends a Failure. `ours` and `peers`
     are the candidates. With `both_clocks` they are timed by the host's and by the device's clock.
     The first `requested` cases are those of the options, the others only serve the targets.
     `timeout` is the limit in seconds of a call.
     """
 
     devices: tuple[torch.device, ...]
-    cases: tuple[ProcessCase, ...]
+    cases: tuple[Any, ...]
     ours: tuple[str, ...]
     peers: tuple[str, ...]
     backend: str
@@ -161,8 +159,8 @@ class WorkerPool:
                         f"of those that ended: {ended}"
                     ) from None
 
-    def result(self, seconds: float | None = None) -> CaseResult:
-        """Return the result of the next case; raise TimeoutError after `seconds`."""
+    def result(self, seconds: float | None = None) -> Any:
+        """Return the next result of rank 0; raise TimeoutError after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -177,8 +175,7 @@ class WorkerPool:
                     raise RuntimeError("a rank ended without an answer") from None
                 if isinstance(answer, Failure):
                     raise RuntimeError(answer.text)
-                if isinstance(answer, CaseResult):
-                    return answer
+                return answer
 
     def abandon(self) -> None:
         """Kill the processes at the end of the context, and ignore their exit statuses."""

@@ -1,0 +1,146 @@
+"""The measured variants of a model: the list, and how each is made on one rank.
+
+A variant is undivided, on rank 0 alone; divided by DTensor's parallelize_module; divided plainly,
+by a model that calls its collectives itself; or a model of transformers with its `tp_plan="auto"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Replicate
+
+import pycollect
+
+from .collectives import Collectives, OfExperts, Plain, Stamps, ZeroCopy
+from .llama import Cache, Llama, Shape, weights
+
+GLOO, OURS = "gloo", "pycollect"
+BACKENDS = (GLOO, OURS)
+# The calls of a decoder: the logits (batch, vocab) after some tokens that begin at a position.
+Decoder = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model on one rank, shared by all variants, and the rank's groups."""
+
+    shape: Shape
+    dtype: torch.dtype
+    batch: int
+    weights: Mapping[str, Tensor]
+    groups: Mapping[str, Any]
+    stamps: Stamps
+
+    def decoder(self, model: Llama, parts: int) -> Decoder:
+        """Return the decoder of a model, with caches for the heads of this rank."""
+        shape = self.shape
+        caches = [
+            Cache(self.batch, shape.kv_heads // parts, shape.positions, self.dtype)
+            for _ in range(shape.layers)
+        ]
+        return lambda ids, at: model(ids, at, caches)
+
+    def empty(self, calls: Collectives, parts: int) -> Llama:
+        """Return the model without memory."""
+        with torch.device("meta"):
+            return Llama(self.shape, calls, parts)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant: its backend, how it is made, and the variant of gloo to which it is compared.
+
+    `context` is entered while it runs.
+    """
+
+    name: str
+    make: Callable[[Parts, str], Decoder]
+    backend: str = ""
+    against: str = ""
+    context: Callable[[Stamps], AbstractContextManager[None]] = lambda stamps: nullcontext()
+
+
+def undivided(parts: Parts, backend: str) -> Decoder:
+    """Make the whole model; a rank that does not run it returns no logits."""
+    model = parts.empty(Collectives(), 1)
+    model.load_state_dict(weights(parts.shape, parts.dtype), assign=True)
+    return parts.decoder(model, 1)
+
+
+def dtensor(parts: Parts, backend: str) -> Decoder:
+    """Divide the model by parallelize_module, and give each DTensor its part of the weights."""
+    group = parts.groups[backend]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = parts.empty(OfExperts(group, parts.stamps), 1)
+    column, row = ColwiseParallel, RowwiseParallel
+    plan: dict[str, ParallelStyle] = {
+        f"layers.*.{name}": column() for name in ("q", "k", "v", "feed.gate", "feed.up")
+    }
+    plan |= {f"layers.*.{name}": row() for name in ("o", "feed.down")}
+    plan["head"] = column(output_layouts=Replicate())
+    if parts.shape.moe:
+        plan = {path: style for path, style in plan.items() if "feed" not in path}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    own = {}
+    for name, parameter in model.named_parameters():
+        part = parts.weights[name]
+        if isinstance(parameter, DTensor):
+            part = DTensor.from_local(part, mesh, parameter.placements, run_check=False)
+        own[name] = part
+    model.load_state_dict(own, assign=True)
+    return parts.decoder(model, dist.get_world_size(group))
+
+
+def plain(
+    parts: Parts,
+    backend: str,
+    all_reduce: Callable[[Any], Callable[[Tensor], object]],
+    symmetric: bool = False,
+) -> Decoder:
+    """Divide the model by hand; `all_reduce(group)` returns the call that sums in place."""
+    group = parts.groups[backend]
+    given = group, parts.stamps, all_reduce(group)
+    calls = Plain(*given)
+    if symmetric:
+        calls = ZeroCopy(*given, pycollect.SymmetricAllocator(group).empty)
+    model = parts.empty(calls, calls.world)
+    model.load_state_dict(parts.weights, assign=True)
+    return parts.decoder(model, calls.world)
+
+
+def of_torch(group: Any) -> Callable[[Tensor], object]:
+    """Return dist.all_reduce of this group."""
+    return partial(dist.all_reduce, group=group)
+
+
+_BY_DTENSOR: dict[str, Any] = {"make": dtensor, "context": Stamps.of_dtensor}
+_BY_TORCH: dict[str, Any] = {"make": partial(plain, all_reduce=of_torch)}
+_ZERO_COPY = partial(plain, all_reduce=of_torch, symmetric=True)
+
+ALONE = "one rank"
+# A variant that calls something else than dist.all_reduce is one more line with `all_reduce=`.
+VARIANTS = (
+    Variant(ALONE, undivided),
+    *(
+        Variant(f"DTensor, {b}", backend=b, against="DTensor, gloo", **_BY_DTENSOR)
+        for b in BACKENDS
+    ),
+    *(Variant(f"plain, {b}", backend=b, against="plain, gloo", **_BY_TORCH) for b in BACKENDS),
+    Variant("plain, zero-copy", _ZERO_COPY, OURS, "plain, gloo"),
+)
