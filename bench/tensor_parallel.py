@@ -62,6 +62,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [variant.name for variant in decoding.VARIANTS]
+    own = [variant.name for variant in decoding.VARIANTS if not variant.client]
     add = parser.add_argument
 
     def add_list(name: str, one: Callable[[str], Any], default: str, what: str) -> None:
@@ -74,7 +75,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_list("--dtypes", dtype_of, ",".join(DTYPES), "dtypes")
     add_list("--batches", whole, "1,8", "sequences; experts: only the largest number")
     add_list("--ranks", whole, "2,4", "numbers of ranks")
-    add("--variants", type=list_of(one_of(names)), default=names, help=f"{'; '.join(names)} (all)")
+    what = f"{', '.join(names)} (all but transformers')"
+    add("--variants", type=list_of(one_of(names)), default=own, help=what)
     add("--layers", type=int, default=8, help="(8)")
     add("--vocab", type=int, default=8192, help="tokens of the vocabulary (8192)")
     add("--prompt", type=int, default=32, help="tokens before the first new one (32)")

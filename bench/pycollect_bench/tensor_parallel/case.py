@@ -68,7 +68,7 @@ class Row:
     token: Timing
     waiting: Timing
     moving: Timing
-    calls: float
+    calls: int
     error: float
 
     @property

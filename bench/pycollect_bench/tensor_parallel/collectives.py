@@ -68,14 +68,16 @@ class Stamps:
         return run
 
     @contextmanager
-    def of_dtensor(self) -> Iterator[None]:
-        """Record DTensor's collectives in this context as well.
+    def of_libraries(self) -> Iterator[None]:
+        """Record the collectives that DTensor and transformers call in this context as well.
 
         Raises:
             RuntimeError: if this torch awaits them in another way, so that times are missing.
         """
         self._under_way = 0
         with ExitStack() as patches:
+            timed = self.timed(dist.all_reduce)
+            patches.enter_context(mock.patch.object(dist, "all_reduce", timed))
             for name in filter(partial(hasattr, funcol), _STARTS):
                 start = self._started(getattr(funcol, name))
                 patches.enter_context(mock.patch.object(funcol, name, start))

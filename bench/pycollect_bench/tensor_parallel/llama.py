@@ -45,6 +45,12 @@ class Shape:
         """The inner size of the feed-forward network, or of an expert."""
         return self.hidden * 11 // 4 // (CHOSEN if self.moe else 1)
 
+    @property
+    def collectives(self) -> int:
+        """The collectives of a token in the divided model."""
+        of_feed = 4 if self.moe else 1  # three exchanges and a gather, or a sum
+        return self.layers * (1 + of_feed) + 1
+
 
 def weights(shape: Shape, dtype: torch.dtype, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
     """Return the rank's part of random weights by name; they do not depend on the world."""

@@ -12,16 +12,16 @@ from .case import CaseResult, Row
 from .variants import OURS
 
 LEGEND = """\
-# A Llama-shaped model with random weights decodes; each rank is a process. DTensor: divided by
-# parallelize_module; plain: by a model that calls dist.all_reduce itself; zero-copy: on tensors of
-# pycollect.symmetric_empty; one rank: undivided, with all cores. All take turns; a turn is a prompt
-# and some tokens of each sequence; medians over turns, ratios within rounds.
+# A Llama-shaped model with random weights decodes; each rank is a process. alone: undivided on one
+# rank with all cores; dtensor: divided by parallelize_module; plain: by a model that calls
+# dist.all_reduce itself; zero-copy: on tensors of pycollect.symmetric_empty. All take turns; a turn
+# is a prompt and some tokens of each sequence; medians over turns, ratios within rounds.
 # tokens/s: of all sequences of the batch together. xgloo: the time of a token over gloo, divided
 # the same way, by this time. first: ms until the token after the prompt. token: ms for each other.
 # %wait: of the token, in collectives until the last rank has called them: other ranks compute.
 # %move: the rest of the collectives, in the mean of the ranks; us/call: the same for each call.
 # error: of the logits: norm of the difference from one rank alone, divided by the norm."""
-_PLAIN, _DTENSOR = f"plain, {OURS}", f"DTensor, {OURS}"
+_PLAIN, _DTENSOR = f"plain:{OURS}", f"dtensor:{OURS}"
 # Aims at one sequence: how much faster a token is than over gloo, by the hidden size.
 _AIMS = {1024: 2.0, 512: 5.0}
 _MOST_MOVING = 1.0  # percent of a token
@@ -78,7 +78,7 @@ def case_record(result: CaseResult) -> dict[str, Any]:
 def _row_record(result: CaseResult, row: Row) -> dict[str, Any]:
     parts = {"first": row.first, "token": row.token, "waiting": row.waiting, "moving": row.moving}
     found: dict[str, Any] = {name: _rounded(part.percentile(50)) for name, part in parts.items()}
-    found |= {"calls": round(row.calls, 2), "error": _rounded(row.error)}
+    found |= {"calls": row.calls, "error": _rounded(row.error)}
     if speedup := result.speedup(row):
         found["xgloo"] = {name: _rounded(x) for name, x in rounds_record(speedup).items()}
     return found

@@ -27,11 +27,11 @@ from torch.distributed.tensor.placement_types import Replicate
 
 import pycollect
 
+from . import hf_model
 from .collectives import Collectives, OfExperts, Plain, Stamps, ZeroCopy
 from .llama import Cache, Llama, Shape, weights
 
 GLOO, OURS = "gloo", "pycollect"
-BACKENDS = (GLOO, OURS)
 # The calls of a decoder: the logits (batch, vocab) after some tokens that begin at a position.
 Decoder = Callable[[Tensor, int], Tensor]
 
@@ -66,7 +66,9 @@ class Parts:
 class Variant:
     """A variant: its backend, how it is made, and the variant of gloo to which it is compared.
 
-    `context` is entered while it runs.
+    `context` is entered while it runs. `more_calls` is the number of collectives of a token besides
+    those of the model here. With a `client`, that package makes the model, and it is
+    measured only on request, and without experts.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Variant:
     backend: str = ""
     against: str = ""
     context: Callable[[Stamps], AbstractContextManager[None]] = lambda stamps: nullcontext()
+    client: str = ""
+    more_calls: int = 0
 
 
 def undivided(parts: Parts, backend: str) -> Decoder:
@@ -129,18 +133,31 @@ def of_torch(group: Any) -> Callable[[Tensor], object]:
     return partial(dist.all_reduce, group=group)
 
 
-_BY_DTENSOR: dict[str, Any] = {"make": dtensor, "context": Stamps.of_dtensor}
-_BY_TORCH: dict[str, Any] = {"make": partial(plain, all_reduce=of_torch)}
-_ZERO_COPY = partial(plain, all_reduce=of_torch, symmetric=True)
+def transformers(parts: Parts, backend: str) -> Decoder:
+    """Let transformers make and divide the model."""
+    whole = weights(parts.shape, parts.dtype)
+    return hf_model.decoder(parts.shape, parts.dtype, whole, backend)
 
-ALONE = "one rank"
+
+ALONE = "alone"
+_DTENSOR = partial(Variant, make=dtensor, against="dtensor:gloo", context=Stamps.of_libraries)
+_PLAIN = partial(Variant, against="plain:gloo")
+_CLIENT = partial(
+    Variant,
+    make=transformers,
+    against="transformers:gloo",
+    context=Stamps.of_libraries,
+    client="transformers",
+    more_calls=1,  # it divides the embedding, too
+)
 # A variant that calls something else than dist.all_reduce is one more line with `all_reduce=`.
 VARIANTS = (
     Variant(ALONE, undivided),
-    *(
-        Variant(f"DTensor, {b}", backend=b, against="DTensor, gloo", **_BY_DTENSOR)
-        for b in BACKENDS
-    ),
-    *(Variant(f"plain, {b}", backend=b, against="plain, gloo", **_BY_TORCH) for b in BACKENDS),
-    Variant("plain, zero-copy", _ZERO_COPY, OURS, "plain, gloo"),
+    _DTENSOR("dtensor:gloo", backend=GLOO),
+    _DTENSOR("dtensor:pycollect", backend=OURS),
+    _PLAIN("plain:gloo", partial(plain, all_reduce=of_torch), GLOO),
+    _PLAIN("plain:pycollect", partial(plain, all_reduce=of_torch), OURS),
+    _PLAIN("plain:zero-copy", partial(plain, all_reduce=of_torch, symmetric=True), OURS),
+    _CLIENT("transformers:gloo", backend=GLOO),
+    _CLIENT("transformers:pycollect", backend=OURS),
 )

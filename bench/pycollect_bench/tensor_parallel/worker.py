@@ -109,7 +109,7 @@ def measured(case: Case, job: Job, groups: dict[str, Any], seed: int) -> CaseRes
     own = weights(case.shape(job), case.dtype, rank, world)
     parts = Parts(case.shape(job), case.dtype, case.batch, own, groups, stamps)
     candidates = []
-    variants = [variant for variant in VARIANTS if variant.name in job.variants]
+    variants = [v for v in VARIANTS if v.name in job.variants and not (case.moe and v.client)]
     for variant in variants:
         runs = variant.name != ALONE or rank == 0
         decoder = variant.make(parts, variant.backend) if runs else None
@@ -122,15 +122,27 @@ def measured(case: Case, job: Job, groups: dict[str, Any], seed: int) -> CaseRes
     dist.gather_object(mine, everyone)
     if everyone is None:
         return None
-    rows = [row(v, [turns[v.name] for turns in everyone], job, found[v.name]) for v in variants]
+    calls = case.shape(job).collectives
+    rows = [
+        row(v, [turns[v.name] for turns in everyone], job, calls, found[v.name]) for v in variants
+    ]
     return CaseResult(case, world, rows)
 
 
-def row(variant: Variant, of_ranks: Sequence[Sequence[Turn]], job: Job, error: float) -> Row:
-    """Return the row of a variant from the turns of all ranks."""
+def row(
+    variant: Variant, of_ranks: Sequence[Sequence[Turn]], job: Job, calls: int, error: float
+) -> Row:
+    """Return the row of a variant from the turns of all ranks.
+
+    Raises:
+        RuntimeError: if a token has not this number of calls, so that times are missing.
+    """
     turns = list(zip(*of_ranks, strict=True))
     if variant.name == ALONE:
         turns = [turn[:1] for turn in turns]
+    found = {len(one.calls) / job.tokens for turn in turns for one in turn}
+    if found != {wanted := 0 if variant.name == ALONE else calls + variant.more_calls}:
+        raise RuntimeError(f"{variant.name} makes {found} collectives of a token, not {wanted}")
     shares = [divided([one.calls for one in turn]) for turn in turns]
 
     def timing(seconds: Sequence[float]) -> Timing:
@@ -143,7 +155,7 @@ def row(variant: Variant, of_ranks: Sequence[Sequence[Turn]], job: Job, error: f
         token=timing([max(one.token for one in turn) for turn in turns]),
         waiting=timing([waiting / job.tokens for waiting, _ in shares]),
         moving=timing([moving / job.tokens for _, moving in shares]),
-        calls=len(turns[0][0].calls) / job.tokens,
+        calls=wanted,
         error=error,
     )
 
