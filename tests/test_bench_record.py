@@ -16,7 +16,7 @@ RECORDS = sorted(RESULTS.glob("*.json"))
 # Limit of the lines of all result files together, to keep unused numbers out of git.
 LINES = 1_500
 # Keys of a record whose cases a picture shows.
-DRAWN = ("cases", "training")
+DRAWN = ("cases", "training", "tensor_parallel")
 
 FEW = ["-n", "3", "-w", "1"]
 TRAIN = ["--models", "lenet", "--worlds", "1", "2", "--batch", "4", "--no-ddp", *FEW]

@@ -39,20 +39,25 @@ class Stamps:
         """Return a function that makes the same call, and records its begin and its end."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            begin = monotonic_ns()
+            stays = [monotonic_ns()]
+            self._calls.append(stays)
             result = call(*args, **kwargs)
-            self._calls.append([begin, monotonic_ns()])
+            stays.append(monotonic_ns())
             return result
 
         return run
 
     def _awaited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that waits likewise, and adds this stay to the last call."""
+        """Return a function that waits likewise, and adds this stay to the last call.
+
+        A call that waits itself, as a gather along the last dimension, has this time already.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            begin = monotonic_ns()
+            begin, stays = monotonic_ns(), self._calls[-1]
             result = wait(*args, **kwargs)
-            self._calls[-1] += [begin, monotonic_ns()]
+            if len(stays) % 2 == 0:
+                stays += [begin, monotonic_ns()]
             self._under_way -= 1
             return result
 
