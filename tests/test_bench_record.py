@@ -55,14 +55,18 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def test_a_row_has_a_line_and_a_header_is_indented():
-    record = {"a": {"b": [1, 2], "c": {}}, "rows": [{"x": {"y": 1}, "in": [{"z": None}]}], "d": []}
+    record = {
+        "a": {"b": [1, 2], "c": {"e": 1, "f": 2}},
+        "rows": [{"x": {"y": 1}, "in": [{"z": None}]}],
+        "d": [],
+    }
     written = result_format.text(record)
     assert json.loads(written) == record
     assert written.splitlines() == [
         "{",
         ' "a": {',
         '  "b": [1, 2],',
-        '  "c": {}',
+        '  "c": {"e": 1, "f": 2}',
         " },",
         ' "rows": [',
         '  {"x": {"y": 1}, "in": [',

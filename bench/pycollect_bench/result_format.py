@@ -15,12 +15,13 @@ SCHEMA = 2
 
 
 def text(record: dict[str, Any]) -> str:
-    """Return the record as JSON: objects in a list are rows, other objects are indented.
+    """Return the record as JSON: a line for each object in a list, and for each inner object
+    without objects and lists; other objects are indented.
 
-    >>> record = {"world": 2, "rows": [{"way": "a", "time": {"p50": 0.5}}, {"way": "b"}]}
-    >>> print(text(record), end="")
+    >>> rows = [{"way": "a", "time": {"p50": 0.5}}, {"way": "b"}]
+    >>> print(text({"noise": {"before": 1, "after": 2}, "rows": rows}), end="")
     {
-     "world": 2,
+     "noise": {"before": 1, "after": 2},
      "rows": [
       {"way": "a", "time": {"p50": 0.5}},
       {"way": "b"}
@@ -34,6 +35,8 @@ def _form(value: Any, margin: str, in_row: bool) -> str:
     """Return `value` as JSON; `margin` is a line feed and the indentation of the last line."""
     inner = margin + " "
     if isinstance(value, dict) and value:
+        plain = not any(isinstance(entry, dict | list) for entry in value.values())
+        in_row = in_row or (plain and margin != "\n")
         at = margin if in_row else inner
         entries = [f"{json.dumps(key)}: {_form(entry, at, in_row)}" for key, entry in value.items()]
         if in_row:
