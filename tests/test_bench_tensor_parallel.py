@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as funcol
 from test_bench_gpu import script
 
 from pycollect._timing import Timing
-from pycollect_bench.tensor_parallel import llama, report, worker
+from pycollect_bench.tensor_parallel import collectives, llama, report, worker
 from pycollect_bench.tensor_parallel.case import Case, CaseResult, Row
 from pycollect_bench.tensor_parallel.collectives import Collectives, Stamps
 from pycollect_bench.tensor_parallel.variants import ALONE, VARIANTS, Variant
@@ -60,22 +60,37 @@ def test_tokens_one_by_one_give_the_logits_of_all_at_once(moe):
         torch.testing.assert_close(model(ids[:, 4:], 4, kept), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_times_without_their_waits_are_refused(monkeypatch):
-    stamps = Stamps()
-    monkeypatch.setattr(funcol, "all_reduce", lambda: 1)
+@pytest.fixture
+def stamps(monkeypatch):
+    """Stamps of a torch whose groups are the names of their backends; its calls do nothing."""
+    monkeypatch.setattr(collectives.dist, "get_backend", lambda group: group)
+    monkeypatch.setattr(funcol, "all_reduce", lambda tensor, op, group: 1)
     monkeypatch.setattr(funcol, "wait_tensor", lambda: 2)
-    with stamps.of_libraries():
-        assert (funcol.all_reduce(), funcol.wait_tensor()) == (1, 2)
-    monkeypatch.setattr(funcol, "all_reduce", lambda: funcol.wait_tensor())
-    with stamps.of_libraries():
-        assert funcol.all_reduce() == 2
+    return Stamps()
+
+
+def test_the_wait_belongs_to_its_call(stamps, monkeypatch):
+    with stamps.of_libraries("gloo"):
+        assert (funcol.all_reduce(0, "sum", "gloo"), funcol.wait_tensor()) == (1, 2)
+    monkeypatch.setattr(funcol, "all_reduce", lambda *_, group: funcol.wait_tensor())
+    with stamps.of_libraries("gloo"):
+        assert funcol.all_reduce(0, "sum", group="gloo") == 2
     first, second = stamps.taken()
     assert (len(first), len(second)) == (4, 2)
     assert first + second == sorted(first + second)
-    monkeypatch.setattr(funcol, "all_reduce", lambda: 1)
+
+
+def test_times_without_their_waits_are_refused(stamps):
     not_awaited = "1 results of DTensor's collectives were not awaited"
-    with pytest.raises(RuntimeError, match=not_awaited), stamps.of_libraries():
-        funcol.all_reduce()
+    with pytest.raises(RuntimeError, match=not_awaited), stamps.of_libraries("gloo"):
+        funcol.all_reduce(0, "sum", "gloo")
+
+
+@pytest.mark.parametrize("group", ["gloo", (SimpleNamespace(get_group=lambda dim: "gloo"), 0)])
+def test_the_call_of_another_backend_is_refused(stamps, group):
+    of_another = "a collective of pycollect is one of gloo"
+    with pytest.raises(RuntimeError, match=of_another), stamps.of_libraries("pycollect"):
+        funcol.all_reduce(0, "sum", group)
 
 
 def test_a_row_has_the_slowest_ranks_token_and_the_mean_of_the_parts():

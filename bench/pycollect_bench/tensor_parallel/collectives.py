@@ -63,28 +63,47 @@ class Stamps:
 
         return run
 
-    def _started(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self.timed(start)
+    def _checked(self, call: Callable[..., Any], backend: str) -> Callable[..., Any]:
+        """Return the timed call, which refuses the groups of other backends.
+
+        Torch's functions have the group, or mesh and dimension, as their third parameter.
+        """
+        timed = self.timed(call)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._under_way += 1
+            group: Any = kwargs["group"] if "group" in kwargs else args[2]
+            if isinstance(group, tuple):
+                mesh, dim = group
+                group = mesh.get_group(dim)
+            if dist.get_backend(group) != backend:
+                raise RuntimeError(f"a collective of {backend} is one of {dist.get_backend(group)}")
             return timed(*args, **kwargs)
 
         return run
 
+    def _started(self, start: Callable[..., Any], backend: str) -> Callable[..., Any]:
+        checked = self._checked(start, backend)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._under_way += 1
+            return checked(*args, **kwargs)
+
+        return run
+
     @contextmanager
-    def of_libraries(self) -> Iterator[None]:
+    def of_libraries(self, backend: str) -> Iterator[None]:
         """Record the collectives that DTensor and transformers call in this context as well.
 
         Raises:
-            RuntimeError: if this torch awaits them in another way, so that times are missing.
+            RuntimeError: if they use another backend, or if this torch awaits them in another way,
+                so that times are missing.
         """
         self._under_way = 0
         with ExitStack() as patches:
-            timed = self.timed(dist.all_reduce)
-            patches.enter_context(mock.patch.object(dist, "all_reduce", timed))
+            checked = self._checked(dist.all_reduce, backend)
+            patches.enter_context(mock.patch.object(dist, "all_reduce", checked))
             for name in filter(partial(hasattr, funcol), _STARTS):
-                start = self._started(getattr(funcol, name))
+                start = self._started(getattr(funcol, name), backend)
                 patches.enter_context(mock.patch.object(funcol, name, start))
             wait = self._awaited(funcol.wait_tensor)
             patches.enter_context(mock.patch.object(funcol, "wait_tensor", wait))

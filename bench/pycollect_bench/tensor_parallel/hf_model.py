@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .llama import HEAD, Shape
 
@@ -62,6 +64,7 @@ def decoder(
     )
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # that past_key_values gets another name
+    _tell_meshes_apart()
     with mock.patch.object(dist, "init_device_mesh", _mesh_over(backend)):
         model = transformers.LlamaForCausalLM.from_pretrained(
             None,
@@ -94,3 +97,18 @@ def _mesh_over(backend: str) -> Callable[..., Any]:
         return make(device, shape, mesh_dim_names=mesh_dim_names, backend_override=override)
 
     return mesh
+
+
+@cache
+def _tell_meshes_apart() -> None:
+    """Make meshes of different groups unequal.
+
+    DTensor's caches are shared by equal meshes, and transformers' meshes have equal names. Without
+    this, all its models would use the first one's group.
+    """
+    equal = DeviceMesh.__eq__
+
+    def equal_with_groups(mesh: Any, other: Any) -> bool:
+        return equal(mesh, other) and mesh._dim_group_names == other._dim_group_names
+
+    setattr(DeviceMesh, "__eq__", equal_with_groups)  # noqa: B010  # mypy allows no assignment

@@ -75,7 +75,7 @@ class Variant:
     make: Callable[[Parts, str], Decoder]
     backend: str = ""
     against: str = ""
-    context: Callable[[Stamps], AbstractContextManager[None]] = lambda stamps: nullcontext()
+    context: Callable[[Stamps, str], AbstractContextManager[None]] = lambda *_: nullcontext()
     client: str = ""
     more_calls: int = 0
 
@@ -90,7 +90,9 @@ def undivided(parts: Parts, backend: str) -> Decoder:
 def dtensor(parts: Parts, backend: str) -> Decoder:
     """Divide the model by parallelize_module, and give each DTensor its part of the weights."""
     group = parts.groups[backend]
-    mesh = DeviceMesh.from_group(group, "cpu")
+    # DTensor's caches are shared by meshes that are equal, whatever their groups: without the name
+    # all models would use the first one's group.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(backend,))
     model = parts.empty(OfExperts(group, parts.stamps), 1)
     column, row = ColwiseParallel, RowwiseParallel
     plan: dict[str, ParallelStyle] = {

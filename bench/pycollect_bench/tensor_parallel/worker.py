@@ -61,7 +61,7 @@ class Candidate:
                 self.turns.append(Turn(0.0, 0.0, []))
             else:
                 torch.set_num_threads(self._threads)
-                with self.variant.context(stamps):
+                with self.variant.context(stamps, self.variant.backend):
                     self.turns.append(self._turn(self._decoder, stamps))
                 torch.set_num_threads(self._job.threads)
             return self.turns[-1].token
@@ -96,7 +96,7 @@ def errors(candidates: Sequence[Candidate]) -> dict[str, float]:
     dist.broadcast(right, 0)
     found = {}
     for candidate in candidates:
-        with candidate.variant.context(Stamps()):
+        with candidate.variant.context(Stamps(), candidate.variant.backend):
             logits = candidate.logits() if candidate.variant.name != ALONE else right
         error = ((logits - right).norm() / right.norm()).nan_to_num(torch.inf)
         found[candidate.variant.name] = slowest(float(error))
