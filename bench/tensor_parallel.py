@@ -80,7 +80,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=8, help="(8)")
     add("--vocab", type=int, default=8192, help="tokens of the vocabulary (8192)")
     add("--prompt", type=int, default=32, help="tokens before the first new one (32)")
-    add("--tokens", type=int, default=8, help="tokens of a turn after the first new one (8)")
+    add("--tokens", type=int, default=6, help="tokens of a turn after the first new one (6)")
     add("--seconds", type=float, default=10.0, help="time for a case, with 7 turns at least (10)")
     add("-n", "--iterations", type=int, help="turns of each (by time, if not given)")
     add("--targets", action="store_true", help="check the speed targets")

@@ -50,7 +50,7 @@ class Job(PoolJob):
     variants: tuple[str, ...] = ()
     layers: int = 8
     prompt: int = 32
-    tokens: int = 8
+    tokens: int = 6
     alone_threads: int = 1
 
 
