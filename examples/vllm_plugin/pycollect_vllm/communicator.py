@@ -27,9 +27,15 @@ class PycollectCommunicator(CpuCommunicator):
                 "shared memory; this version of vLLM needs another plugin"
             )
         self.supports_tensor_dict = True
+        self._group_name = self.device_group.group_name
 
     def _all_group_ranks_share_shm_group_name(self) -> bool:
         return False  # vLLM then calls torch.distributed instead of its own shared memory
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """Add the tensors of all ranks in place, by the operator that skips torch's Python."""
+        torch.ops.pycollect.group_all_reduce_(input_, "sum", self._group_name)
+        return input_
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
