@@ -69,14 +69,19 @@ class _Blocks:
         return empty.permute([self._order.index(d) for d in range(len(sizes))])
 
 
+def _steps(tensor: Tensor) -> list[int]:
+    """Return the strides of all dimensions but those of size 1, whose strides mean nothing."""
+    return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements lie side by side: a new tensor then has the same strides."""
-    return tensor.stride() == torch.empty_like(tensor).stride()
+    return _steps(tensor) == _steps(torch.empty_like(tensor))
 
 
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return dense tensors of equal strides themselves, others as contiguous tensors."""
-    if all(t.stride() == tensors[0].stride() and _is_dense(t) for t in tensors):
+    if all(_steps(t) == _steps(tensors[0]) and _is_dense(t) for t in tensors):
         return tensors
     return [t.contiguous() for t in tensors]
 

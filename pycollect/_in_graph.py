@@ -87,7 +87,13 @@ def flat(lists: Any) -> Any:
     return lists
 
 
-def _joins(tensors: Tensors, dim: Any, *_: Any) -> bool:
+def _is_grid(lists: Sequence[Any], *_: Any) -> bool:
+    """Return whether all items are lists of the same length."""
+    rows = [row for row in lists if isinstance(row, (list, tuple))]
+    return len(rows) == len(lists) and all(len(row) == len(rows[0]) for row in rows)
+
+
+def joins(tensors: Tensors, dim: Any, *_: Any) -> bool:
     """Return whether the tensors can be joined along `dim`."""
     first = tensors[0]
     if not isinstance(dim, int) or not -first.dim() <= dim < first.dim():
@@ -98,12 +104,12 @@ def _joins(tensors: Tensors, dim: Any, *_: Any) -> bool:
     return all(t.shape[d] == first.shape[d] for t in tensors for d in others)
 
 
-def _reduces(tensors: Tensors, _op: Any, dim: Any, *_: Any) -> bool:
-    return _joins(tensors, dim) and all(t.shape == tensors[0].shape for t in tensors)
+def reduces(tensors: Tensors, _op: Any, dim: Any, *_: Any) -> bool:
+    return joins(tensors, dim) and all(t.shape == tensors[0].shape for t in tensors)
 
 
-def _splits(tensors: Tensors, dim: Any, sizes: Any, *_: Any) -> bool:
-    if not _joins(tensors, dim):
+def splits(tensors: Tensors, dim: Any, sizes: Any, *_: Any) -> bool:
+    if not joins(tensors, dim):
         return False
     if sizes is None:
         return True
@@ -113,8 +119,8 @@ def _splits(tensors: Tensors, dim: Any, sizes: Any, *_: Any) -> bool:
     )
 
 
-def _cuts(tensor: Tensor, devices: list[torch.device], sizes: Any, dim: Any, *_: Any) -> bool:
-    return _joins([tensor], dim) and (
+def cuts(tensor: Tensor, devices: list[torch.device], sizes: Any, dim: Any, *_: Any) -> bool:
+    return joins([tensor], dim) and (
         sizes is None or _adds_up(sizes, tensor.shape[dim], len(devices))
     )
 
@@ -122,7 +128,9 @@ def _cuts(tensor: Tensor, devices: list[torch.device], sizes: Any, dim: Any, *_:
 def _adds_up(sizes: Any, length: int, count: int) -> bool:
     if not isinstance(sizes, (list, tuple)) or len(sizes) != count:
         return False
-    return all(isinstance(s, int) and s >= 0 for s in sizes) and sum(sizes) == length
+    return (
+        all(isinstance(s, (int, torch.SymInt)) and s >= 0 for s in sizes) and sum(sizes) == length
+    )
 
 
 def _new_or_out(operator: Any, out: Any, *arguments: Any, **options: Any) -> Any:
@@ -142,7 +150,7 @@ def all_reduce(tensors: Tensors, op: Any, algorithm: Algorithm) -> None:
     _operators.all_reduce_(tensors, name_of(op, "all_reduce"), algorithm=algorithm)
 
 
-@_in_graph(_C.all_reduce_coalesced, **_ANY)
+@_in_graph(_C.all_reduce_coalesced, _is_grid, **_ANY)
 def all_reduce_coalesced(lists: Sequence[Tensors], op: Any, algorithm: Algorithm) -> None:
     name = name_of(op, "all_reduce_coalesced")
     _operators.all_reduce_coalesced_(flat(lists), len(lists), name, algorithm=algorithm)
@@ -158,7 +166,7 @@ def broadcast(tensors: Tensors, src: int, algorithm: Algorithm) -> None:
     _operators.broadcast_(tensors, src, algorithm=algorithm)
 
 
-@_in_graph(_C.broadcast_coalesced, **_ANY)
+@_in_graph(_C.broadcast_coalesced, _is_grid, **_ANY)
 def broadcast_coalesced(lists: Sequence[Tensors], src: int) -> None:
     _operators.broadcast_coalesced_(flat(lists), len(lists), src)
 
@@ -168,34 +176,34 @@ def replicate(tensors: Tensors, devices: list[torch.device]) -> list[Tensor]:
     return list(_operators.replicate(tensors, devices))
 
 
-@_in_graph(_C.copy_, async_op=False, peer_access=True)
+@_in_graph(_C.copy_, lambda _dst, src: _are_plain(src), async_op=False, peer_access=True)
 def copy_(dst: Tensor, src: Tensor) -> None:
     _operators.copy_(dst, src)
 
 
-@_in_graph(_C.all_gather, _joins, **_ANY)
+@_in_graph(_C.all_gather, joins, **_ANY)
 def all_gather(tensors: Tensors, dim: int, algorithm: Algorithm, out: Any) -> Any:
     return _new_or_out(_operators.all_gather, out, tensors, dim, algorithm=algorithm)
 
 
-@_in_graph(_C.reduce_scatter, _reduces, **_ANY)
+@_in_graph(_C.reduce_scatter, reduces, **_ANY)
 def reduce_scatter(tensors: Tensors, op: Any, dim: int, algorithm: Algorithm, out: Any) -> Any:
     name = name_of(op, "reduce_scatter")
     return _new_or_out(_operators.reduce_scatter, out, tensors, name, dim, algorithm=algorithm)
 
 
-@_in_graph(_C.all_to_all, _splits, **_ANY)
+@_in_graph(_C.all_to_all, splits, **_ANY)
 def all_to_all(tensors: Tensors, dim: int, split_sizes: Any, out: Any) -> Any:
     return _new_or_out(_operators.all_to_all, out, tensors, dim, flat(split_sizes))
 
 
-@_in_graph(_C.scatter, _cuts, **_ANY)
+@_in_graph(_C.scatter, cuts, **_ANY)
 def scatter(
     tensor: Tensor, devices: list[torch.device], chunk_sizes: Any, dim: int, out: Any
 ) -> Any:
     return _new_or_out(_operators.scatter, out, tensor, devices, chunk_sizes, dim)
 
 
-@_in_graph(_C.gather, lambda tensors, _device, dim, _out: _joins(tensors, dim), **_HERE)
+@_in_graph(_C.gather, lambda tensors, _device, dim, _out: joins(tensors, dim), **_HERE)
 def gather(tensors: Tensors, device: list[torch.device], dim: int, out: Any) -> Any:
     return _new_or_out(_operators.gather, out, tensors, device[0] if device else None, dim)

@@ -229,6 +229,20 @@ def test_one_graph_serves_many_sizes():
         (lambda x: pc.gather([x, x], out=x.new_empty(3, 6)), ValueError, "shape"),
         (lambda x: pc.copy_(x, x.clone()[:2]), ValueError, "shape"),
         (lambda x: pc.all_reduce([x.requires_grad_()]), ValueError, "requires grad"),
+        (lambda x: pc.copy_(x.clone(), x.requires_grad_()), ValueError, "requires grad"),
+        (lambda x: pc.all_reduce_coalesced([[x, x + 1, x + 2], [x + 3]]), ValueError, "number"),
+        (lambda x: pc.broadcast_coalesced([[x, x + 1, x + 2], [x + 3]]), ValueError, "number"),
+        (lambda x: pc.all_reduce_coalesced([x, x + 1]), TypeError, "pass a list"),
+        (lambda x: pc.all_reduce_coalesced([[x[0], x[1]], x[2:]]), TypeError, "pass a list"),
+        (lambda x: autograd.all_reduce([]), ValueError, "empty"),
+        (lambda x: autograd.all_reduce([x, 3]), TypeError, "int"),
+        (lambda x: autograd.all_reduce(x), TypeError, "list"),
+        (lambda x: autograd.reduce([x, x], 2), ValueError, "dst"),
+        (lambda x: autograd.reduce([x, x], op="max"), ValueError, "no gradient"),
+        (lambda x: autograd.all_gather([x], dim=2), ValueError, "dim"),
+        (lambda x: autograd.reduce_scatter([x, x], "max"), ValueError, "no gradient"),
+        (lambda x: autograd.all_to_all([x, x], split_sizes=[]), ValueError, "split_sizes"),
+        (lambda x: autograd.scatter(x, TWO, chunk_sizes=[-1, 5]), ValueError, "chunk_sizes"),
     ],
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -244,6 +258,26 @@ def test_invalid_calls_raise_as_in_eager_mode(call, error, words, backend):
         compiled(inputs()[0])
     with pytest.raises(error, match=words):
         call(inputs()[0] + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
+def test_forward_mode_is_not_lost_in_a_graph():
+    def tangent(x):
+        return torch.func.jvp(lambda x: autograd.all_reduce([x, x * 2])[0], (x,), (x,))[1]
+
+    torch._dynamo.reset()
+    x = torch.randn(4)
+    assert_same([torch.compile(tangent, backend="aot_eager")(x)], [x * 3])
+
+
+def test_exported_chunk_sizes_can_be_dynamic():
+    class Cut(torch.nn.Module):
+        def forward(self, x):
+            return pc.scatter(x, TWO, chunk_sizes=[x.shape[0] - 1, 1])
+
+    rows = {0: torch.export.Dim("rows", min=3, max=100)}
+    exported = torch.export.export(Cut(), (torch.arange(4.0),), dynamic_shapes=(rows,))
+    assert_same(exported.module()(torch.arange(6.0)), Cut()(torch.arange(6.0)))
 
 
 def trained(a, b):

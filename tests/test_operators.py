@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_same, expected, randoms
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import pycollect as pc
 from pycollect import autograd
@@ -210,3 +211,50 @@ def test_operators_come_after_asynchronous_calls():
 def test_coalesced_operators_want_equal_lists():
     with pytest.raises((ValueError, RuntimeError), match="3 tensors for 2 ranks"):
         ops.all_reduce_coalesced_(randoms(3, (2,), torch.float32), 2)
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_layouts_with_dimensions_of_one_element(name):
+    """Their strides mean nothing, and new fake tensors have others."""
+    x = [t.permute(2, 1, 0)[:, :2, :1] for t in torch.zeros(3, 3, 3, 4)]
+    for mine in (x, [x[0].contiguous(), *x[1:]], [*x[:2], x[2].clone()]):
+        call = next(arguments for case, arguments, _ in CASES if case == name)
+        results = [operator(name)(*call(mine))]
+        with FakeTensorMode() as mode:
+            results.append(operator(name)(*call([mode.from_tensor(t) for t in mine])))
+        real, fake = ([r] if isinstance(r, torch.Tensor) else r for r in results)
+        assert [steps(t) for t in fake] == [steps(t) for t in real]
+
+
+FORWARD = [
+    lambda x: ops.all_reduce([x, x * 3])[0],
+    lambda x: ops.reduce([x, x * 3]),
+    lambda x: ops.broadcast([x * 4])[0],
+    lambda x: ops.gather([x * 4]),
+    lambda x: ops.copy(x * 4, "cpu"),
+]
+
+
+@pytest.mark.parametrize("function", FORWARD)
+def test_forward_mode(function):
+    x = torch.randn(3)
+    with forward_ad.dual_level():
+        result = function(forward_ad.make_dual(x, torch.ones(3)))
+        assert_same([forward_ad.unpack_dual(result).tangent], [torch.full((3,), 4.0)])
+
+
+def in_place(x):
+    y = [x * 2, x.detach() + 1]
+    ops.all_reduce_(y, "avg")
+    return y[0].sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "transformed", [torch.func.grad(in_place), lambda x: torch.func.jvp(in_place, (x,), (x,))]
+)
+def test_transforms_of_calls_in_place_are_refused(transformed, compiled):
+    torch._dynamo.reset()
+    call = torch.compile(transformed, backend="eager") if compiled else transformed
+    with pytest.raises((ValueError, RuntimeError), match="does not record"):
+        call(torch.ones(3))

@@ -1,7 +1,7 @@
 // Registers the collectives on lists as torch operators, for torch.compile, torch.export and other
 // tracers. An operator whose name ends in "_" works in place, one with the overload name "out"
 // writes the caller's tensors, and all others return new ones. Their shape functions are in
-// pycollect/_fake_kernels.py, their gradients in pycollect/autograd/operators.py.
+// pycollect/_fake_kernels.py, their gradients in pycollect/autograd/in_graph.py.
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -62,16 +62,24 @@ TensorGrid grid(const char* call, at::TensorList tensors, int64_t world) {
   return {std::move(flat), static_cast<int>(world), "tensor_lists", true};
 }
 
-// Whether collectives in place accept the tensors as they are.
+// Whether collectives in place accept the tensors as they are. The strides of dimensions of one
+// element address nothing, and tracers do not know them.
 bool alike(at::TensorList tensors) {
+  const at::Tensor& first = tensors[0];
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
-    return t.is_non_overlapping_and_dense() && t.strides() == tensors[0].strides();
+    if (!t.is_non_overlapping_and_dense() || t.dim() != first.dim()) return false;
+    for (int64_t d = 0; d < t.dim(); ++d)
+      if (t.size(d) != 1 && t.stride(d) != first.stride(d)) return false;
+    return true;
   });
 }
 
 // Tensors with the same values that collectives in place accept: those themselves, or contiguous
-// copies. The copies come after the asynchronous calls that were made before.
-Tensors laid_out_alike(at::TensorList tensors) {
+// copies. The copies come after the asynchronous calls that were made before. The check is of the
+// originals, because a copy has no tangent of forward-mode differentiation.
+Tensors laid_out_alike(at::TensorList tensors, const char* call) {
+  for (std::size_t r = 0; r < tensors.size(); ++r)
+    check_tensor(tensors[r], AccessMode::read, {call, "tensors", static_cast<int>(r)});
   drain();
   Tensors result = tensors.vec();
   if (!alike(tensors))
@@ -86,7 +94,7 @@ void all_reduce_(at::TensorList tensors, std::string_view op, Name algorithm) {
 }
 
 Tensors all_reduce(at::TensorList tensors, std::string_view op, Name algorithm) {
-  Tensors results = laid_out_alike(tensors);
+  Tensors results = laid_out_alike(tensors, "all_reduce");
   for (at::Tensor& t : results) t = copied(t);
   run_in_place(all_reduce_args("all_reduce", op, algorithm), results);
   return results;
@@ -104,7 +112,7 @@ void reduce_(at::TensorList tensors, int64_t dst, std::string_view op, Name algo
 
 at::Tensor reduce(at::TensorList tensors, int64_t dst, std::string_view op, Name algorithm) {
   const InPlaceArgs args = reduce_args(dst, op, algorithm);
-  Tensors buffers = laid_out_alike(tensors);
+  Tensors buffers = laid_out_alike(tensors, args.call);
   check_rank(dst, static_cast<int>(buffers.size()), args.call, args.root_name);
   at::Tensor& result = buffers[dst] = copied(buffers[dst]);
   run_in_place(args, buffers);
@@ -118,6 +126,7 @@ void broadcast_(at::TensorList tensors, int64_t src, Name algorithm) {
 Tensors broadcast(at::TensorList tensors, int64_t src, Name algorithm) {
   const InPlaceArgs args = broadcast_args("broadcast", src, algorithm);
   check_rank(src, static_cast<int>(tensors.size()), args.call, args.root_name);
+  check_tensor(tensors[src], AccessMode::read, {args.call, "tensors", static_cast<int>(src)});
   drain();
   const at::Tensor source = copied(tensors[src]);
   Tensors results;
@@ -295,5 +304,38 @@ void register_kernels(torch::Library& m) {
 // The same functions serve every device. A build without CUDA refuses CUDA tensors in them.
 TORCH_LIBRARY_IMPL(pycollect, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(pycollect, CUDA, m) { register_kernels(m); }
+
+namespace {
+
+// Refuses tensors that autograd tracks in calls that write tensors of their caller. The transforms
+// of torch.func hide from the kernels that they track a tensor.
+void refuse_tracked(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) {
+  const auto check = [&](const at::Tensor& t) {
+    const bool recorded = t.requires_grad() && at::GradMode::is_enabled();
+    const bool has_tangent =
+        t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
+    require(!recorded && !has_tangent, op.schema().name(),
+            ": a tensor requires grad or has a forward-mode tangent, and autograd does not record "
+            "this collective; use pycollect.autograd, call it under torch.no_grad(), or pass "
+            ".detach()");
+  };
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensor()) check(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorVector()) check(t);
+  }
+  const at::AutoDispatchBelowAutograd below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(pycollect, Autograd, m) {
+  for (const char* name : {"all_reduce_", "all_reduce_coalesced_", "reduce_", "broadcast_",
+                           "broadcast_coalesced_", "all_gather.out", "reduce_scatter.out",
+                           "all_to_all.out", "scatter.out", "gather.out", "copy_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_tracked>());
+}
 
 }  // namespace pycollect::ops

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._in_graph import name_of
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
 from . import in_graph
-from .in_graph import operator_in_graph
+from .in_graph import ALL, LINEAR, operator_in_graph
 from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
 from .linear_along_dim import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
 from .node import apply
 from .nonlinear import Extreme, Product
-
-_LINEAR = ("sum", "avg")
-_ALL = (*_LINEAR, "max", "min", "prod")
 
 
 @operator_in_graph(in_graph.all_reduce)
@@ -37,7 +35,7 @@ def all_reduce(
     tensor([1., 1.])
     """
     devices = _devices(tensors, "all_reduce")
-    name = _op(op, _ALL, "all_reduce")
+    name = _op(op, ALL, "all_reduce")
     if name == "prod":
         return list(cast(Any, Product).apply(algorithm, *tensors))
     if name in ("max", "min"):
@@ -57,7 +55,7 @@ def reduce(
     tensor([2., 2.])
     """
     devices = _devices(tensors, "reduce")
-    mean = _op(op, _LINEAR, "reduce") == "avg"
+    mean = _op(op, LINEAR, "reduce") == "avg"
     dst = _rank(dst, len(devices), "reduce", "dst")
     (result,) = apply(Reduce(devices, dst, mean, algorithm), tensors)
     return result
@@ -113,7 +111,7 @@ def reduce_scatter(
     [tensor([2., 2.]), tensor([2.])]
     """
     devices = _devices(tensors, "reduce_scatter")
-    mean = _op(op, _LINEAR, "reduce_scatter") == "avg"
+    mean = _op(op, LINEAR, "reduce_scatter") == "avg"
     at, lengths = _along(tensors, dim, "reduce_scatter")
     chunks = even(lengths[0], len(devices))
     return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
@@ -250,9 +248,9 @@ def _single(device: torch.device | str, call: str) -> torch.device:
 
 def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
     """Return the name of an op; raise ValueError unless it is one of `allowed`."""
-    name = op if isinstance(op, str) else str(op).rpartition(".")[2].lower()
+    name = name_of(op, call)
     if name not in allowed:
-        hint = f"; only all_reduce has {name!r}" if name in _ALL else ""
+        hint = f"; only all_reduce has {name!r}" if name in ALL else ""
         raise ValueError(
             f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{hint}"
         )

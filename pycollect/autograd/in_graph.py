@@ -12,10 +12,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
-from .._in_graph import flat, name_of
+from .._in_graph import cuts, flat, joins, name_of, reduces, splits
+from .._skip_compile import skip_compile
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
 
@@ -25,6 +27,9 @@ Tensors = Sequence[Tensor]
 Recorded = Callable[..., Any]
 
 _operators = torch.ops.pycollect
+LINEAR = ("sum", "avg")
+ALL = (*LINEAR, "max", "min", "prod")
+_unpack: Any = forward_ad.unpack_dual
 _LIBRARY: Any = torch.library.Library("pycollect", "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -33,6 +38,7 @@ def operator_in_graph(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a function of pycollect.autograd, which `call` replaces in graphs.
 
+    `call` returns NotImplemented for invalid arguments, of which the function raises the error.
     Autograd records calls of the operator with the function's name as it records the function.
     `adapted` is given if their arguments or results differ: it returns a function with those of the
     operator.
@@ -43,12 +49,20 @@ def operator_in_graph(
 
         @functools.wraps(function)
         def either(*args: P.args, **kwargs: P.kwargs) -> R:
-            result: R = call(*args, **kwargs) if is_compiling() else function(*args, **kwargs)
-            return result
+            if not is_compiling():
+                return function(*args, **kwargs)
+            result: R = call(*args, **kwargs)
+            return _refused(function, args, kwargs) if result is NotImplemented else result
 
         return either
 
     return decorate
+
+
+@skip_compile("the arguments of this call of pycollect.autograd are invalid")
+def _refused(function: Callable[..., R], args: Any, kwargs: Any) -> R:
+    """Call a function outside of a graph, where it raises its error."""
+    return function(*args, **kwargs)
 
 
 def _record(name: str, function: Recorded) -> None:
@@ -56,7 +70,7 @@ def _record(name: str, function: Recorded) -> None:
     names = [argument.name for argument in operator._schema.arguments]
 
     def kernel(keys: Any, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and any(map(_requires_grad, args)):
+        if _is_recorded(args):
             named = dict(zip(names[1:], args[1:], strict=False))  # without those with defaults
             return function(args[0], **named, **options)
         with torch._C._AutoDispatchBelowAutograd():
@@ -66,27 +80,51 @@ def _record(name: str, function: Recorded) -> None:
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _requires_grad(value: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(value))
+def _is_recorded(args: Any) -> bool:
+    """Return whether a tensor requires grad, or has a tangent of forward-mode differentiation."""
+    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(_unpack(t).tangent is not None for t in tensors)
+
+
+def _are_tensors(tensors: Any) -> bool:
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        return False
+    return all(isinstance(t, Tensor) for t in tensors)
+
+
+def _has_rank(tensors: Tensors, rank: Any) -> bool:
+    return isinstance(rank, int) and 0 <= rank < len(tensors)
 
 
 def all_reduce(tensors: Tensors, op: Op = "sum", *, algorithm: str | None = None) -> Any:
     """Call the operator all_reduce."""
-    return _operators.all_reduce(tensors, name_of(op, "all_reduce"), algorithm=algorithm)
+    name = name_of(op, "all_reduce")
+    if not (_are_tensors(tensors) and name in ALL):
+        return NotImplemented
+    return _operators.all_reduce(tensors, name, algorithm=algorithm)
 
 
 def reduce(tensors: Tensors, dst: int = 0, op: Op = "sum", *, algorithm: str | None = None) -> Any:
     """Call the operator reduce."""
-    return _operators.reduce(tensors, dst, name_of(op, "reduce"), algorithm=algorithm)
+    name = name_of(op, "reduce")
+    if not (_are_tensors(tensors) and _has_rank(tensors, dst) and name in LINEAR):
+        return NotImplemented
+    return _operators.reduce(tensors, dst, name, algorithm=algorithm)
 
 
 def broadcast(tensors: Tensors, src: int = 0, *, algorithm: str | None = None) -> Any:
     """Call the operator broadcast."""
+    if not (_are_tensors(tensors) and _has_rank(tensors, src)):
+        return NotImplemented
     return _operators.broadcast(tensors, src, algorithm=algorithm)
 
 
 def all_gather(tensors: Tensors, *, dim: int = 0, algorithm: str | None = None) -> Any:
     """Call the operator all_gather."""
+    if not (_are_tensors(tensors) and joins(tensors, dim)):
+        return NotImplemented
     return _operators.all_gather(tensors, dim, algorithm=algorithm)
 
 
@@ -95,6 +133,9 @@ def reduce_scatter(
 ) -> Any:
     """Call the operator reduce_scatter."""
     name = name_of(op, "reduce_scatter")
+    valid = _are_tensors(tensors) and reduces(tensors, name, dim) and name in LINEAR
+    if not valid:
+        return NotImplemented
     return _operators.reduce_scatter(tensors, name, dim, algorithm=algorithm)
 
 
@@ -105,6 +146,8 @@ def all_to_all(
     split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Call the operator all_to_all."""
+    if not (_are_tensors(tensors) and splits(tensors, dim, split_sizes)):
+        return NotImplemented
     return _operators.all_to_all(tensors, dim, flat(split_sizes))
 
 
@@ -124,26 +167,36 @@ def scatter(
     tensor: Tensor, devices: DeviceSpec, *, chunk_sizes: Sequence[int] | None = None, dim: int = 0
 ) -> Any:
     """Call the operator scatter."""
-    return _operators.scatter(tensor, ranks_of(devices, "scatter"), chunk_sizes, dim)
+    ranks = ranks_of(devices, "scatter")
+    if not (_are_tensors([tensor]) and cuts(tensor, ranks, chunk_sizes, dim)):
+        return NotImplemented
+    return _operators.scatter(tensor, ranks, chunk_sizes, dim)
 
 
 def gather(tensors: Tensors, device: torch.device | str | None = None, *, dim: int = 0) -> Any:
     """Call the operator gather."""
-    (target,) = [None] if device is None else ranks_of(device, "gather")
-    return _operators.gather(tensors, target, dim)
+    targets = [None] if device is None else ranks_of(device, "gather")
+    valid = _are_tensors(tensors) and joins(tensors, dim) and len(targets) == 1
+    if not valid:
+        return NotImplemented
+    return _operators.gather(tensors, targets[0], dim)
 
 
 def copy(tensor: Tensor, device: torch.device | str) -> Any:
     """Call the operator copy."""
-    (target,) = ranks_of(device, "copy")
-    return _operators.copy(tensor, target)
+    targets = ranks_of(device, "copy")
+    if not (_are_tensors([tensor]) and len(targets) == 1):
+        return NotImplemented
+    return _operators.copy(tensor, targets[0])
 
 
 def replicate(tensors: Tensors, devices: DeviceSpec) -> Any:
     """Call the operator replicate."""
     ranks = ranks_of(devices, "replicate")
-    if not tensors:
+    if isinstance(tensors, (list, tuple)) and not tensors:
         return [[] for _ in ranks]
+    if not _are_tensors(tensors):
+        return NotImplemented
     copies = _operators.replicate(tensors, ranks)
     return [copies[rank :: len(ranks)] for rank in range(len(ranks))]
 
