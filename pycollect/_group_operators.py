@@ -75,7 +75,10 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _keep_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group_name, ctx.output_split_sizes, ctx.input_split_sizes = inputs
+    tensor, ctx.group_name, ctx.output_split_sizes, ctx.input_split_sizes = inputs
+    if ctx.input_split_sizes is None:  # the gradient may have another number of rows
+        world = _world(ctx.group_name)
+        ctx.input_split_sizes = [tensor.shape[0] // world] * world
 
 
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -89,6 +92,8 @@ for _name, _fake, _keep, _backward in (
     ("group_reduce_scatter", _reduce_scatter, _keep_reduction, _reduce_scatter_backward),
     ("group_all_to_all", _all_to_all, _keep_splits, _all_to_all_backward),
 ):
+    # Another rank may use the result that this one does not use, and waits for the call.
+    torch.fx.node.has_side_effect(getattr(operators, _name).default)
     torch.library.register_fake(f"pycollect::{_name}", _fake)
     torch.library.register_fake(f"pycollect::{_name}_", _in_place)
     torch.library.register_autograd(f"pycollect::{_name}", _backward, setup_context=_keep)

@@ -12,6 +12,7 @@ from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_modul
 from dist_ranks import between_processes
 from reference import assert_same, randoms
 from torch import Tensor
+from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.skipif(not OURS, reason="the operators call groups of pycollect")
 WORLD = 3
@@ -141,6 +142,53 @@ def gradients(me: RankContext) -> None:
 
 def test_gradients(pool: Any) -> None:
     pool.run(gradients)
+
+
+def gradients_of_uneven_shares(me: RankContext) -> None:
+    """Even chunks of inputs that differ in length: ranks name only what they receive."""
+    ops, group = operators()
+    received = [rank + 1 for rank in range(me.world)]
+    x = torch.randn((me.rank + 1) * me.world, 2).requires_grad_()
+    y = ops.group_all_to_all(x, group, received)
+    (y * me.rank).sum().backward()
+    wanted = torch.arange(me.world).repeat_interleave(me.rank + 1)
+    assert x.grad is not None
+    assert x.grad[:, 1].tolist() == wanted.tolist()
+
+
+def test_gradients_of_uneven_shares(pool: Any) -> None:
+    pool.run(gradients_of_uneven_shares)
+
+
+def forward_mode(me: RankContext) -> None:
+    ops, group = operators()
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(ValueError, match="tangent"):
+            ops.group_all_reduce(x, "sum", group)
+
+
+def test_forward_mode_is_refused(pool: Any) -> None:
+    pool.run(forward_mode)
+
+
+def unused(me: RankContext) -> None:
+    """Only one rank uses the result: the others must make the call all the same."""
+    ops, group = operators()
+
+    def step(x: Tensor) -> Tensor:
+        y = ops.group_all_reduce(x, "sum", group)
+        return y + 1 if me.rank == 0 else x + 1
+
+    torch._dynamo.reset()
+    x = torch.ones(3)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(x)], [step(x)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_keep_calls_whose_result_is_unused(pool: Any) -> None:
+    pool.run(unused)
 
 
 def compiled(me: RankContext) -> None:

@@ -105,6 +105,8 @@ void group_all_reduce_(at::Tensor& tensor, std::string_view op, std::string_view
   all_reduce_(*named(group), tensor, op);
 }
 at::Tensor group_all_reduce(const at::Tensor& tensor, std::string_view op, std::string_view group) {
+  // The call checks the result, which no longer has what autograd knows of the tensor.
+  check_tensor(tensor, AccessMode::read, {"group_all_reduce", "tensor"});
   at::Tensor result = at::clone(tensor.detach(), at::MemoryFormat::Contiguous);
   all_reduce_(*named(group), result, op);
   return result;
@@ -141,7 +143,7 @@ at::Tensor group_all_to_all(const at::Tensor& input, std::string_view group,
                             at::OptionalIntArrayRef output_splits,
                             at::OptionalIntArrayRef input_splits) {
   int64_t rows = rows_of(input);
-  if (output_splits)
+  if (output_splits && !output_splits->empty())
     rows = std::accumulate(output_splits->begin(), output_splits->end(), int64_t{});
   at::Tensor output = new_rows(input, rows);
   all_to_all_(*named(group), output, input, output_splits, input_splits);
