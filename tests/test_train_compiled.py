@@ -44,6 +44,11 @@ def fresh():
     torch._dynamo.reset()
 
 
+def close(one: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 class Partial(nn.Module):
     """A model with a layer that is not used, one that is frozen, and buffers."""
 
@@ -108,8 +113,7 @@ def test_optimizers(optimizer):
         for X, y in batches([8, 8, 8, 8]):
             replicas.step(X, y)
         found.append(replicas.modules[1])
-    for p, q in zip(found[0].parameters(), found[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q)  # a fused optimizer rounds differently
+    close(*found)  # fused optimizers round differently, and graphs have their numbers in float32
 
 
 def test_a_step_is_one_graph():
@@ -151,14 +155,75 @@ def test_state_goes_from_eager_to_compiled_and_back():
     assert same(later.modules[1], wanted.modules[1])
 
 
-def test_a_new_learning_rate_is_used():
+def test_a_learning_rate_of_every_step():
+    """There are more than torch.compile makes graphs of."""
     replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
-    for lr in (0.3, 0.3, 0.2, 0.1):
+    for step in range(12):
         for r in replicas:
             for optimizer in r.optimizers:
-                optimizer.param_groups[0]["lr"] = lr
+                optimizer.param_groups[0]["lr"] = 0.3 / (1 + step)
             r.step(*batches([8])[0])
+            assert r.optimizers[0].param_groups[0]["lr"] == 0.3 / (1 + step)
+    close(replicas[1].modules[1], replicas[0].modules[1])
+
+
+class Shared(nn.Module):
+    """Two parameters have the same gradient in the same memory, and one has an expanded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(FEATURES)) for _ in range(3))
+        self.net = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x * 1 + (self.a + self.b)) + self.c.sum()
+
+
+def test_gradients_that_share_memory():
+    eager, compiled = (trained(Shared(), 2, SIZES, **o) for o in ({}, {"compile": "aot_eager"}))
+    assert same(eager.modules[1], compiled.modules[1])
+
+
+def test_parameters_are_frozen_and_trained_again():
+    replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
+    for step, (X, y) in enumerate(batches([8] * 7)):
+        for r in replicas:
+            for module in r.modules:
+                module[0].requires_grad_(step not in (2, 3, 4))
+            r.step(X, y)
     assert same(replicas[0].modules[1], replicas[1].modules[1])
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.net, self.skips = nn.Linear(FEATURES, FEATURES), perceptron(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x if self.skips else self.first(x))
+
+
+def test_a_parameter_without_gradient_in_a_later_step():
+    """Its momentum would move it, which no eager step does."""
+    replicas = replicas_of(Skipping(), 2, compile="aot_eager")
+    X, y = batches([8])[0]
+    replicas.step(X, y)
+    replicas.step(X, y)
+    for mine in replicas.modules:
+        mine.skips = True
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="other parameters have gradients"):
+        replicas.step(X, y)
+
+
+def test_a_state_of_fused_optimizers():
+    replicas = replicas_of(perceptron(), 2, compile="aot_eager")
+    X, y = batches([8])[0]
+    replicas.step(X, y)
+    state = replicas.state_dict()
+    state["optimizer"]["param_groups"][0]["fused"] = True
+    replicas.load_state_dict(state)
+    replicas.step(X, y)
 
 
 @pytest.mark.parametrize("other", [{"microbatch": 4}, {"sync_batchnorm": True}])
@@ -175,6 +240,19 @@ def test_hooks_of_optimizers_are_refused():
 
     with pytest.raises(ValueError, match="hooks"):
         ReplicaTrainer(perceptron(), [CPU] * 2, optimizer=hooked, options=StepOptions(compile=True))
+
+
+def test_hooks_of_later_are_refused():
+    X, y = batches([8])[0]
+    replicas = replicas_of(perceptron(), 2, compile="aot_eager")
+    replicas.step(X, y)
+    handle = replicas.optimizers[0].register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="optimizer's hooks"):
+        replicas.step(X, y)
+    handle.remove()
+    replicas.parameters[1][0].register_hook(torch.clone)
+    with pytest.raises(ValueError, match="hooks of parameters"):
+        replicas.step(X, y)
 
 
 def test_errors_are_those_of_eager_steps():

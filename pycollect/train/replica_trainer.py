@@ -116,7 +116,7 @@ class ReplicaTrainer:
         self._clock.begin()
         self._check(len(X))
         shares = shares_of(len(X), [1] * self.world) if shares is None else shares
-        if self._compiled and self._compiled.ready:
+        if self._compiled and self._compiled.prepare():
             check_split(X, y, self.world, shares)
             self._check_shards(shares, X)
             return self._timed(self._compiled.on_batch(X, y, shares))
@@ -134,7 +134,7 @@ class ReplicaTrainer:
         if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
             raise ValueError("there must be one shard for each rank, with one label per example")
         self._check(sum(map(len, X)))
-        if self._compiled and self._compiled.ready:
+        if self._compiled and self._compiled.prepare():
             self._check_shards(list(map(len, X)), X[0])
             return self._timed(self._compiled.on_shards(X, y))
         return self._train(X, y)
