@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils import _pytree as pytree
 
 from .._in_graph import cuts, flat, joins, name_of, reduces, splits
 from .._skip_compile import skip_compile
@@ -70,7 +69,7 @@ def _record(name: str, function: Recorded) -> None:
     names = [argument.name for argument in operator._schema.arguments]
 
     def kernel(keys: Any, *args: Any, **options: Any) -> Any:
-        if _is_recorded(args):
+        if _is_recorded(args[0]):
             named = dict(zip(names[1:], args[1:], strict=False))  # without those with defaults
             return function(args[0], **named, **options)
         with torch._C._AutoDispatchBelowAutograd():
@@ -80,9 +79,12 @@ def _record(name: str, function: Recorded) -> None:
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _is_recorded(args: Any) -> bool:
-    """Return whether a tensor requires grad, or has a tangent of forward-mode differentiation."""
-    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
+def _is_recorded(first: Any) -> bool:
+    """Return whether a tensor requires grad, or has a tangent of forward-mode differentiation.
+
+    `first` is the first argument of an operator, which has all its tensors.
+    """
+    tensors = [first] if isinstance(first, Tensor) else first
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return True
     return forward_ad._current_level >= 0 and any(_unpack(t).tangent is not None for t in tensors)
