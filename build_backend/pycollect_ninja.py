@@ -39,7 +39,7 @@ TORCH_FOLDERS = (
 CUDA_FOLDER = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
 # Files that register with Python and torch, once in a process.
-ONLY_IN_MODULE = ("module.cpp", "ops.cpp")
+ONLY_IN_MODULE = ("module.cpp", "ops.cpp", "group_operators.cpp")
 # Test doubles and probes: a separate module that contains all other code as well.
 TESTING_FOLDER = "testing"
 TESTING_TORCH_FOLDER = "testing/torch"

@@ -1,10 +1,12 @@
 // Operators on this rank's tensors in a group of torch.distributed: torch.ops.pycollect.group_*.
 // They make the calls of dist.all_reduce and others, with the same checks, errors and results, but
 // without what torch.distributed does in Python, for engines that make many small calls. Their
-// shape functions and gradients are in pycollect/_group_operators.py.
+// shape functions and gradients are in pycollect/_group_operators.py. Also registers the kernels of
+// c10d's operators that torch lacks.
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
+#include <numeric>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "../../plan/error.h"
@@ -179,5 +181,25 @@ TORCH_LIBRARY_FRAGMENT(pycollect, m) {
 }
 TORCH_LIBRARY_IMPL(pycollect, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(pycollect, CUDA, m) { register_kernels(m); }
+
+namespace {
+
+// torch has no kernels of this operator for sparse tensors. Those for dense tensors pass any
+// tensors on to the backend.
+template <c10::DispatchKey dense>
+void call_dense(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(dense), stack);
+}
+
+template <c10::DispatchKey dense>
+void implement(torch::Library& library) {
+  library.impl("allreduce_coalesced_",
+               torch::CppFunction::makeFromBoxedFunction<&call_dense<dense>>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(c10d, SparseCPU, m) { implement<c10::DispatchKey::CPU>(m); }
+TORCH_LIBRARY_IMPL(c10d, SparseCUDA, m) { implement<c10::DispatchKey::CUDA>(m); }
 
 }  // namespace pycollect::dist

@@ -6,7 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/library.h>
 
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
@@ -259,25 +258,5 @@ void SparseSums::finish_jointly(const std::vector<SparseSums*>& all) {
       operand.own = {};
     }
 }
-
-namespace {
-
-// torch has no kernels of this operator for sparse tensors. Those for dense tensors pass any
-// tensors on to the backend.
-template <c10::DispatchKey dense>
-void call_dense(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  op.redispatchBoxed(c10::DispatchKeySet(dense), stack);
-}
-
-template <c10::DispatchKey dense>
-void implement(torch::Library& library) {
-  library.impl("allreduce_coalesced_",
-               torch::CppFunction::makeFromBoxedFunction<&call_dense<dense>>());
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(c10d, SparseCPU, m) { implement<c10::DispatchKey::CPU>(m); }
-TORCH_LIBRARY_IMPL(c10d, SparseCUDA, m) { implement<c10::DispatchKey::CUDA>(m); }
 
 }  // namespace pycollect::dist
