@@ -407,11 +407,13 @@ def test_inductor(function, monkeypatch, pytestconfig):
     """Inductor's compiled code is kept in pytest's cache, which halves the time of a second run."""
     if cache := getattr(pytestconfig, "cache", None):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
-    if function is not trained:
-        return compiled_like_eager(function, "inductor", fullgraph=True)
     torch._dynamo.reset()
-    compiled = torch.compile(trained, fullgraph=True)
-    for got, wanted in zip(
-        gradients(compiled, *inputs()), gradients(trained, *inputs()), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)  # inductor's own operations round differently
+    compiled = torch.compile(function, fullgraph=True)
+    # Inductor's own operations round differently.
+    if function is trained:
+        found = gradients(compiled, *inputs()), gradients(trained, *inputs())
+    else:
+        found = compiled(*inputs()), function(*inputs())
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+        assert got.stride() == wanted.stride()

@@ -14,11 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_ranks import on_one_host
 from torch.profiler import ProfilerActivity, profile
 
 WORLD = 2
 SECONDS = 0.3  # how late a rank is
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant"),
+    on_one_host("with torch 2.15 for CUDA, the profiler's start ended such ranks with SIGSEGV"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def all_reduce(
     tensor([1., 1.])
     """
     devices = _devices(tensors, "all_reduce")
+    _check_algorithm(algorithm, "all_reduce")
     name = _op(op, ALL, "all_reduce")
     if name == "prod":
         return list(cast(Any, Product).apply(algorithm, *tensors))
@@ -55,6 +56,7 @@ def reduce(
     tensor([2., 2.])
     """
     devices = _devices(tensors, "reduce")
+    _check_algorithm(algorithm, "reduce")
     mean = _op(op, LINEAR, "reduce") == "avg"
     dst = _rank(dst, len(devices), "reduce", "dst")
     (result,) = apply(Reduce(devices, dst, mean, algorithm), tensors)
@@ -75,6 +77,7 @@ def broadcast(
     tensor([1., 1.])
     """
     devices = _devices(tensors, "broadcast")
+    _check_algorithm(algorithm, "broadcast")
     src = _rank(src, len(devices), "broadcast", "src")
     return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
 
@@ -93,6 +96,7 @@ def all_gather(
     tensor([1., 0., 0.])
     """
     devices = _devices(tensors, "all_gather")
+    _check_algorithm(algorithm, "all_gather")
     at, lengths = _along(tensors, dim, "all_gather")
     return apply(AllGather(devices, at, lengths, algorithm=algorithm), tensors)
 
@@ -111,6 +115,7 @@ def reduce_scatter(
     [tensor([2., 2.]), tensor([2.])]
     """
     devices = _devices(tensors, "reduce_scatter")
+    _check_algorithm(algorithm, "reduce_scatter")
     mean = _op(op, LINEAR, "reduce_scatter") == "avg"
     at, lengths = _along(tensors, dim, "reduce_scatter")
     chunks = even(lengths[0], len(devices))
@@ -237,6 +242,15 @@ def _devices(tensors: Sequence[Tensor], call: str) -> Devices:
             kind = type(tensor).__name__
             raise TypeError(f"{call}: tensors[{rank}] is a {kind}; pass a torch.Tensor")
     return tuple(t.device for t in tensors)
+
+
+def _check_algorithm(algorithm: Any, call: str) -> None:
+    """Raise an error unless `algorithm` is a name or None; the operator refuses unknown names."""
+    hint = "a name out of pycollect.algorithms(), or None"
+    if algorithm is not None and not isinstance(algorithm, str):
+        raise TypeError(f"{call}: algorithm is a {type(algorithm).__name__}; pass {hint}")
+    if algorithm == "" or not (algorithm or "").isascii():
+        raise ValueError(f"{call}: algorithm is {algorithm!r}; pass {hint}")
 
 
 def _single(device: torch.device | str, call: str) -> torch.device:
