@@ -28,8 +28,8 @@ Algorithm = str | None
 
 
 @skip_compile(
-    "async_op=True, streams, peer_access=False, tensors that require grad, and arguments that are "
-    "not tensors break the graph: pycollect has no operator for them"
+    "async_op=True, streams, peer_access=False, tensors that require grad, arguments that are not "
+    "tensors, and invalid arguments break the graph: pycollect has no operator for them"
 )
 def _outside(function: Function, arguments: tuple[Any, ...]) -> Any:
     """Call a function of `_C` outside of a graph."""

@@ -258,3 +258,11 @@ def test_transforms_of_calls_in_place_are_refused(transformed, compiled):
     call = torch.compile(transformed, backend="eager") if compiled else transformed
     with pytest.raises((ValueError, RuntimeError), match="does not record"):
         call(torch.ones(3))
+
+
+def test_no_tensors_but_outputs():
+    """The outputs alone let torch find the operator."""
+    with pytest.raises((ValueError, RuntimeError), match="empty"):
+        ops.all_to_all.out([], 0, [1], out=[torch.ones(1)])
+    with pytest.raises((ValueError, RuntimeError), match="empty"):
+        ops.all_gather.out([], out=[torch.ones(1)])

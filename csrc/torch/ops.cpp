@@ -158,6 +158,7 @@ BlockArgs all_to_all_args(int64_t dim, Lengths sizes, std::size_t world) {
   BlockArgs args{.collective = Collective::all_to_all, .dim = dim};
   if (!sizes) return args;
   args.sizes.emplace();
+  require(world > 0, "all_to_all: tensors is empty; pass one tensor per rank");
   for (std::size_t at = 0; at < std::max<std::size_t>(sizes->size(), 1); at += world)
     args.sizes->push_back(sizes->slice(at, std::min(world, sizes->size() - at)).vec());
   return args;

@@ -30,7 +30,8 @@ class StepOptions:
     refuses a batch that the number of ranks does not divide, as BatchFlow does. `exact_times`
     waits for the devices wherever time is taken, so the host can no longer issue work ahead of a
     GPU. `compile` runs every step after the first as one graph of torch.compile, by the backend
-    that it names, or "inductor" for True. It excludes `microbatch` and `sync_batchnorm`.
+    that it names, or "inductor" for True, and reduces after the backward pass, whatever `overlap`
+    is. It excludes `microbatch` and `sync_batchnorm`.
 
     >>> StepOptions(microbatch=0)
     Traceback (most recent call last):
