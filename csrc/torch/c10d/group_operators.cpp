@@ -19,11 +19,11 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Calls `call(backend)` for the backend of the tensor's device, and waits for its work.
 template <class F>
-void run(const c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, F&& call) {
+void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, F&& call) {
   require(!(tensor.requires_grad() && at::GradMode::is_enabled()), name,
           ": the tensor requires grad, and autograd does not record a call in place; call it under "
           "torch.no_grad(), or the operator without the last underscore");
-  const auto backend = const_cast<c10d::ProcessGroup&>(group).getBackend(tensor.device().type());
+  const auto backend = group.getBackend(tensor.device().type());
   require(backend->getBackendName() == kBackendName, name, ": the group has the backend ",
           backend->getBackendName(), " for ", tensor.device().type(),
           " tensors; pass the name of a "
@@ -53,7 +53,7 @@ c10d::ReduceOp op_of(std::string_view name, const char* call) {
   return {};
 }
 
-void all_reduce_(const c10d::ProcessGroup& group, const at::Tensor& tensor, std::string_view op) {
+void all_reduce_(c10d::ProcessGroup& group, const at::Tensor& tensor, std::string_view op) {
   constexpr const char* kCall = "group_all_reduce_";
   c10d::AllreduceOptions options;
   options.reduceOp = op_of(op, kCall);
@@ -62,14 +62,14 @@ void all_reduce_(const c10d::ProcessGroup& group, const at::Tensor& tensor, std:
   run(group, tensor, kCall, [&](c10d::Backend& b) { return b.allreduce(tensors, options); });
 }
 
-void all_gather_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input) {
+void all_gather_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input) {
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   run(group, output, "group_all_gather_",
       [&](c10d::Backend& b) { return b._allgather_base(output, input, options); });
 }
 
-void reduce_scatter_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
+void reduce_scatter_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
                      std::string_view op) {
   constexpr const char* kCall = "group_reduce_scatter_";
   c10d::ReduceScatterOptions options;
@@ -79,7 +79,7 @@ void reduce_scatter_(const c10d::ProcessGroup& group, at::Tensor& output, at::Te
       [&](c10d::Backend& b) { return b._reduce_scatter_base(output, input, options); });
 }
 
-void all_to_all_(const c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
+void all_to_all_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
                  at::OptionalIntArrayRef output_splits, at::OptionalIntArrayRef input_splits) {
   c10d::AllToAllOptions options;
   options.asyncOp = false;
