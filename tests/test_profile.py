@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from device_placements import GPU, MARKS
 from torch.profiler import ProfilerActivity, profile
 
 import pycollect as pc
+
+TESTS = Path(__file__).parent
 
 
 def ones(device, world=2, count=4):
@@ -58,6 +66,14 @@ def test_async_calls_have_a_named_range(device):
     assert tensors[0][0].item() == 2
 
 
+def test_the_range_of_an_async_call_ends_with_the_call():
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        pc.all_reduce(ones("cpu"), async_op=True).wait()
+        time.sleep(0.5)
+    (event,) = (e for e in recorded.events() if e.name == "pycollect::all_reduce")
+    assert event.time_range.elapsed_us() < 400_000
+
+
 def test_a_refused_call_has_no_range():
     def refused():
         with pytest.raises(ValueError, match="shape"):
@@ -70,3 +86,50 @@ def test_ranges_end_with_their_calls():
     for _ in range(3):
         assert len(names_of(lambda: pc.all_reduce(ones("cpu")))) == 1
     pc.all_reduce(ones("cpu"))
+
+
+OUTLIVED = """
+import contextlib, sys
+import torch
+from freed_memory import changes_of_freed_memory
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+import pycollect as pc
+
+def profiled(all_threads):
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+
+def changes(how):
+    tensors = [torch.ones(1 << 24) for _ in range(2)]
+    never = torch.futures.Future()
+    with profiled(how == "all threads"):
+        if how == "kept":  # the future holds the profile's state
+            with record_function("begun") as begun:
+                begun._call_end_callbacks_on_future(never)
+        works = [pc.all_reduce(tensors, async_op=True) for _ in range(4)]
+        while not works[0].is_completed():
+            pass
+    with profiled(True) if how == "all threads" else contextlib.nullcontext():
+        with changes_of_freed_memory() as changed:
+            for work in works:
+                work.wait()
+            pc.barrier(["cpu"] * 2)
+            return changed()
+
+print(sum(changes(sys.argv[1]) for _ in range(5)), "changes")
+"""
+
+
+@pytest.mark.parametrize("how", ["ended", "kept", "all threads"])
+def test_a_call_may_outlive_the_profile(how):
+    """All threads share one heap here, so that freed memory of any of them is found."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVED, how],
+        env=os.environ
+        | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "0 changes\n", done.stderr

@@ -6,6 +6,18 @@ namespace pycollect {
 
 ProfilerRange::ProfilerRange(const char* call) {
   begin_range(call);
+  record(call);
+}
+
+ProfilerRange::ProfilerRange(const char* call, const std::optional<CallerProfile>& caller) {
+  begin_range(call);
+  if (!caller) return;
+  caller_ = &*caller;
+  const ProfileGuard of_caller(*caller);
+  record(call);
+}
+
+void ProfilerRange::record(const char* call) {
   auto listeners = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   if (!listeners) [[likely]]
     return;
@@ -14,10 +26,11 @@ ProfilerRange::ProfilerRange(const char* call) {
   record_->before(std::string_view(name_));
 }
 
-bool is_profiled() {
-  return at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
+ProfilerRange::~ProfilerRange() {
+  end_range();
+  if (!caller_) return;
+  const ProfileGuard of_caller(*caller_);
+  record_.reset();
 }
-
-ProfilerRange::~ProfilerRange() { end_range(); }
 
 }  // namespace pycollect

@@ -1,6 +1,5 @@
 #include "work.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -12,6 +11,7 @@
 
 #include "gpus.h"
 #include "profiler_range.h"
+#include "threads.h"
 
 namespace pycollect {
 namespace {
@@ -20,7 +20,7 @@ class QueuedWork : public Work {
  public:
   explicit QueuedWork(PreparedCall prepared)
       : Work(prepared.results), prepared_(std::move(prepared)) {
-    if (is_profiled()) caller_state_.emplace();
+    if (CallerProfile::is_active()) caller_.emplace();
   }
 
   bool wait(std::optional<double> seconds) override;
@@ -30,7 +30,7 @@ class QueuedWork : public Work {
 
  private:
   PreparedCall prepared_;
-  std::optional<at::ThreadLocalState> caller_state_;  // holds the caller's profiler
+  std::optional<CallerProfile> caller_;  // none: no profiler
   std::mutex mutex_;
   std::condition_variable finished_;
   bool done_ = false;
@@ -61,14 +61,12 @@ std::exception_ptr QueuedWork::exception() {
 void QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
-    std::optional<at::ThreadLocalStateGuard> guard;
-    if (caller_state_) guard.emplace(*caller_state_);
-    prepared_.run();
+    const ProfilerRange range(prepared_.call, caller_);
+    prepared_.run(threads());
   } catch (...) {
     error = std::current_exception();
   }
   prepared_ = PreparedCall{.call = prepared_.call};
-  caller_state_.reset();
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ = true;

@@ -7,22 +7,20 @@
 namespace pycollect::dist {
 
 std::shared_ptr<ProfilerEvent> ProfilerEvent::begin(const char* operation, at::TensorList inputs) {
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-  if (!callbacks) [[likely]]
+  if (!CallerProfile::is_active()) [[likely]]
     return nullptr;
-  return std::make_shared<ProfilerEvent>(std::move(*callbacks), operation, inputs);
+  return std::make_shared<ProfilerEvent>(operation, inputs);
 }
 
-ProfilerEvent::ProfilerEvent(at::StepCallbacks&& callbacks, const char* operation,
-                             at::TensorList inputs)
-    : title_(text(kBackendName, ':', operation)), record_(std::move(callbacks)) {
+ProfilerEvent::ProfilerEvent(const char* operation, at::TensorList inputs)
+    : title_(text(kBackendName, ':', operation)), record_(at::RecordScope::USER_SCOPE) {
   record_._setAsync();
   const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
   record_.before(std::string_view(title_), &values);
 }
 
 ProfilerEvent::~ProfilerEvent() {
-  const at::ThreadLocalStateGuard as_caller(caller_);
+  const ProfileGuard of_caller(caller_);
   record_.end();
 }
 

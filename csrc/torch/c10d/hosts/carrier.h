@@ -1,5 +1,7 @@
 // Carriers: what a wire moves bytes with, which are process groups of torch that have all ranks of
-// the world. Thread-safe. Methods throw what torch throws.
+// the world. Thread-safe. Methods throw what torch throws. Transfers have no events in profiles:
+// one may be awaited after the profile in which it began has ended, and would write into freed
+// memory.
 #pragma once
 #include <limits>
 #include <memory>

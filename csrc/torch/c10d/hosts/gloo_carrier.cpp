@@ -1,6 +1,7 @@
 // See carrier.h. Of a Gloo process group, a wait that runs out of time closes all connections;
 // `close` makes use of it, because no other call ends a wait of another thread.
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <chrono>
@@ -27,6 +28,7 @@ class GlooCarrier final : public Carrier {
 
   BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at, std::size_t bytes,
                       ipc::Deadline) override {
+    const at::DisableRecordFunctionGuard no_event;
     std::vector<at::Tensor> tensors{
         at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions(at::kByte))};
     return {end == TransferEnd::send ? group_->send(tensors, peer, number)

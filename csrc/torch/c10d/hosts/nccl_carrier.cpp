@@ -3,6 +3,7 @@
 // on a stream, and counts as complete when its communicator is aborted; so `await` polls, and
 // trusts no work that ends when the carrier is closed.
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -103,6 +104,7 @@ class NcclCarrier final : public Carrier {
   void require_open() const { TORCH_CHECK(!closed_, "the connections are closed"); }
 
   BegunTransfer begin_nccl(TransferEnd end, Rank peer, std::byte* at, std::size_t bytes) {
+    const at::DisableRecordFunctionGuard no_event;
     std::vector<at::Tensor> tensors{at::for_blob(at, {static_cast<int64_t>(bytes)})
                                         .options(at::TensorOptions(at::kByte).device(device_))
                                         .target_device(device_)
