@@ -1,0 +1,58 @@
+"""The list collectives in torch.export: operators of the exported program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_functions import (
+    FULL,
+    TWO,
+    all_reduce_of_graph_inputs,
+    async_op,
+    inputs,
+    on_streams,
+    staged,
+)
+from reference import assert_same
+
+import pycollect as pc
+
+
+class Program(torch.nn.Module):
+    """A module for torch.export, which takes no functions."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, a, b):
+        return self.function(a, b)
+
+
+EXPORTED = [f for f in FULL if f is not all_reduce_of_graph_inputs]
+
+
+@pytest.mark.parametrize("function", EXPORTED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs(function, strict):
+    exported = torch.export.export(Program(function), tuple(inputs()), strict=strict)
+    assert any("pycollect" in str(node.target) for node in exported.graph.nodes)
+    assert_same(exported.module()(*inputs()), function(*inputs()))
+    functional = exported.run_decompositions()
+    assert_same(functional.module()(*inputs()), function(*inputs()))
+
+
+def test_exported_programs_have_no_asynchronous_calls():
+    for function in (async_op, on_streams, staged):
+        with pytest.raises(RuntimeError, match="an exported program has no async_op"):
+            torch.export.export(Program(function), tuple(inputs()))
+
+
+def test_exported_chunk_sizes_can_be_dynamic():
+    class Cut(torch.nn.Module):
+        def forward(self, x):
+            return pc.scatter(x, TWO, chunk_sizes=[x.shape[0] - 1, 1])
+
+    rows = {0: torch.export.Dim("rows", min=3, max=100)}
+    exported = torch.export.export(Cut(), (torch.arange(4.0),), dynamic_shapes=(rows,))
+    assert_same(exported.module()(torch.arange(6.0)), Cut()(torch.arange(6.0)))
