@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import pycollect
 from pycollect._command import Interruption
 from pycollect._sizes import parse_size
 from pycollect_bench import environment, rank_threads, scripts, table
-from pycollect_bench.options import list_of
+from pycollect_bench.options import list_of, one_of
 from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import target_record
 from pycollect_bench.targets import Outcome, status
@@ -46,15 +46,6 @@ QUICK: dict[str, Any] = {
 
 def peers_of(text: str) -> list[str]:
     return [] if text == "none" else list_of(one_of(PEERS))(text)
-
-
-def one_of(known: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text!r} is not among {', '.join(known)}")
-        return text
-
-    return parse
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

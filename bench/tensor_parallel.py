@@ -19,7 +19,7 @@ import torch
 from pycollect._command import Interruption
 from pycollect_bench import environment, scripts, table
 from pycollect_bench import tensor_parallel as decoding
-from pycollect_bench.options import list_of
+from pycollect_bench.options import list_of, one_of, whole
 from pycollect_bench.output import keep_json, write_json
 from pycollect_bench.record import target_record
 from pycollect_bench.targets import Outcome, status
@@ -31,12 +31,6 @@ from pycollect_bench.tensor_parallel.report import judge
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
-def whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def hidden_size(text: str) -> int:
     hidden = whole(text)
     if hidden % (4 * HEAD):
@@ -44,17 +38,8 @@ def hidden_size(text: str) -> int:
     return hidden
 
 
-def one_of(known: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text!r} is not among {', '.join(known)}")
-        return text
-
-    return parse
-
-
 def dtype_of(text: str) -> torch.dtype:
-    return DTYPES[one_of(list(DTYPES))(text)]
+    return DTYPES[one_of(DTYPES)(text)]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

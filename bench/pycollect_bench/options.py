@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
@@ -46,14 +46,26 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _whole(text: str) -> int:
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """Return a parser of one of the known words, for `list_of`."""
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"{text!r} is not among {', '.join(known)}")
+        return text
+
+    return parse
+
+
+def whole(text: str) -> int:
+    """Parse a number of at least 1, for `list_of`."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise ValueError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    return list_of(_whole)(text)[0]
+    return list_of(whole)(text)[0]
 
 
 def _seconds(text: str) -> float:
@@ -100,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = list_of(_dtype)
     add("-d", "--dtype", type=dtypes, default="float32", help="one or more, comma-separated")
     add("-o", "--op", choices=OPS, default="sum", help="the reduction (sum)")
-    worlds = list_of(_whole)
+    worlds = list_of(whole)
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("--algorithms", help="'all' or names, besides the default choice")

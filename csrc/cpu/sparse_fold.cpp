@@ -2,6 +2,7 @@
 #include "sparse_fold.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace pycollect::cpu {
 
@@ -20,20 +21,19 @@ int SparseFold::compare(const EntryRef& one, const EntryRef& other) const {
   return 0;
 }
 
+bool SparseFold::is_after(const EntryRef& one, const EntryRef& other) const {
+  const int order = compare(one, other);
+  return order != 0 ? order > 0 : one.tensor > other.tensor;
+}
+
 void SparseFold::push(const EntryRef& ref) {
   if (ref.entry == tensors_[ref.tensor].count) return;
   heap_.push_back(ref);
-  std::push_heap(heap_.begin(), heap_.end(), [this](const EntryRef& a, const EntryRef& b) {
-    const int order = compare(a, b);
-    return order != 0 ? order > 0 : a.tensor > b.tensor;
-  });
+  std::push_heap(heap_.begin(), heap_.end(), std::bind_front(&SparseFold::is_after, this));
 }
 
 SparseFold::EntryRef SparseFold::pop() {
-  std::pop_heap(heap_.begin(), heap_.end(), [this](const EntryRef& a, const EntryRef& b) {
-    const int order = compare(a, b);
-    return order != 0 ? order > 0 : a.tensor > b.tensor;
-  });
+  std::pop_heap(heap_.begin(), heap_.end(), std::bind_front(&SparseFold::is_after, this));
   const EntryRef least = heap_.back();
   heap_.pop_back();
   return least;

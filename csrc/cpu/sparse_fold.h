@@ -46,6 +46,7 @@ class SparseFold {
     return tensors_[ref.tensor].indices + ref.entry * format_.dims;
   }
   int compare(const EntryRef& one, const EntryRef& other) const;
+  bool is_after(const EntryRef& one, const EntryRef& other) const;  // in the order of the result
   void push(const EntryRef& ref);
   EntryRef pop();
   void take_next();

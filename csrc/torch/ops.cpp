@@ -65,8 +65,8 @@ TensorGrid grid(const char* call, at::TensorList tensors, int64_t world) {
 // Whether collectives in place accept the tensors as they are. The strides of dimensions of one
 // element address nothing, and tracers do not know them.
 bool alike(at::TensorList tensors) {
-  const at::Tensor& first = tensors[0];
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+    const at::Tensor& first = tensors[0];
     if (!t.is_non_overlapping_and_dense() || t.dim() != first.dim()) return false;
     for (int64_t d = 0; d < t.dim(); ++d)
       if (t.size(d) != 1 && t.stride(d) != first.stride(d)) return false;

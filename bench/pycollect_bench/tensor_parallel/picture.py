@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycollect._files import write_picture
-
+from ..bar_plot import BASELINE, GAP, finish
 from .variants import ALONE
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 # Colours that the colour-blind can distinguish (Okabe and Ito).
 _PARTS = {"computing": "#56b4e9", "waiting": "#e69f00", "moving": "#d55e00"}
-_GREY, _BASELINE = "#7f7f7f", "#bdbdbd"
-_GAP = 0.015  # between a bar and its label, as a fraction of the longest bar
 
 _Case = dict[str, Any]  # as report.case_record returns it
 
@@ -36,13 +33,13 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
             begin = 0.0
             lengths = (token - waiting - moving, waiting, moving)
             for length, colour in zip(lengths, _PARTS.values(), strict=True):
-                colour = _BASELINE if name == ALONE else colour
+                colour = BASELINE if name == ALONE else colour
                 axes.barh(place, length, left=begin, color=colour)
                 begin += length
             text = f"{case['batch'] * 1e3 / token:.3g}/s"
             if "xgloo" in row and "gloo" not in name:
                 text += f", {row['xgloo']['median']:.2g}x gloo"
-            axes.text(token + _GAP * longest, place, text, va="center", fontsize=8)
+            axes.text(token + GAP * longest, place, text, va="center", fontsize=8)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.margins(y=0.01)
     axes.invert_yaxis()
@@ -78,7 +75,6 @@ def draw(record: dict[str, Any], path: str) -> None:
         ValueError: if there is no case to plot.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     worlds = drawn(record)
     if not worlds:
@@ -93,10 +89,7 @@ def draw(record: dict[str, Any], path: str) -> None:
             axes.set_visible(False)
         for axes, cases in zip(row, panels, strict=False):
             _panel(axes, cases)
-    colours = {ALONE: _BASELINE, **_PARTS}
-    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    colours = {ALONE: BASELINE, **_PARTS}
     about = record["environment"]
     caption = f"{about['machine']}, {about['cores']} cores; torch {about['torch']}"
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    write_picture(figure, path)
+    finish(figure, colours, caption, path)

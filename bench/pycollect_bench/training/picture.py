@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycollect._files import write_picture
-
+from ..bar_plot import BASELINE, GAP, finish
 from .comparison import ONE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colours that the colour-blind can distinguish (Okabe and Ito).
-_COMPUTE, _REDUCTION, _GREY, _BASELINE = "#56b4e9", "#d55e00", "#7f7f7f", "#bdbdbd"
-_GAP = 0.015  # between a bar and its label, as a fraction of the longest bar
+_COMPUTE, _REDUCTION = "#56b4e9", "#d55e00"
 
 
 def _panel(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
@@ -33,13 +31,13 @@ def _panel(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
     places = range(len(labels))
     steps = [step for step, _, _ in bars]
     computed = [step - part for step, part, _ in bars]
-    colours = [_BASELINE if label == ONE else _COMPUTE for label in labels]
+    colours = [BASELINE if label == ONE else _COMPUTE for label in labels]
     axes.barh(places, computed, color=colours)
     parts = [part for _, part, _ in bars]
     axes.barh(places, parts, left=computed, color=_REDUCTION)
     for place, (step, part, slowdown) in zip(places, bars, strict=True):
         text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
-        axes.text(step + _GAP * max(steps), place, text, va="center", fontsize=8)
+        axes.text(step + GAP * max(steps), place, text, va="center", fontsize=8)
     axes.set_yticks(places, labels)
     axes.margins(y=0.01)
     axes.invert_yaxis()
@@ -63,7 +61,6 @@ def draw(record: dict[str, Any], path: str) -> None:
         ValueError: if there is no case to plot.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     by_model: dict[str, list[dict[str, Any]]] = {}
     for case in record["training"]:
@@ -75,10 +72,6 @@ def draw(record: dict[str, Any], path: str) -> None:
     panels = figure.subplots(1, len(by_model), squeeze=False)[0]
     for axes, group in zip(panels, by_model.values(), strict=True):
         _panel(axes, group)
-    colours = {ONE: _BASELINE, "forward, backward, update": _COMPUTE, "reduction": _REDUCTION}
-    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    colours = {ONE: BASELINE, "forward, backward, update": _COMPUTE, "reduction": _REDUCTION}
     about = record["environment"]
-    caption = f"{about['machine']}, torch {about['torch']}"
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    write_picture(figure, path)
+    finish(figure, colours, f"{about['machine']}, torch {about['torch']}", path)

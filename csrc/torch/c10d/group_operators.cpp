@@ -26,8 +26,7 @@ void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, 
   const auto backend = group.getBackend(tensor.device().type());
   require(backend->getBackendName() == kBackendName, name, ": the group has the backend ",
           backend->getBackendName(), " for ", tensor.device().type(),
-          " tensors; pass the name of a "
-          "group of pycollect");
+          " tensors; pass the name of a group of pycollect");
   if (const WorkPtr work = call(*backend)) work->wait();  // null: the call is coalesced
 }
 
