@@ -136,8 +136,11 @@ class CudaApi final : public cuda::Api {
     check(c10::cuda::GetDevice(&device));
     return device;
   }
+  // Makes a context current on the calling thread, too, which functions of the driver need. Without
+  // `force` torch calls CUDA only if another device is current, and a new thread begins with device
+  // 0 and no context.
   void set_device(Device device) override {
-    check(c10::cuda::SetDevice(static_cast<c10::DeviceIndex>(device)));
+    check(c10::cuda::SetDevice(static_cast<c10::DeviceIndex>(device), /*force=*/true));
   }
   void restore_device(Device device) override {
     check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)));

@@ -1,13 +1,11 @@
 // See shareable_memory.h.
 #include "shareable_memory.h"
 
-#include <cuda_runtime_api.h>
 #include <fcntl.h>
 
 #include <cerrno>
 #include <utility>
 
-#include "../../cuda/check.h"
 #include "driver.h"
 
 namespace pycollect {
@@ -33,10 +31,6 @@ std::size_t granularity_of(const CUmemAllocationProp& properties) {
       "cuMemGetAllocationGranularity", &bytes, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
   return bytes;
 }
-
-// Creates a context on the current device, which the driver's calls, unlike the runtime's, do not
-// do.
-void create_context() { cuda::check(cudaFree(nullptr)); }
 
 CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
 
@@ -91,7 +85,6 @@ std::byte* map_handle(Device device, const AllocationHandle& handle, std::size_t
 }  // namespace
 
 std::byte* allocate_shareable(Device device, std::size_t bytes) {
-  create_context();
   const CUmemAllocationProp properties = properties_of(device);
   const std::size_t page = granularity_of(properties);
   const std::size_t whole = (bytes + page - 1) / page * page;
@@ -114,7 +107,6 @@ cuda::ExportedMemory export_shareable(std::byte* memory) {
 }
 
 std::byte* map_shareable(Device device, const UniqueFd& memory, std::size_t bytes) {
-  create_context();
   constexpr const char* kName = "cuMemImportFromShareableHandle";
   void* const fd = reinterpret_cast<void*>(static_cast<uintptr_t>(memory.get()));
   const AllocationHandle handle(driver_function<decltype(&cuMemImportFromShareableHandle)>(kName),

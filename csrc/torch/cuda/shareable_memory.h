@@ -7,8 +7,8 @@
 
 namespace pycollect {
 
-// Implement allocate, export_memory, map and unmap of cuda::Api. unmap_shareable() does not wait
-// for work that uses the memory.
+// Implement allocate, export_memory, map and unmap of cuda::Api, whose set_device makes the context
+// current that they need. unmap_shareable() does not wait for work that uses the memory.
 std::byte* allocate_shareable(cuda::Device device, std::size_t bytes);
 cuda::ExportedMemory export_shareable(std::byte* memory);
 std::byte* map_shareable(cuda::Device device, const ipc::UniqueFd& memory, std::size_t bytes);
