@@ -105,8 +105,10 @@ class Launch:
         self._parallel = bool(parallel)
         self._thread_count = torch.get_num_threads()
         self._default_group = default_group
-        if any(found is not None and found.type == "cuda" for found in self._devices):
-            _cuda.init()  # so that every rank begins with random states of all GPUs
+        # Every rank begins with random states of all GPUs. Threads of CUDA contexts wait as long as
+        # the process lives: those that exist now are known not to be part of a deadlock.
+        for gpu in {found for found in self._devices if found and found.type == "cuda"}:
+            torch.empty(1, device=gpu)
         self._random = _C.RandomStates(world, _cuda.is_initialized())
         self.variables = _C.RankVariables(world, [*torch_internals.RANK_VARIABLES, *variables])
         torch_internals.set_variables(self.variables, world)
