@@ -264,8 +264,8 @@ class Gpu(Site):
             torch.cuda.synchronize()
 
     def stall(self, seconds: float = 0.2) -> None:
-        for _ in range(int(200 * seconds)):
-            torch.cuda._sleep(_CYCLES)
+        for _ in range(int(20 * seconds)):  # few launches, because a stream accepts about 1,000
+            torch.cuda._sleep(10 * _CYCLES)
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:

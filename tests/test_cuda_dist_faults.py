@@ -6,6 +6,7 @@ tests start their own processes, because they break them.
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, RankContext, caught, fresh, pools_of_sites
+from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, pools_of_sites
 from dist_sites import LARGE, REAL, is_real, sites, until
 from torch import Tensor
 
@@ -141,19 +142,20 @@ def test_a_rank_is_killed_with_its_work_enqueued(site, zero_copy):
 
 
 def late(
-    me: RankContext, stream_only: bool, zero_copy: bool
+    me: RankContext, limit: float, stream_only: bool, zero_copy: bool
 ) -> tuple[float, list[Caught], list[float], bool]:
     """The faulty rank, or with `stream_only` its stream alone, is later than the timeout."""
     x = warm(me, zero_copy)
+    backend_of().set_timeout(datetime.timedelta(seconds=limit))
     if me.rank == FAULTY_RANK and stream_only:
         me.site.stall(7.0)
     elif me.rank == FAULTY_RANK:
-        time.sleep(2 * me.spec.timeout)
+        time.sleep(2 * limit)
     me.site.run_ahead()
     begin = time.monotonic()
     errors = [caught(CALLS["async all_reduce"], x)]
     if not errors[0].kind:  # the host has waited for no stream; the next call raises
-        time.sleep(1.5 * me.spec.timeout)
+        time.sleep(1.5 * limit)
         errors = [caught(dist.all_reduce, x)]
     errors.append(caught(dist.all_reduce, x))
     me.site.resume()
@@ -173,11 +175,10 @@ def late(
 def test_a_late_rank_times_out(site, stream_only, zero_copy):
     if zero_copy and not site.endswith("cuda_ipc"):
         pytest.skip("no zero-copy tensors with host staging")
-    # The first call on a GPU also bootstraps: staging buffers, IPC handles, a kernel to load.
     limit = 3.0 if is_real(site) else 1.0
-    with fresh(3, site=site, timeout=limit) as pool:
-        pool.outcomes(warm)  # may exceed the timeout
-        for rank, (took, errors, values, kept) in enumerate(pool.run(late, stream_only, zero_copy)):
+    with fresh(3, site=site, timeout=60.0) as pool:  # the first call creates contexts
+        found = pool.run(late, limit, stream_only, zero_copy)
+        for rank, (took, errors, values, kept) in enumerate(found):
             assert "Timeout" in errors[0].kinds, errors
             assert f"rank {FAULTY_RANK}" in errors[0].text
             assert "CollectiveError" in errors[1].kinds, errors

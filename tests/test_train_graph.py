@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,6 +17,13 @@ from pycollect.train import GraphedStep, LeNet, init_lenet, lenet, replicate_par
 from pycollect.train.graph import Run, capture
 
 DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
+
+
+@pytest.fixture(autouse=True)
+def the_same_bits_of_every_run() -> Iterator[None]:
+    """Some convolutions of cuDNN add in any order."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
 
 
 def as_graph(run: Run) -> Run:
