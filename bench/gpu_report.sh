@@ -7,7 +7,7 @@ usage() {
   cat <<'END'
 usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
 
-  first      build; how processes can wait for each other; a test of each way of synchronising
+  first      build; a small all_reduce; a test of each way of synchronising; waits between processes
   speed      the main paths beside their peers: all_reduce of lists, of processes and of threads,
              training steps, graphs
   test       tests of lists of tensors and of ranks that are threads
@@ -21,10 +21,10 @@ usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
 The stages run in the given order; without any, all run, as listed. Where pycollect is not built, a
 stage builds it. --dry-run prints the commands. tests/gpu_tests.txt has the tests of each stage.
 Environment: PYTHON (python3), OUT for logs and record (bench/results/run), RESULTS for the record
-of this GPU (bench/results), LIMIT seconds of a stage (500), DEVICES (cuda:0), QUICK=1 for sizes
-that take seconds, COMMIT for a copy without git's folder. The exit status is 1 if a step failed; a
-missed speed target is not a failure. `bench/merge_results.py folders` merges what several commands
-left in OUT.
+of this GPU (bench/results), LIMIT seconds of a stage (500), TOTAL seconds of all stages (no limit),
+DEVICES (cuda:0), QUICK=1 for sizes that take seconds, COMMIT for a copy without git's folder. The
+exit status is 1 if a step failed; a missed speed target is not a failure. What several commands
+left in OUT is merged by `bench/merge_results.py folders`.
 END
 }
 
@@ -33,7 +33,7 @@ cd "$root" || exit 1
 python=${PYTHON:-python3}
 out=${OUT:-bench/results/run}
 results=${RESULTS:-bench/results}
-limit=${LIMIT:-500}
+limit=${LIMIT:-500} total=${TOTAL:-0}
 devices=${DEVICES:-cuda:0}
 quick=${QUICK:-0}
 # Seconds from the signal that ends a step to the one that kills it. A benchmark between processes
@@ -59,7 +59,8 @@ done
 
 mkdir -p "$out" "$results" || exit 1
 [[ $out == bench/results/run ]] && printf '*\n' >"$out/.gitignore"
-export PYTHONUNBUFFERED=1
+# Gloo otherwise resolves the host's name, which takes long on a machine without a network.
+export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 say() { printf '== %s\n' "$*" | tee -a "$log"; }
 skip() { say "SKIPPED: $*"; }
@@ -109,7 +110,7 @@ run_logged() {
 }
 
 # name, command...: runs, logs and records the command, with what it has written to $out/NAME.json.
-# Its time limit is the rest of the stage, or $most seconds if that is less.
+# Its time limit is the rest of the stage or of all stages, or $most seconds if that is less.
 step() {
   local name=$1 begin=$SECONDS status=0 left content command
   shift
@@ -117,7 +118,8 @@ step() {
   printf -v command '%q ' "$@"
   ((dry_run)) && { printf '%s: %s\n' "$name" "$command"; return; }
   left=$((limit - (SECONDS - stage_begin)))
-  ((left >= 2)) || { fail "$name" "no time left in this stage"; return; }
+  ((total && total - SECONDS < left)) && left=$((total - SECONDS))
+  ((left >= 2)) || { fail "$name" "no time left"; return; }
   ((${most:-left} < left)) && left=$most
   rm -f "$content"
   say "$name [at most $left s]: $command"
@@ -149,7 +151,9 @@ stage_build() {
   local lacks
   lacks=$(missing torch setuptools ninja pip)
   [[ -z $lacks ]] || say "this environment lacks: $lacks"
-  step build "$python" -m pip install --no-build-isolation --no-deps -e . || return
+  # Without a list of architectures the build is for this machine's GPU alone.
+  step build env -u TORCH_CUDA_ARCH_LIST PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install \
+    --no-build-isolation --no-deps -e . || return
   step info "$python" -m pycollect.cli info
 }
 
@@ -171,11 +175,15 @@ run_tests() {  # stage, options of pytest...: the runs of this stage in tests/gp
 }
 
 stage_first() {
-  local worlds=4 few=() bytes=4K,1M
-  ((quick)) && worlds=2 few=(--rounds 5) bytes=4K
+  local few=() call="x = [torch.full((8,), r + 1.0, device='${devices%%,*}') for r in range(4)]"
+  call="import torch, pycollect; $call; pycollect.all_reduce(x); print([t.tolist() for t in x])"
+  call+="; assert all((t == 10).all() for t in x)"
+  ((quick)) && few=(--rounds 5)
   most=330 stage_build || return
-  most=150 measure gpu_waits gpu_waits --world "$worlds" --bytes "$bytes" --seconds 12 "${few[@]}"
-  PYCOLLECT_TEST_SECONDS=20 run_tests first -x
+  most=60 step one_call env PYTHONFAULTHANDLER=1 "$python" -c "$call"
+  PYCOLLECT_TEST_SECONDS=35 run_tests first -x
+  # Last, because a stream that its GPU never releases would disturb what follows.
+  most=90 measure gpu_waits gpu_waits --world 2 --bytes 4K --seconds 6 "${few[@]}"
 }
 
 stage_test() { PYCOLLECT_TEST_SECONDS=20 run_tests test --maxfail=50; }
@@ -208,20 +216,20 @@ stage_speed() {
   fi
   between=("${on[@]}" --processes "$processes" "${effort[@]}")
   most=100 measure all_reduce-float32 $bandwidth "${on[@]}" "${lists[@]}" -d float32 --targets
-  most=80 measure all_reduce-bfloat16 $bandwidth "${on[@]}" "${lists[@]}" -d bfloat16 --targets
-  most=90 measure dist-large $bandwidth "${between[@]}" "${large[@]}" --peers gloo
-  most=60 measure dist-small $bandwidth "${between[@]}" "${small[@]}" --peers gloo
   most=150 measure dist-targets $bandwidth "${between[@]}" "${ends[@]}" --peer-limit 25 --targets
   most=60 measure rank_threads rank_threads --device "$devices" --parts all_reduce \
     "${threads[@]}" --targets
   most=40 measure train_step train_step "${on[@]}" "${steps[@]}" --targets
   most=40 measure graph_replay graph_replay "${on[@]}" "${replays[@]}"
+  most=80 measure all_reduce-bfloat16 $bandwidth "${on[@]}" "${lists[@]}" -d bfloat16 --targets
+  most=90 measure dist-large $bandwidth "${between[@]}" "${large[@]}" --peers gloo
+  most=60 measure dist-small $bandwidth "${between[@]}" "${small[@]}" --peers gloo
   measure dist-train train "${on[@]}" --models lenet --worlds "$processes" --no-loading \
     --targets "${training[@]}"
 }
 
 stage_bench() {
-  local collective copies=(-b 1M -e 256M -f 16 --seconds 1.5) products=(--size 4000 --products 50)
+  local collective copies=(-b 1M -e 256M -f 16 --seconds 1.5) products=(--size 4000 --products 12)
   local training=(--batch 256 --seconds 10) programs=() between=(-b 4K -e 16M -f 64)
   set_sizes
   if ((quick)); then
@@ -249,23 +257,14 @@ stage_questions() {
   most=90 measure pinned_ring pinned_ring --seconds 60
 }
 
-sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual toolkit folders
-  local at nvcc
-  nvcc=$(command -v nvcc || true)
-  command -v compute-sanitizer && return
-  for at in "${nvcc%/*}" "${CUDA_HOME:-/usr/local/cuda}/bin" /usr/local/cuda/compute-sanitizer; do
-    [[ -x $at/compute-sanitizer ]] && printf '%s\n' "$at/compute-sanitizer" && return
-  done
-  return 1
-}
-
 stage_sanitize() {
   local tool check first refusal
   local what=(tests/test_cuda_sanitize.py -k "sanitize and not cpu and not several")
-  tool=$(sanitizer) || { skip "sanitize: there is no compute-sanitizer"; return; }
+  tool=$(PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/compute-sanitizer
+    command -v compute-sanitizer) || { skip "sanitize: there is no compute-sanitizer"; return; }
   first="import torch; print(torch.ones(3, device='$devices').sum().item())"
   if ! refusal=$( ((dry_run)) ||
-    timeout --kill-after=10 $((limit / 3)) "$tool" "$python" -c "$first" 2>&1); then
+    timeout --kill-after=10 $((limit / 12 + 1)) "$tool" "$python" -c "$first" 2>&1); then
     skip "sanitize: compute-sanitizer does not run here: $(grep -m 1 -i -e 'not supported' \
       -e error -e fail <<<"$refusal" || tail -n 1 <<<"$refusal" | grep . || echo it hangs)"
     return

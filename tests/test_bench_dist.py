@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,8 +253,27 @@ def test_a_transport_that_cannot_be_made_is_not_a_candidate(monkeypatch):
         raise ValueError("this machine has no such transport")
 
     monkeypatch.setattr(groups.pycollect.distributed, "options", refuses)
-    made, refusals = groups.make_groups("warp", ("pycollect", *OURS[1:], "nccl", "zero-copy"))
+    names = ("pycollect", *OURS[1:], "nccl", "zero-copy")
+    made, refusals = groups.make_groups("warp", names, timedelta(seconds=9))
     assert list(made) == ["gloo"]
     assert "has no backend 'warp'" in refusals["pycollect"]
     assert refusals[OURS[1]] == "this machine has no such transport"
     assert refusals["nccl"]
+
+
+def test_each_group_has_the_timeout_of_a_call(monkeypatch):
+    asked: list[timedelta] = []
+    new_group = SimpleNamespace(new_group=lambda **options: asked.append(options["timeout"]))
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(**vars(groups.dist) | vars(new_group)))
+    limit = timedelta(seconds=9)
+    groups.make_groups("gloo", OURS, limit)
+    assert asked == [limit] * len(OURS)
+
+
+def test_gloo_gets_no_messages_from_gpus():
+    """It writes them to a socket from GPU memory, and the error ends the process."""
+    found = object.__new__(CandidateSet)
+    found.case, found._device = SimpleNamespace(collective="send_recv"), torch.device("cuda:0")
+    found.ranks = SimpleNamespace(groups={"gloo": None})
+    with pytest.raises(ValueError, match="cannot send CUDA tensors"):
+        found._through_torch("gloo")

@@ -5,6 +5,7 @@ A fake worker pool with a fixed number of results replaces the processes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import programs
@@ -45,6 +46,7 @@ class FakeWorkerPool:
 def fake_worker_pool(monkeypatch):
     monkeypatch.setattr(isolated, "WorkerPool", FakeWorkerPool)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     monkeypatch.setattr(FakeWorkerPool, "made", [])
     return FakeWorkerPool
 
@@ -71,6 +73,17 @@ def test_a_peer_that_hangs_is_not_run_again(fake_worker_pool, monkeypatch):
     assert len(fake_worker_pool.made) == 1
     assert peers.join("symm_mem", job(2), [result(2, 4, 7)])[0].rows[-1].name == "pycollect"
     assert len(fake_worker_pool.made) == 2
+
+
+def test_an_nccl_that_refuses_ranks_on_one_gpu_is_not_started(fake_worker_pool, monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    apart = (torch.device("cuda:0"), torch.device("cuda:1"))
+    for devices, starts in ((apart[:1] * 2, 0), (apart, 1)):
+        peers = isolated.Isolated(60, lambda result: None)
+        joined = peers.join("nccl", replace(job(2), devices=devices), [result(2, 4, 7)])
+        assert len(fake_worker_pool.made) == starts
+        refused = {"nccl": "NCCL 2.28.9 has one rank per GPU"}
+        assert starts or joined[0].not_run == refused
 
 
 def test_a_peer_that_refuses_twice_is_not_run_again(fake_worker_pool, monkeypatch):

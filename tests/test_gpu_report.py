@@ -59,17 +59,12 @@ def test_a_later_stage_adds_to_the_record(machine):
 
 def test_the_stages_run_what_decides_first(machine):
     names = list(machine.commands("first"))
-    assert names[:3] == ["build", "info", "gpu_waits"]
-    assert len(names[3:]) >= 7
-    assert all(name.startswith("smoke-") for name in names[3:])
+    assert names[:4] == ["build", "info", "one_call", "smoke-lists"]
+    assert len(names[3:-1]) >= 7
+    assert all(name.startswith("smoke-") for name in names[3:-1])
+    assert names[-1] == "gpu_waits"
     names = list(machine.commands("speed"))
-    assert names[:5] == [
-        "all_reduce-float32",
-        "all_reduce-bfloat16",
-        "dist-large",
-        "dist-small",
-        "dist-targets",
-    ]
+    assert names[:4] == ["all_reduce-float32", "dist-targets", "rank_threads", "train_step"]
     assert list(machine.commands("dist"))[:2] == ["dist-values", "dist-streams"]
     assert [*machine.commands(), *machine.commands("build")][:2] == ["build", "info"]
     _, output = machine.run("--dry-run", "all")
@@ -174,8 +169,17 @@ def test_a_stage_ends_with_its_time(machine):
     status, output = machine.run("speed", LIMIT=3)
     assert status == 1
     assert "FAILED: all_reduce-float32 status 124" in output
-    assert "FAILED: dist-large no time left in this stage" in output
+    assert "FAILED: dist-targets no time left" in output
     assert machine.record()["runs"]["all_reduce-float32"]["status"] == 124
+
+
+def test_all_stages_end_with_their_time(machine):
+    machine.set_python("gpu_waits.py", "exec sleep 60")
+    status, output = machine.run("questions", "bench", TOTAL=4)
+    assert status == 1
+    assert "FAILED: gpu_waits-all status 124" in output
+    assert "FAILED: reduce_kernels no time left" in output
+    assert "FAILED: copies no time left" in output
 
 
 def test_a_missing_sanitizer_is_a_printed_skip(machine):

@@ -98,6 +98,9 @@ class CandidateSet:
 
     def _through_torch(self, name: str) -> tuple[Buffers, Call]:
         group = self._group(name)
+        if (name, self.case.collective, self._device.type) == (GLOO, "send_recv", "cuda"):
+            # gloo reads GPU memory as host memory, and the failing write ends the process.
+            raise ValueError("cannot send CUDA tensors")
         return self._plain, COLLECTIVES[self.case.collective].call(self._plain, group)
 
     def _zero_copy(self) -> tuple[Buffers, Call]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -34,17 +35,19 @@ def transports() -> tuple[str, ...]:
     return tuple(f"{TRANSPORT}{transport}" for transport in _C.cuda_transports()[1:])
 
 
-def make_groups(backend: str, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+def make_groups(
+    backend: str, names: tuple[str, ...], timeout: timedelta
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the groups of these candidates, and why other groups are missing.
 
-    The default group belongs to gloo.
+    The default group belongs to gloo, and has its own timeout.
     """
     makers: dict[str, Callable[[], Any]] = {
-        OURS: partial(_ours, backend),
-        NCCL: _nccl,
+        OURS: partial(_ours, backend, timeout),
+        NCCL: partial(_nccl, timeout),
         SYMM_MEM: _symm_mem,
         **{
-            transport: partial(_with_transport, transport.removeprefix(TRANSPORT))
+            transport: partial(_with_transport, transport.removeprefix(TRANSPORT), timeout)
             for transport in transports()
         },
     }
@@ -58,22 +61,21 @@ def make_groups(backend: str, names: tuple[str, ...]) -> tuple[dict[str, Any], d
     return groups, refusals
 
 
-def _ours(backend: str) -> Any:
+def _ours(backend: str, timeout: timedelta) -> Any:
     if not dist.is_backend_available(backend):
         raise NotImplementedError(f"torch.distributed has no backend {backend!r}")
-    return dist.new_group(backend=backend)
+    return dist.new_group(backend=backend, timeout=timeout)
 
 
-def _with_transport(transport: str) -> Any:
-    return dist.new_group(
-        backend=OURS, pg_options=pycollect.distributed.options(cuda_transport=transport)
-    )
+def _with_transport(transport: str, timeout: timedelta) -> Any:
+    options = pycollect.distributed.options(cuda_transport=transport)
+    return dist.new_group(backend=OURS, timeout=timeout, pg_options=options)
 
 
-def _nccl() -> Any:
+def _nccl(timeout: timedelta) -> Any:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise NotImplementedError("needs GPUs and a torch with NCCL")
-    return dist.new_group(backend=NCCL)
+    return dist.new_group(backend=NCCL, timeout=timeout)
 
 
 def _symm_mem() -> Any:

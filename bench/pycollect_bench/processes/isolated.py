@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,13 +22,19 @@ _SWITCHES = {
     SYMM_MEM: ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),
 }
 ISOLATED = tuple(_SWITCHES)
+_SHARING_NCCL = (2, 30)  # the first version with its switch
+_nccl: Any = torch.cuda.nccl  # without types in torch
 Report = Callable[[CaseResult], None]
 
 
+def _shares_gpus(job: PoolJob) -> bool:
+    return len(set(job.devices)) < job.world
+
+
 def _peer_job(peer: str, job: PoolJob) -> PoolJob:
-    shares = len(set(job.devices)) < job.world
+    environ = (_SWITCHES[peer],) if _shares_gpus(job) else ()
     job = replace(job, ours=(OURS,), peers=(peer,), cases=job.cases[: job.requested])
-    return replace(job, environ=(_SWITCHES[peer],) if shares else ())
+    return replace(job, environ=environ)
 
 
 def _refusal_of(peer: str, job: PoolJob) -> str:
@@ -36,6 +43,8 @@ def _refusal_of(peer: str, job: PoolJob) -> str:
         return "needs every rank on a GPU"
     if peer == NCCL and not torch.distributed.is_nccl_available():
         return "this torch has no NCCL"
+    if peer == NCCL and _shares_gpus(job) and (version := _nccl.version()) < _SHARING_NCCL:
+        return f"NCCL {'.'.join(map(str, version))} has one rank per GPU"
     return ""
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pycollect._timing import no_garbage_collection
 
-from .spawned import started
+from .spawned import CALL_LIMIT, started
 from .timed_calls import Interval, seconds_of, timed_batches
 
 GLOO, OURS = "gloo", "pycollect"
@@ -39,7 +39,8 @@ Pipe = Connection  # carries requests to a rank, and its answers back
 def _serve(pipes: Sequence[Pipe[Any, Any]], rank: int, world: int, device: torch.device) -> None:
     """Answer requests until None arrives: each with intervals, or with the text of an error."""
     pipe = pipes[rank]
-    groups: Mapping[str, Any] = MappingProxyType({GLOO: None, OURS: dist.new_group(backend=OURS)})
+    ours = dist.new_group(backend=OURS, timeout=CALL_LIMIT)
+    groups: Mapping[str, Any] = MappingProxyType({GLOO: None, OURS: ours})
     while request := pipe.recv():
         try:
             asked = (request.elements, device, request.batches, request.calls)
