@@ -77,6 +77,17 @@ def launch(
     return Launch(world, device=device, parallel=parallel, timeout=timeout).run(fn, args)
 
 
+def _create_contexts(devices: Iterable[torch.device | None]) -> None:
+    """Create the CUDA contexts of a launch before its scheduler, by an allocation on each GPU.
+
+    Their threads wait as long as the process lives, and the scheduler takes threads that wait
+    before it exists for no part of a deadlock. torch.cuda is then initialised, so that every rank
+    begins with random states of all GPUs.
+    """
+    for gpu in {found for found in devices if found and found.type == "cuda"}:
+        torch.empty(1, device=gpu)
+
+
 class Launch:
     """One launch; `run` may be called once."""
 
@@ -105,10 +116,7 @@ class Launch:
         self._parallel = bool(parallel)
         self._thread_count = torch.get_num_threads()
         self._default_group = default_group
-        # Every rank begins with random states of all GPUs. Threads of CUDA contexts wait as long as
-        # the process lives: those that exist now are known not to be part of a deadlock.
-        for gpu in {found for found in self._devices if found and found.type == "cuda"}:
-            torch.empty(1, device=gpu)
+        _create_contexts(self._devices)
         self._random = _C.RandomStates(world, _cuda.is_initialized())
         self.variables = _C.RankVariables(world, [*torch_internals.RANK_VARIABLES, *variables])
         torch_internals.set_variables(self.variables, world)
