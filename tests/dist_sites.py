@@ -264,7 +264,7 @@ class Gpu(Site):
             torch.cuda.synchronize()
 
     def stall(self, seconds: float = 0.2) -> None:
-        for _ in range(int(20 * seconds)):  # few launches, because a stream accepts about 1,000
+        for _ in range(int(20 * seconds)):  # few: about 1,000 pending launches block the host
             torch.cuda._sleep(10 * _CYCLES)
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ _SWITCHES = {
     SYMM_MEM: ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),
 }
 ISOLATED = tuple(_SWITCHES)
-_SHARING_NCCL = (2, 30)  # the first version with its switch
+_SHARING_NCCL = (2, 30)  # the first version of NCCL whose ranks may share a GPU
 _nccl: Any = torch.cuda.nccl  # without types in torch
 Report = Callable[[CaseResult], None]
 
@@ -44,7 +44,7 @@ def _refusal_of(peer: str, job: PoolJob) -> str:
     if peer == NCCL and not torch.distributed.is_nccl_available():
         return "this torch has no NCCL"
     if peer == NCCL and _shares_gpus(job) and (version := _nccl.version()) < _SHARING_NCCL:
-        return f"NCCL {'.'.join(map(str, version))} has one rank per GPU"
+        return f"NCCL {'.'.join(map(str, version))} allows one rank per GPU"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
@@ -15,12 +16,14 @@ import torch.distributed as dist
 
 from pycollect._timing import no_garbage_collection
 
-from .spawned import CALL_LIMIT, started
+from .spawned import started
 from .timed_calls import Interval, seconds_of, timed_batches
 
 GLOO, OURS = "gloo", "pycollect"
 # Timeout in seconds for an answer; the first one includes the start of the processes.
 _ANSWER_SECONDS = 180.0
+# Timeout of one of pycollect's calls, without the start.
+_CALL_LIMIT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ Pipe = Connection  # carries requests to a rank, and its answers back
 def _serve(pipes: Sequence[Pipe[Any, Any]], rank: int, world: int, device: torch.device) -> None:
     """Answer requests until None arrives: each with intervals, or with the text of an error."""
     pipe = pipes[rank]
-    ours = dist.new_group(backend=OURS, timeout=CALL_LIMIT)
+    ours = dist.new_group(backend=OURS, timeout=_CALL_LIMIT)
     groups: Mapping[str, Any] = MappingProxyType({GLOO: None, OURS: ours})
     while request := pipe.recv():
         try:

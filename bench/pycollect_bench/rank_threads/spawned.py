@@ -29,10 +29,8 @@ _RankErrors: tuple[Any, ...] = tuple(
 )
 # A program of all ranks: it is called with the rank, the world and the rank's device.
 Program = Callable[[int, int, torch.device], object]
-# Timeout of a collective.
-CALL_LIMIT = datetime.timedelta(seconds=30)
-# Timeout in seconds of a whole program, most of which is the start.
-_PROGRAM_SECONDS = 180.0
+# Timeout of a collective in seconds, and of a whole program, most of which is the start.
+_CALL_SECONDS, _PROGRAM_SECONDS = 60.0, 180.0
 # Seconds between two looks at the clock while processes run.
 _POLL_SECONDS = 1.0
 
@@ -56,7 +54,7 @@ def _run_rank(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=CALL_LIMIT,
+        timeout=datetime.timedelta(seconds=_CALL_SECONDS),
     )
     program(rank, world, device)
     # A DDP module is part of a reference cycle, and keeps its group alive. gloo aborts a process
