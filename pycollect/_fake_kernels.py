@@ -16,7 +16,7 @@ from .autograd.linear_along_dim import even
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Devices = Sequence[torch.device]
+Devices = Sequence[str]  # names
 Lengths = Sequence[int]
 
 # Operators that only write tensors of their caller: nothing is known of them but their schemas.
@@ -60,7 +60,7 @@ class _Blocks:
         self._dim = range(inputs[0].dim())[dim]
         self.lengths = [t.shape[self._dim] for t in inputs]
 
-    def result(self, length: int, device: torch.device) -> Tensor:
+    def result(self, length: int, device: torch.device | str) -> Tensor:
         """Return an empty result of a length along the dimension."""
         sizes = list(self._first.shape)
         sizes[self._dim] = length

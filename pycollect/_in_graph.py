@@ -80,6 +80,15 @@ def name_of(op: Any, call: str) -> str:
     return op if isinstance(op, str) else op_name(op, call)
 
 
+def names_of(devices: Sequence[torch.device]) -> list[str]:
+    """Return the names of devices: an operator takes names, because programs are saved with them.
+
+    >>> names_of([torch.device("cpu"), torch.device("cuda", 1)])
+    ['cpu', 'cuda:1']
+    """
+    return [str(device) for device in devices]
+
+
 def flat(lists: Any) -> Any:
     """Return the items of all inner lists in one list; anything else is returned itself."""
     if isinstance(lists, (list, tuple)) and len(lists) > 0 and isinstance(lists[0], (list, tuple)):
@@ -173,7 +182,7 @@ def broadcast_coalesced(lists: Sequence[Tensors], src: int) -> None:
 
 @_in_graph(_C.replicate, peer_access=True)
 def replicate(tensors: Tensors, devices: list[torch.device]) -> list[Tensor]:
-    return list(_operators.replicate(tensors, devices))
+    return list(_operators.replicate(tensors, names_of(devices)))
 
 
 @_in_graph(_C.copy_, lambda _dst, src: _are_plain(src), async_op=False, peer_access=True)
@@ -201,7 +210,7 @@ def all_to_all(tensors: Tensors, dim: int, split_sizes: Any, out: Any) -> Any:
 def scatter(
     tensor: Tensor, devices: list[torch.device], chunk_sizes: Any, dim: int, out: Any
 ) -> Any:
-    return _new_or_out(_operators.scatter, out, tensor, devices, chunk_sizes, dim)
+    return _new_or_out(_operators.scatter, out, tensor, names_of(devices), chunk_sizes, dim)
 
 
 @_in_graph(_C.gather, lambda tensors, _device, dim, _out: joins(tensors, dim), **_HERE)

@@ -17,6 +17,8 @@ import torch.utils.dlpack
 from . import _C
 
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+# Libraries whose arrays are immutable and may share memory, although their capsules do not say so.
+_IMMUTABLE = {"jax", "jaxlib", "mlx", "pyarrow", "tensorflow"}
 
 
 class _Tensor(ctypes.Structure):
@@ -107,8 +109,8 @@ def as_tensor(array: Any, written: bool, where: str, producer: int | None = None
     ``written``: the collective writes to it. ``where``: its name in messages. ``producer``: the
     result of `producer_stream`; the collective is ordered with that stream. Without it, the array's
     library orders its work before torch's current stream. Raises TypeError for an object that is
-    neither a tensor nor exports DLPack, and ValueError for a read-only array if ``written`` and for
-    an array that cannot be shared.
+    neither a tensor nor exports DLPack, and ValueError for a read-only array if ``written``, or one
+    of a library whose arrays are immutable (JAX), and for an array that cannot be shared.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -116,6 +118,12 @@ def as_tensor(array: Any, written: bool, where: str, producer: int | None = None
         kind = type(array).__name__
         raise TypeError(
             f"{where} is a {kind}; pass a torch.Tensor or an array with __dlpack__ (NumPy, CuPy)"
+        )
+    owners = {base.__module__.partition(".")[0] for base in type(array).__mro__} & _IMMUTABLE
+    if written and owners:
+        raise ValueError(
+            f"{where} is a {type(array).__name__} of {min(owners)}, whose arrays are immutable, "
+            "and would be written; pass a copy as a tensor or a NumPy array"
         )
     flags = getattr(array, "flags", None)  # NumPy's; its capsules have the flag only since 2.1
     read_only = getattr(flags, "writeable", True) is False

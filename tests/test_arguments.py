@@ -64,6 +64,10 @@ def needs_grad():
     return tensors
 
 
+def quantized():
+    return [torch.quantize_per_tensor(t, 0.1, 0, torch.qint8) for t in three()]
+
+
 def expanded():
     return [torch.arange(4.0).expand(6, 4) for _ in range(3)]
 
@@ -79,7 +83,7 @@ ANY_LIST = {
     "lists in it": (lambda: [three(), three()], TypeError, r"\[0\].*list"),
     "another number of dims": (lambda: last(torch.zeros(24)), ValueError, r"\[2\].*shape.*24"),
     "another dtype": (lambda: last(three(torch.float64)[2]), ValueError, r"\[2\].*same dtype"),
-    "unknown dtype": (lambda: three(torch.uint16), TypeError, "allowed.*float32.*bool"),
+    "unknown dtype": (quantized, TypeError, "allowed.*float32.*bool"),
     "sparse in it": (lambda: last(three()[2].to_sparse()), EITHER, r"\[2\].*sparse.*dense"),
     "sparse": (lambda: [t.to_sparse() for t in three()], EITHER, r"\[0\].*sparse.*dense"),
     "meta in it": (lambda: last(three()[2].to("meta")), EITHER, r"\[2\].*meta"),
@@ -146,6 +150,8 @@ def option_cases():
         for op in (7, None, dist._make_nccl_premul_sum(2.0)):
             yield case(name, call, EITHER, "op.*sum", op=op)
         yield case(name, call, TypeError, "bxor.*float32.*sum", op="bxor")
+        unsigned = given(lambda: three(torch.uint16))
+        yield f"{name}, uint16", call, unsigned, TypeError, "uint16; allowed.*float32.*bool"
     for name, root in (("reduce", "dst"), ("broadcast", "src")):
         for bad in (3, -1, 2**40):
             yield case(name, CALLS[name], ValueError, f"{root}.*{bad}.*0 to 2", **{root: bad})

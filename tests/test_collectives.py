@@ -29,6 +29,9 @@ from reference import (
 import pycollect as pc
 
 WORLDS = (1, 2, 3, 4, 5, 8, 9)
+MOVED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+MOVED += (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32)
+INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 DIMS = (0, 1, 2, -1, -2, -3)
 
@@ -221,6 +224,28 @@ def test_copy(dtype):
     dst = torch.zeros_like(src)
     pc.copy_(dst, src, async_op=True).wait()
     assert_same([dst], [src])
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", MOVED, ids=short)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_calls_that_only_move_take_other_dtypes(dtype, layout):
+    whole = INTEGER_OF[torch.empty(0, dtype=dtype).element_size()]
+    integers = [place(t, layout) for t in randoms(2, (6, 4), whole)]
+    tensors = [t.view(dtype) for t in integers]
+    for call in (
+        pc.all_gather,
+        pc.all_to_all,
+        lambda ranks: [pc.gather(ranks, dim=1)],
+        lambda ranks: pc.scatter(ranks[0], "cpu*4", dim=1),
+        lambda ranks: pc.replicate(ranks, "cpu*2")[1],
+        lambda ranks: [pc.copy_(out := torch.empty_like(ranks[0]), ranks[0]) or out],
+        lambda ranks: pc.broadcast(copies := clones(ranks), 1) or copies,
+        lambda ranks: pc.broadcast_coalesced([[ranks[0]], [copy := ranks[1].clone()]]) or [copy],
+    ):
+        got = call(tensors)
+        assert {t.dtype for t in got} == {dtype}
+        assert_same([t.view(whole) for t in got], call(integers))
 
 
 def test_barrier_returns():

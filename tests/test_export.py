@@ -1,6 +1,8 @@
-"""The list collectives in torch.export: operators of the exported program."""
+"""The list collectives in torch.export: operators of the exported program, which can be saved."""
 
 from __future__ import annotations
+
+import io
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from graph_functions import (
     async_op,
     inputs,
     on_streams,
+    scattered,
     staged,
 )
 from reference import assert_same
@@ -40,6 +43,19 @@ def test_exported_programs(function, strict):
     assert_same(exported.module()(*inputs()), function(*inputs()))
     functional = exported.run_decompositions()
     assert_same(functional.module()(*inputs()), function(*inputs()))
+    for program in (exported, functional):
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        loaded = torch.export.load(io.BytesIO(file.getvalue()))
+        assert_same(loaded.module()(*inputs()), function(*inputs()))
+
+
+@pytest.mark.slow
+def test_a_program_compiled_ahead_of_time(tmp_path):
+    exported = torch.export.export(Program(scattered), tuple(inputs()))
+    path = str(tmp_path / "program.pt2")
+    torch._inductor.aoti_compile_and_package(exported, package_path=path)
+    assert_same(torch._inductor.aoti_load_package(path)(*inputs()), scattered(*inputs()))
 
 
 def test_exported_programs_have_no_asynchronous_calls():

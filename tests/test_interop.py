@@ -230,6 +230,39 @@ def test_non_numeric_arrays_are_refused():
         pc.all_reduce([[1.0, 2.0], [3.0, 4.0]])
 
 
+@pytest.mark.parametrize("library", ["jax", "jaxlib._jax", "mlx.core", "pyarrow.lib", "tensorflow"])
+def test_arrays_of_libraries_with_immutable_arrays_are_inputs_only(library):
+    """Their capsules have no read-only flag; a call that wrote them would change all aliases."""
+    owner = type("ArrayImpl", (Capsule,), {"__module__": library})
+    mine = [owner(array) for array in arrays()]
+    for call in (
+        lambda: pc.all_reduce(mine),
+        lambda: pc.broadcast(mine, 1),
+        lambda: pc.reduce([mine[0], *arrays()[1:]]),
+        lambda: pc.all_reduce_coalesced([[t] for t in mine]),
+        lambda: pc.all_gather(arrays(), out=[owner(np.zeros((18, 4), np.float32))] * 3),
+        lambda: pc.gather(arrays(), out=owner(np.zeros((18, 4), np.float32))),
+        lambda: pc.copy_(mine[0], mine[1]),
+    ):
+        with pytest.raises(ValueError, match=r"ArrayImpl of (jax|mlx|pyarrow|tensor).*immutable"):
+            call()
+    assert_same([torch.tensor(array.owner) for array in mine], tensors_of(arrays()))
+    assert_same(pc.all_gather(mine), expected("all_gather", tensors_of(arrays())))
+    target = np.zeros((6, 4), np.float32)
+    pc.copy_(target, mine[2])
+    pc.broadcast([mine[0], target])
+    assert_same([torch.tensor(target)], tensors_of(arrays()[:1]))
+
+
+def test_a_jax_array_is_immutable():
+    jnp = pytest.importorskip("jax.numpy", reason="needs JAX: pip install jax")
+    array = jnp.ones(4)
+    with pytest.raises(ValueError, match=r"of jax.*immutable"):
+        pc.all_reduce([array, jnp.ones(4)])
+    assert (np.asarray(array) == 1).all()
+    assert_same(pc.all_gather([array, jnp.zeros(1)]), [torch.tensor([1.0, 1, 1, 1, 0])] * 2)
+
+
 def test_an_array_may_be_dropped_while_the_result_lives():
     out = np.zeros(6, np.float32)
     got = pc.gather([np.ones(3, np.float32), np.ones(3, np.float32)], out=out)

@@ -33,12 +33,12 @@ SCHEMAS = [
     "all_to_all(Tensor[] tensors, int dim=0, SymInt[]? split_sizes=None) -> Tensor[]",
     "all_to_all.out(Tensor[] tensors, int dim=0, SymInt[]? split_sizes=None, *, "
     "Tensor(a!)[] out) -> ()",
-    "scatter(Tensor tensor, Device[] devices, SymInt[]? chunk_sizes=None, int dim=0) -> Tensor[]",
-    "scatter.out(Tensor tensor, Device[] devices, SymInt[]? chunk_sizes=None, int dim=0, *, "
+    "scatter(Tensor tensor, str[] devices, SymInt[]? chunk_sizes=None, int dim=0) -> Tensor[]",
+    "scatter.out(Tensor tensor, str[] devices, SymInt[]? chunk_sizes=None, int dim=0, *, "
     "Tensor(a!)[] out) -> ()",
     "gather(Tensor[] tensors, Device? device=None, int dim=0) -> Tensor",
     "gather.out(Tensor[] tensors, Device? device=None, int dim=0, *, Tensor(a!) out) -> ()",
-    "replicate(Tensor[] tensors, Device[] devices) -> Tensor[]",
+    "replicate(Tensor[] tensors, str[] devices) -> Tensor[]",
     "copy(Tensor tensor, Device device) -> Tensor",
     "copy_(Tensor(a!) dst, Tensor src) -> ()",
 ]
@@ -70,7 +70,7 @@ def test_the_operators_have_gradients(name):
 
 
 CPU = torch.device("cpu")
-TWO = [CPU, CPU]
+TWO = ["cpu", "cpu"]
 CASES = [
     ("all_reduce", lambda x: (x, "avg"), {"algorithm": "two_shot"}),
     ("all_reduce", lambda x: (x, "max"), {}),

@@ -128,6 +128,23 @@ DType dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
   return *found;
 }
 
+DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (find_dtype(type) || c10::isQIntType(type)) return dtype_of(tensor, label);
+  switch (tensor.element_size()) {
+    case 1:
+      return DType::u8;
+    case 2:
+      return DType::i16;
+    case 4:
+      return DType::i32;
+    case 8:
+      return DType::i64;
+    default:
+      return dtype_of(tensor, label);
+  }
+}
+
 void check_memory(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");

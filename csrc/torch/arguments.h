@@ -25,6 +25,9 @@ std::ostream& operator<<(std::ostream& out, const ArgumentName& label);
 
 std::string dtype_name(const at::Tensor& tensor);  // Python's name, such as float32
 DType dtype_of(const at::Tensor& tensor, const ArgumentName& label);  // throws TypeError
+// Returns the dtype as which a call that only moves the tensor copies it: the tensor's own, or the
+// integer type of as many bytes, such as int16 for uint16. Throws TypeError for quantized tensors.
+DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label);
 
 enum class AccessMode { read, write };
 

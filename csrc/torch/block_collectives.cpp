@@ -57,8 +57,9 @@ DType check_inputs(const BlockArgs& args, const Tensors& inputs, int64_t dim) {
                 args.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
                 dim);
   }
+  if (args.collective != Collective::reduce_scatter) return moved_dtype_of(inputs[0], first);
   const DType dtype = dtype_of(inputs[0], first);
-  if (args.collective == Collective::reduce_scatter) check_op(dtype, args.op, first.call);
+  check_op(dtype, args.op, first.call);
   return dtype;
 }
 

@@ -25,7 +25,7 @@ void check_sources(Tensors& tensors, Rank root, PreparedCall& prepared) {
     at::Tensor& t = tensors[i];
     const ArgumentName label{"replicate", "tensors", static_cast<int>(i)};
     check_tensor(t, AccessMode::read, label);
-    dtype_of(t, label);
+    moved_dtype_of(t, label);
     require(t.device() == tensors[0].device(), "replicate: ", label, " is on ", t.device(),
             " and tensors[0] on ", tensors[0].device(), "; all must be on one device");
     if (t.is_non_overlapping_and_dense()) continue;
@@ -64,7 +64,7 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, 
       check_tensor(prepared.results.back(), AccessMode::write, {"replicate", "a result"});
     }
   const TensorGrid grid{std::move(tensors), 1};
-  for (const DtypeGroup& group : dtype_groups("replicate", grid)) {
+  for (const DtypeGroup& group : dtype_groups("replicate", grid, moved_dtype_of)) {
     const int world = static_cast<int>(prepared.devices.size());
     DtypePlan part =
         make_dtype_plan({Collective::broadcast, world, group.bytes, group.dtype, false}, {}, root,
@@ -87,7 +87,7 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access
   require(dst.scalar_type() == src.scalar_type() && dst.sizes() == src.sizes(), "copy_: dst is ",
           dtype_name(dst), " of shape ", dst.sizes(), ", src is ", dtype_name(src), " of shape ",
           src.sizes(), "; their dtypes and shapes must be equal");
-  const DType dtype = dtype_of(dst, to);
+  const DType dtype = moved_dtype_of(dst, to);
   std::vector<ArgumentRange> extents{extent(dst, AccessMode::write, to),
                                      extent(src, AccessMode::read, from)};
   check_disjoint(extents);

@@ -9,6 +9,9 @@ namespace pycollect {
 namespace {
 
 bool is_reduction(Collective c) { return c == Collective::all_reduce || c == Collective::reduce; }
+DtypeOf dtype_of(const InPlaceArgs& args) {
+  return is_reduction(args.collective) ? pycollect::dtype_of : moved_dtype_of;
+}
 
 void check(const InPlaceArgs& args, const TensorGrid& grid) {
   std::vector<ArgumentRange> extents;
@@ -24,7 +27,7 @@ void check(const InPlaceArgs& args, const TensorGrid& grid) {
       if (r > 0)
         check_alike(t, label, grid.flat[i * grid.world], grid.label(args.call, i, 0),
                     Alike::shape_and_layout);
-      else if (const DType dtype = dtype_of(t, label); is_reduction(args.collective))
+      else if (const DType dtype = dtype_of(args)(t, label); is_reduction(args.collective))
         check_op(dtype, args.op, args.call);
       extents.push_back(extent(t, access_of(args, r), label));
     }
@@ -68,7 +71,7 @@ PreparedCall in_place(const InPlaceArgs& args, TensorGrid grid) {
       .call = args.call, .streams = args.streams, .peer_access = args.peer_access};
   for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
     prepared.devices.push_back(grid.flat[r].device());
-  for (const DtypeGroup& group : dtype_groups(args.call, grid)) {
+  for (const DtypeGroup& group : dtype_groups(args.call, grid, dtype_of(args))) {
     const SelectionKey key{args.collective, grid.world, group.bytes, group.dtype, true};
     DtypePlan part =
         make_dtype_plan(key, args.algorithm, static_cast<Rank>(args.root), args.op, prepared);

@@ -16,7 +16,8 @@ namespace pycollect::ops {
 namespace {
 
 using Name = std::optional<std::string_view>;
-using Devices = std::vector<at::Device>;
+// Names of devices: torch.export cannot save a list of devices.
+using Devices = std::vector<std::string>;
 using Lengths = at::OptionalIntArrayRef;
 
 Tensors run_now(PreparedCall prepared) {
@@ -164,8 +165,10 @@ BlockArgs all_to_all_args(int64_t dim, Lengths sizes, std::size_t world) {
   return args;
 }
 
+std::vector<at::Device> named(const Devices& devices) { return {devices.begin(), devices.end()}; }
+
 BlockArgs scatter_args(const Devices& devices, Lengths sizes, int64_t dim) {
-  BlockArgs args{.collective = Collective::scatter, .dim = dim, .devices = devices};
+  BlockArgs args{.collective = Collective::scatter, .dim = dim, .devices = named(devices)};
   if (sizes) args.sizes = {{sizes->vec()}};
   return args;
 }
@@ -223,7 +226,7 @@ void gather_out(at::TensorList tensors, std::optional<at::Device> device, int64_
 
 // Result [index * world + rank] is the rank's copy.
 Tensors replicate(at::TensorList tensors, const Devices& devices) {
-  return run_now(pycollect::replicate(tensors.vec(), devices, true));
+  return run_now(pycollect::replicate(tensors.vec(), named(devices), true));
 }
 
 void copy_(at::Tensor& dst, const at::Tensor& src) { run_now(pycollect::copy(dst, src, true)); }
@@ -262,14 +265,14 @@ TORCH_LIBRARY(pycollect, m) {
       "all_to_all.out(Tensor[] tensors, int dim=0, SymInt[]? split_sizes=None, *, "
       "Tensor(a!)[] out) -> ()");
   m.def(
-      "scatter(Tensor tensor, Device[] devices, SymInt[]? chunk_sizes=None, int dim=0) -> "
+      "scatter(Tensor tensor, str[] devices, SymInt[]? chunk_sizes=None, int dim=0) -> "
       "Tensor[]");
   m.def(
-      "scatter.out(Tensor tensor, Device[] devices, SymInt[]? chunk_sizes=None, int dim=0, *, "
+      "scatter.out(Tensor tensor, str[] devices, SymInt[]? chunk_sizes=None, int dim=0, *, "
       "Tensor(a!)[] out) -> ()");
   m.def("gather(Tensor[] tensors, Device? device=None, int dim=0) -> Tensor");
   m.def("gather.out(Tensor[] tensors, Device? device=None, int dim=0, *, Tensor(a!) out) -> ()");
-  m.def("replicate(Tensor[] tensors, Device[] devices) -> Tensor[]");
+  m.def("replicate(Tensor[] tensors, str[] devices) -> Tensor[]");
   m.def("copy(Tensor tensor, Device device) -> Tensor");
   m.def("copy_(Tensor(a!) dst, Tensor src) -> ()");
 }

@@ -4,7 +4,7 @@
 
 namespace pycollect {
 
-std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid) {
+std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid, DtypeOf dtype_of) {
   std::vector<DtypeGroup> groups;
   for (std::size_t i = 0; i < grid.width(); ++i) {
     const at::Tensor& t = grid.flat[i * grid.world];

@@ -24,7 +24,8 @@ struct DtypeGroup {
   std::vector<std::size_t> indices = {};
 };
 
+using DtypeOf = DType (*)(const at::Tensor& tensor, const ArgumentName& label);
 // Returns the groups of a grid, in the order of their first tensors.
-std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid);
+std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid, DtypeOf dtype_of);
 
 }  // namespace pycollect

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._in_graph import cuts, flat, joins, name_of, reduces, splits
+from .._in_graph import cuts, flat, joins, name_of, names_of, reduces, splits
 from .._skip_compile import skip_compile
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
@@ -172,7 +172,7 @@ def scatter(
     ranks = ranks_of(devices, "scatter")
     if not (_are_tensors([tensor]) and cuts(tensor, ranks, chunk_sizes, dim)):
         return NotImplemented
-    return _operators.scatter(tensor, ranks, chunk_sizes, dim)
+    return _operators.scatter(tensor, names_of(ranks), chunk_sizes, dim)
 
 
 def gather(tensors: Tensors, device: torch.device | str | None = None, *, dim: int = 0) -> Any:
@@ -199,7 +199,7 @@ def replicate(tensors: Tensors, devices: DeviceSpec) -> Any:
         return [[] for _ in ranks]
     if not _are_tensors(tensors):
         return NotImplemented
-    copies = _operators.replicate(tensors, ranks)
+    copies = _operators.replicate(tensors, names_of(ranks))
     return [copies[rank :: len(ranks)] for rank in range(len(ranks))]
 
 

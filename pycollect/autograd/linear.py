@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._in_graph import names_of
 from .node import LinearCollective, apply
 
 Devices = tuple[torch.device, ...]
@@ -118,7 +119,7 @@ class Replicate(LinearCollective):
     origins: Devices
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        flat = operators.replicate(tensors, self.devices)
+        flat = operators.replicate(tensors, names_of(self.devices))
         return [t for rank in range(len(self.devices)) for t in flat[rank :: len(self.devices)]]
 
     def transposed(self) -> LinearCollective:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .._in_graph import names_of
 from .linear import Copy, Devices, Reduce, op_of, operators
 from .node import LinearCollective, apply
 
@@ -126,7 +127,7 @@ class Scatter(LinearCollective):
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         (tensor,) = tensors
-        return list(operators.scatter(tensor, self.devices, self.lengths, self.dim))
+        return list(operators.scatter(tensor, names_of(self.devices), self.lengths, self.dim))
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         (tensor,) = tensors
