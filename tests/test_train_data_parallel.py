@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from pycollect.train import DataParallel, digits
+from pycollect.train.module_replication import originals_refused
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -196,12 +205,21 @@ def test_gradients_of_gradients() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_refusals() -> None:
     parallel = DataParallel(Calls(lambda self, x, y=None: x), "cpu*2")
     for call, message in (
         (lambda: parallel(torch.ones(3), torch.ones(4)), "3, 4 examples along dim 0"),
         (lambda: DataParallel(net(), "cpu", "cpu*2"), "names 2 devices; pass one"),
         (lambda: DataParallel(net(), []), "empty"),
+        (lambda: DataParallel(torch.jit.script(net()), "cpu*2")(torch.ones(2)), "TorchScript"),
+        (lambda: DataParallel(nn.LazyLinear(2), "cpu*2")(torch.ones(2)), "weight has no shape"),
+        (
+            lambda: DataParallel(Calls(lambda self, x: x if x.sum() else None), "cpu*2")(
+                torch.tensor([1.0, 0.0])
+            ),
+            "returned a Tensor, None; only",
+        ),
         (lambda: DataParallel(net().to("meta"), "cpu*2")(torch.ones(2)), "weight is on meta.*cpu"),
         (lambda: DataParallel(net(), "cpu*2", dim=4)(torch.ones(2)), r"dim is 4.*shape \[2\]"),
         (
@@ -217,6 +235,295 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+class Twice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class References(nn.Module):
+    """Reaches its layers by a list, dict, tuple, weak reference, method, partial and closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a, b = self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.layers = [a, {"b": (b,)}]
+        self.weak, self.method = weakref.ref(a), self.helper
+        self.partial = functools.partial(References.helper, self)
+        self.closure = lambda x, last=b: last(a(x))
+
+    def helper(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weak()(self.layers[1]["b"][0](self.layers[0](x)))
+        return self.closure(self.partial(self.method(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.lstm = wrap(nn.LSTM(3, 3, batch_first=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+def with_another_forward() -> nn.Module:
+    module = nn.Linear(3, 3)
+    before = module.forward
+
+    @functools.wraps(before)
+    def after(x: Tensor) -> Tensor:
+        return before(x) * 2
+
+    module.forward = after
+    return module
+
+
+def with_a_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module.register_forward_hook(lambda _module, _inputs, output: module[0](output))
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = Twice()
+    module.compile(backend="eager")
+    return module
+
+
+AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
+    "a layer under two names": Twice,
+    "a layer twice in a row": lambda: nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer),
+    "references": References,
+    "a recurrent layer": Recurrent,
+    "another forward": with_another_forward,
+    "a hook": with_a_hook,
+    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+    "weight_norm of a recurrent layer": lambda: Recurrent(
+        lambda layer: nn.utils.weight_norm(layer, "weight_hh_l0")
+    ),
+    "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "a traced module": lambda: torch.fx.symbolic_trace(Twice()),
+    "a compiled module": lambda: torch.compile(Twice(), backend="eager"),
+    "compiled in place": compiled_in_place,
+    "memory of two parameters": lambda: sharing_memory(Twice()),
+}
+
+
+def sharing_memory(module: nn.Module) -> nn.Module:
+    module.b = nn.Linear(3, 3)
+    module.b.weight.data = module.a.weight.data.t()
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", AS_PEOPLE_WRITE_THEM)
+def test_modules_as_people_write_them(name: str) -> None:
+    """Outputs and parameters are those of the bare module, and the parameters stay the same."""
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AS_PEOPLE_WRITE_THEM[name]())
+    start = [p.detach().clone() for p in models[0].parameters()]
+    kept = list(models[1].parameters())
+    trained = [models[0], DataParallel(models[1], "cpu*3")]
+    steps = [torch.optim.SGD(model.parameters(), 0.1) for model in trained]
+    for _ in range(3):
+        X = torch.randn(7, 3)
+        outputs = [model(X) for model in trained]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
+        for output, step in zip(outputs, steps, strict=True):
+            step.zero_grad()
+            (output - 1).square().mean().backward()
+            step.step()
+    assert all(map(lambda now, then: now is then, models[1].parameters(), kept))
+    assert all(isinstance(p, nn.Parameter) for p in kept)
+    assert any(
+        float((p.detach() - before).abs().max()) > 1e-3
+        for p, before in zip(kept, start, strict=True)
+    )
+    torch.testing.assert_close(kept, list(models[0].parameters()), rtol=0, atol=1e-5)
+
+
+def test_a_shared_layers_statistics_are_those_of_rank_0() -> None:
+    norm = nn.BatchNorm1d(3)
+    module = nn.Sequential(norm, nn.Linear(3, 3), norm)
+    alone, X = copy.deepcopy(module), torch.randn(7, 3)
+    DataParallel(module, "cpu*2")(X)
+    alone(X[:4])
+    assert torch.equal(norm.running_var, alone[0].running_var)
+    assert norm.num_batches_tracked == 2
+
+
+def test_buffers_that_rank_0_assigns_or_registers() -> None:
+    def counting(self: Calls, x: Tensor) -> Tensor:
+        self.count = self.count + len(x)
+        self.seen = len(x)
+        self.bare.register_buffer("late", torch.tensor(float(len(x))))
+        return x * self.weight
+
+    module = Calls(counting)
+    module.bare = nn.Identity()
+    DataParallel(module, "cpu*2")(torch.zeros(7))
+    assert (module.count, module.bare.late) == (4, 4)
+    assert not hasattr(module, "seen")
+
+
+def test_buffers_of_any_dtype_and_layout() -> None:
+    module = Calls(lambda self, x: x * self.weight + self.map.to_dense().sum())
+    module.register_buffer("map", torch.eye(3).to_sparse())
+    module.register_buffer("tokens", torch.arange(3).to(torch.uint16))
+    module.register_buffer("whole", torch.ones(4))
+    module.register_buffer("part", module.whole[1:])
+    seen = []
+    module.register_forward_pre_hook(
+        lambda me, _: seen.append((me.whole.fill_(2), me.part, me.tokens))
+    )
+    assert DataParallel(module, "cpu*2")(torch.zeros(2)).tolist() == [3, 3]
+    for whole, part, tokens in seen:
+        assert part.tolist() == [2, 2, 2]
+        assert whole.data_ptr() + 4 == part.data_ptr()
+        assert tokens.view(torch.int16).tolist() == [0, 1, 2]
+    assert seen[0][0] is module.whole
+    assert seen[1][0] is not module.whole
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_run_the_layers_of_their_rank_again(reentrant: bool) -> None:
+    """As on one device, the statistics of rank 0 count its forward pass and its repetition."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+        def block(self, x: Tensor) -> Tensor:
+            used.append(self.linear.weight)
+            return self.norm(self.linear(x))
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=reentrant)
+
+    used: list[Tensor] = []
+    module, X = Block(), torch.randn(7, 3, requires_grad=True)
+    alone = copy.deepcopy(module)
+    DataParallel(module, "cpu*3")(X).square().sum().backward()
+    assert len(used) == 6
+    assert len({weight.data_ptr() for weight in used}) == 3
+    assert all(map(lambda again, first: again is first, used[5:2:-1], used[:3]))
+    for shard in X.detach().tensor_split(3):
+        alone(shard.requires_grad_()).square().sum().backward()
+    torch.testing.assert_close(grads(module), grads(alone))
+    assert module.norm.num_batches_tracked == 2
+
+
+def test_a_backward_pass_that_reads_its_module() -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+            ctx.module = module
+            return x * module.weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            used.append(ctx.module.weight)
+            return grad * ctx.module.weight, None
+
+    used: list[Tensor] = []
+    module, X = Calls(lambda self, x: Scale.apply(x, self)), torch.ones(4, requires_grad=True)
+    DataParallel(module, "cpu*2")(X).sum().backward()
+    assert len({weight.data_ptr() for weight in [*used, module.weight]}) == 3
+    assert X.grad.tolist() == [2, 2, 2, 2]
+
+
+@dataclass
+class Fields:
+    x: Any
+
+
+@dataclass
+class Registered:
+    x: Tensor
+    n: int
+
+
+torch.export.register_dataclass(Registered)
+
+
+def test_values_with_invariants_are_refused() -> None:
+    x = torch.arange(8.0).reshape(4, 2)
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    for value, kind in (
+        (packed, "PackedSequence"),
+        (Fields(x), "Fields"),
+        (SimpleNamespace(deep=[{"x": x}]), "SimpleNamespace"),
+        (x.numpy(), "ndarray"),
+        ([{"boxes": x}, {"boxes": x}], "list of dicts"),
+        (nn.Linear(1, 1), "Linear"),
+    ):
+        parallel = DataParallel(Calls(lambda self, x, other=None: x), "cpu*2")
+        for call, place in (
+            (lambda: parallel(x, {"a": [value]}), r"inputs\[1\]\['a'\]\[0\]"),  # noqa: B023
+            (lambda: parallel(x, other=(value,)), r"kwargs\['other'\]\[0\]"),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=f"{place} is a {kind}, which cannot be split; "):
+                call()
+        returns = DataParallel(Calls(lambda self, x: [x, value]), "cpu*2")  # noqa: B023
+        for batch in (x, x[:1]):
+            with pytest.raises(
+                ValueError, match=rf"output\[1\] is a {kind}, which cannot be joined"
+            ):
+                returns(batch)
+    module = Calls(lambda self, p: pad_packed_sequence(p)[0].sum() * self.weight)
+    assert DataParallel(module, "cpu")(packed) == 10
+
+
+def test_values_that_go_to_every_rank() -> None:
+    config = SimpleNamespace(size=2, names=["a"], kind=torch.float32)
+    shared = {"config": config, "number": np.float32(2.5), "call": torch.relu, "nan": float("nan")}
+
+    def forward(self: Calls, x: Registered, **options: Any) -> Any:
+        assert all(options[name] is shared[name] for name in shared)
+        return Registered(x.x * self.weight, x.n), ({"x": x.x}, options["nan"]), options["config"]
+
+    got, (inner, nan), same = DataParallel(Calls(forward), "cpu*2")(
+        Registered(torch.arange(3.0), 7), **shared
+    )
+    assert isinstance(got, Registered)
+    assert (got.x.tolist(), got.n, same) == ([0, 2, 4], 7, config)
+    assert inner["x"].tolist() == [0, 1, 2]
+    assert nan != nan
+
+
+def test_a_call_of_the_original_module_is_refused() -> None:
+    """A replica reaches it through an object that is shared; the module works afterwards."""
+    module = nn.Sequential(nn.Linear(3, 3))
+    shared = SimpleNamespace(layer=module[0])
+    module.forward = lambda x: shared.layer(x)
+    with pytest.raises(RuntimeError, match="calls module '0' of the original"):
+        DataParallel(module, "cpu*2")(torch.ones(2, 3))
+    assert module(torch.ones(2, 3)).shape == (2, 3)
+    assert "forward" in vars(module)
+    assert "forward" not in vars(module[0])
+    found: list[Tensor] = []
+    first, second = originals_refused(module), originals_refused(module)  # of two threads
+    with first:
+        second.__enter__()
+        thread = threading.Thread(target=lambda: found.append(module(torch.ones(1, 3))))
+        thread.start()
+        thread.join()
+    second.__exit__(None, None, None)
+    assert len(found) == 1
+    assert "forward" not in vars(module[0])
 
 
 class Residual(nn.Module):

@@ -194,6 +194,24 @@ def test_evaluation_restores_modes_and_statistics() -> None:
     assert replicas.modules[0].training
 
 
+def test_evaluation_counts_every_label_once() -> None:
+    """The labels of an image are those of its pixels; other shapes would be broadcast."""
+    torch.manual_seed(0)
+    pixels = nn.Conv2d(1, CLASSES, 1)
+    X, y = torch.randn(5, 1, 3, 2), torch.randint(CLASSES, (5, 3, 2))
+    replicas = replicas_of(pixels, 3)
+    right = int((pixels(X).argmax(1) == y).sum())
+    assert 0 < right < 30
+    assert replicas.evaluate([(X[:4], y[:4]), (X[4:], y[4:])]) == right / 30
+    vectors = replicas_of(perceptron(), 2)
+    ((X, y),) = batches([6])
+    for labels in (y[:, None], y.view(6, 1, 1), F.one_hot(y, CLASSES), y.view(6, 1).expand(6, 5)):
+        with pytest.raises(ValueError, match=r"labels have shape \[3, .* scores \[3, 4\]"):
+            vectors.evaluate([(X, labels)])
+    with pytest.raises(ValueError, match=r"scores \[3\]: scores \[n, classes, ...\] need"):
+        replicas_of(nn.Sequential(nn.Linear(FEATURES, 1), nn.Flatten(0)), 2).evaluate([(X, y)])
+
+
 def test_a_restored_state_continues_with_the_same_bits() -> None:
     def make() -> ReplicaTrainer:
         return replicas_of(nn.Sequential(nn.BatchNorm1d(FEATURES), perceptron()), 2)

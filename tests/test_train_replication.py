@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
-from train_cases import CPU, difference, replicas_of, same_bits
+from train_cases import CPU, batches, difference, replicas_of, same_bits
 
-from pycollect.train import replicate_module
+from pycollect.train import ReplicaTrainer, SyncBatchNorm, convert_sync_batchnorm, replicate_module
+from pycollect.train.module_check import dry_run
 
 
 class Everything(nn.Module):
@@ -83,9 +93,255 @@ def test_gradients_are_not_copied() -> None:
     assert module.weight.grad is not None
 
 
-def test_a_parameter_without_a_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="send one batch through the module first"):
-        replicate_module(nn.LazyLinear(2), [CPU])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_modules_without_replicas_are_refused_by_name() -> None:
+    locked, hooked, early = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2)
+    locked[0].lock = threading.Lock()
+    hooked.weight.register_hook(lambda gradient: gradient * 2)
+    early.bias.register_post_accumulate_grad_hook(lambda _: None)
+    for module, message in (
+        (
+            nn.LazyLinear(2),
+            "parameter weight has no shape.*send one batch through the module first",
+        ),
+        (torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
+        (locked, "attribute lock of 0 cannot be copied for every rank"),
+        (hooked, "parameter weight has a hook.*register it with the replicas"),
+        (early, "parameter bias has a hook"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replicate_module(module, [CPU])
+    trained = replicas_of(nn.Linear(2, 2), 2).modules[1]
+    assert same_bits(replicate_module(trained, [CPU])[0], trained), "its hooks are the trainer's"
+
+
+class Tied(nn.Module):
+    """Two parameters in one memory, and two buffers."""
+
+    def __init__(self, tie: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.b.weight.data = tie(self.a.weight.data)
+        self.register_buffer("calls", torch.zeros(4))
+        self.register_buffer("last", self.calls[3:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.b(torch.tanh(self.a(x)))
+
+
+TIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda weight: weight[:4],
+    "transposed": lambda weight: weight.t()[:4],
+    "a part": lambda weight: weight[2:],
+    "other strides": lambda weight: weight.new_empty(0).set_(
+        weight.untyped_storage(), 2, (4, 6), (1, 5)
+    ),
+}
+
+
+def places(module: nn.Module) -> list[int]:
+    """Where every parameter and buffer begins, counted from the first one of its memory."""
+    a, b, calls, last = (
+        module.get_parameter(name) if "." in name else module.get_buffer(name)
+        for name in ("a.weight", "b.weight", "calls", "last")
+    )
+    return [b.data_ptr() - a.data_ptr(), *b.stride(), last.data_ptr() - calls.data_ptr()]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("tie", TIES)
+def test_parameters_that_share_memory_do_so_in_every_copy(tie: str) -> None:
+    """They train as on one device, in the trainer and in copies of it."""
+    alone, steps = Tied(TIES[tie]), batches([6, 7, 5])
+    assert places(alone)[-1] == 12
+    replicas = replicas_of(Tied(TIES[tie]), 3)
+    sgd = torch.optim.SGD(alone.parameters(), 0.3, momentum=0.9, weight_decay=1e-3)
+    for X, y in steps:
+        sgd.zero_grad()
+        F.cross_entropy(alone(X), y).backward()
+        sgd.step()
+        replicas.step(X, y)
+    file = io.BytesIO()
+    torch.save(replicas, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    for trainer in (replicas, deepcopy(replicas), saved):
+        for module in trainer.modules:
+            assert places(module) == places(alone)
+            assert module.get_buffer("calls").tolist() == [3, 3, 3, 3]
+            torch.testing.assert_close(
+                list(module.parameters()), list(alone.parameters()), rtol=0, atol=1e-6
+            )
+        assert 0 <= trainer.evaluate(steps) <= 1
+        assert trainer.modules[1].get_buffer("calls").tolist() == [3, 3, 3, 3]
+    with pytest.raises(ValueError, match=r"share memory: use torch\.save"):
+        pickle.loads(pickle.dumps(replicas))
+
+
+def test_memory_of_several_storages_is_refused() -> None:
+    module, memory = nn.ParameterList([torch.ones(4), torch.ones(4)]), bytearray(24)
+    for param, begin in zip(module, (0, 8), strict=True):
+        param.data = torch.frombuffer(memory, dtype=torch.float32, offset=begin, count=4)
+    with pytest.raises(ValueError, match=r"shapes \[\[4\], \[4\]\] share memory of several"):
+        replicate_module(module, [CPU])
+
+
+class Kept(nn.Module):
+    """Keeps its features; with `early` it uses those of the pass before."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.linear, self.early, self.features = nn.Linear(6, 4), early, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, self.features = self.features, [self.linear(x)]
+        return kept[0] * 2 if self.early and kept else self.features[0]
+
+
+def normed(layer: nn.Module, name: str = "weight") -> nn.Module:
+    return nn.utils.weight_norm(layer, name)
+
+
+class Last(nn.Module):
+    """The last state of an LSTM whose recurrent weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = normed(nn.LSTM(6, 4, batch_first=True), "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(torch.stack([x, x], 1))[0][:, 1]
+
+
+COMPUTED: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: normed(nn.Linear(6, 4)),
+    "a recurrent layer": Last,
+    "pruned": lambda: torch.nn.utils.prune.l1_unstructured(nn.Linear(6, 4), "weight", 0.5),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 4)),
+    "kept features": lambda: Kept(early=False),
+    "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_modules_with_computed_tensors_train(name: str) -> None:
+    torch.manual_seed(0)
+    module = COMPUTED[name]()
+    steps = batches([6, 6, 6])
+    module(steps[0][0])
+    alone, replicas = replicas_of(module, 1), replicas_of(module, 3)
+    for X, y in steps:
+        alone.step(X, y)
+        replicas.step(X, y)
+    assert difference(replicas.modules[2], module) > 1e-3
+    torch.testing.assert_close(replicas.parameters[2], alone.parameters[0], rtol=0, atol=1e-6)
+    copies = [deepcopy(replicas)]
+    if name != "parametrization":  # torch refuses to pickle it
+        copies.append(pickle.loads(pickle.dumps(replicas)))
+    for trainer in (replicas, *copies):
+        trainer.step(*steps[0])
+    assert all(same_bits(trainer.modules[2], replicas.modules[2]) for trainer in copies)
+    assert all(trainer.modules[0] is not replicas.modules[0] for trainer in copies)
+
+
+def test_a_tensor_computed_before_the_copy_has_no_gradient() -> None:
+    module = Kept(early=True)
+    ((X, y),) = batches([4])
+    module(X)
+    replicas = replicas_of(module, 2)
+    with pytest.raises(ValueError, match=r"shape \[4, 4\] was computed before .* in forward\(\)"):
+        replicas.step(X, y, shares=[4, 0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_copied_trainer_goes_on_with_the_same_bits(overlap: bool, compile: bool) -> None:
+    first, *rest = batches([8, 8, 8])
+    options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": 1}
+    if compile:
+        options["compile"] = "aot_eager"
+    replicas = replicas_of(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), 2, **options)
+    replicas.step(*first)
+    copies: list[ReplicaTrainer] = [deepcopy(replicas), pickle.loads(pickle.dumps(replicas))]
+    for trainer in (*copies, replicas):
+        for X, y in rest:
+            trainer.step(X, y)
+    for trainer in copies:
+        assert all(map(same_bits, trainer.modules, replicas.modules))
+        for module, params, optimizer in zip(
+            trainer.modules, trainer.parameters, trainer.optimizers, strict=True
+        ):
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            assert [id(p) for p in module.parameters()] == [*map(id, params)] == [*map(id, owned)]
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+def test_parameters_and_buffers_of_any_kind() -> None:
+    module = nn.Linear(6, 4)
+    module.weight = Scaled(module.weight.detach())
+    module.register_buffer("tokens", torch.arange(3).to(torch.uint16))
+    module.register_buffer("scale", torch.ones(2).to(torch.float8_e8m0fnu))
+    module.register_buffer("codes", module.get_buffer("tokens").view(torch.uint8)[1:])
+    module.register_buffer("map", torch.eye(4).to_sparse())
+    module.register_buffer("conjugate", torch.tensor([1j]).conj())
+    module.register_buffer(
+        "quantized", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    )
+    replicas = replicas_of(module, 2)
+    replicas.step(*batches([4])[0])
+    assert 0 <= replicas.evaluate(batches([4])) <= 1
+    for mine in replicas.modules:
+        assert isinstance(mine.weight, Scaled)
+        for name, buffer in module.named_buffers():
+            other = mine.get_buffer(name)
+            assert (other.dtype, other.layout) == (buffer.dtype, buffer.layout)
+        assert mine.get_buffer("tokens").tolist() == [0, 1, 2]
+        begin = mine.get_buffer("tokens").data_ptr()
+        assert mine.get_buffer("codes").data_ptr() == begin + 1
+        assert mine.get_buffer("scale").float().tolist() == [1, 1]
+        assert torch.equal(mine.get_buffer("map").to_dense(), torch.eye(4))
+        assert mine.get_buffer("conjugate").tolist() == [-1j]
+
+
+def test_a_dry_run_leaves_shared_layers_as_they_are() -> None:
+    norm = nn.BatchNorm1d(6)
+    module = nn.Sequential(norm, nn.Linear(6, 6), norm)
+    before, kept = deepcopy(module), [*module.parameters(), *module.buffers()]
+    assert dry_run(module, [6], record=False).shape == (2, 6)
+    now = [*module.parameters(), *module.buffers()]
+    assert all(map(lambda a, b: a is b, now, kept))
+    assert same_bits(module, before)
+
+
+def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
+            self.layers = [self.norm, self.linear]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    module = Listed()
+    whole, halves = replicas_of(module, 1), replicas_of(module, 2, sync_batchnorm=True)
+    for X, y in batches([6, 6]):
+        whole.step(X, y)
+        halves.step(X, y)
+    for name, value in whole.modules[0].state_dict().items():
+        torch.testing.assert_close(halves.modules[1].state_dict()[name], value, rtol=0, atol=1e-5)
+    (converted,) = convert_sync_batchnorm([module])
+    assert converted is module
+    assert isinstance(module.layers[0], SyncBatchNorm)
+    assert module.layers[0] is module.norm
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -87,6 +87,15 @@ def test_evaluation_counts_every_example_once() -> None:
     assert evaluate_accuracy(X, y, replicas, model=lenet, batch_size=10) == int(right) / 101
     with pytest.raises(ValueError, match="no examples"):
         evaluate_accuracy(X[:0], y[:0], replicas, model=lenet)
+    with pytest.raises(ValueError, match=r"labels have shape \[34, 1\] and the scores \[34, 10\]"):
+        evaluate_accuracy(X, y[:, None], replicas, model=lenet)
+    pixels = [[torch.eye(2)[:, :, None]]] * 3
+
+    def scores(X: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.conv1d(X, params[0])
+
+    X, y = torch.tensor([[[0.0, 2.0], [1.0, 1.0]]] * 4), torch.tensor([[1, 1]] * 4)
+    assert evaluate_accuracy(X, y, pixels, model=scores) == 0.5
 
 
 def test_split_batch_gives_every_rank_its_share() -> None:

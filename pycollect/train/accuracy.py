@@ -8,7 +8,25 @@ from torch import Tensor, nn
 
 import pycollect as pc
 
+from .module_replication import memory_blocks
 from .shares import split_batch
+
+
+def right_labels(scores: Tensor, y: Tensor) -> Tensor:
+    """Return the number of labels with the highest score, a tensor without dimensions.
+
+    Scores have shape [n, classes, ...] and labels [n, ...]. Raises ValueError for other shapes,
+    which a comparison would broadcast.
+
+    >>> right_labels(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+    tensor(1)
+    """
+    if scores.dim() < 2 or y.shape != scores.shape[:1] + scores.shape[2:]:
+        raise ValueError(
+            f"the labels have shape {list(y.shape)} and the scores {list(scores.shape)}: scores "
+            "[n, classes, ...] need labels [n, ...]"
+        )
+    return (scores.argmax(dim=1) == y).sum()
 
 
 @torch.no_grad()
@@ -17,23 +35,24 @@ def accuracy(
     devices: Sequence[torch.device],
     batches: Iterable[tuple[Tensor, Tensor]],
 ) -> float:
-    """Return the fraction of examples whose highest score is the label's, 0..1.
+    """Return the fraction of labels that have the highest score, 0..1.
 
-    The modules run in evaluation mode with the buffers of rank 0, so the tested model is the one
-    that a checkpoint stores. Raises ValueError if there are no examples.
+    An example has one label, or one for each pixel or position. The modules run in evaluation mode
+    with the buffers of rank 0, so the tested model is the one that a checkpoint stores. Raises
+    ValueError if there are no labels, or if they have another shape than the scores' argmax.
     """
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
-    examples = 0
+    labels = 0
     with _as_rank_0(modules):
         for X, y in batches:
-            examples += len(X)
+            labels += y.numel()
             shards = zip(*split_batch(X, y, devices), modules, correct, strict=True)
             for X_shard, y_shard, module, count in shards:
                 if len(X_shard):
-                    count += (module(X_shard).argmax(dim=1) == y_shard).sum()
-    if examples == 0:
+                    count += right_labels(module(X_shard), y_shard)
+    if labels == 0:
         raise ValueError("no examples to evaluate")
-    return sum(int(count) for count in correct) / examples
+    return sum(int(count) for count in correct) / labels
 
 
 @contextmanager
@@ -46,8 +65,7 @@ def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             module.eval()
-        if buffers[0]:
-            pc.broadcast_coalesced(buffers)
+        _broadcast(buffers)
         yield
     finally:
         for part, mode in zip(parts, training, strict=True):
@@ -55,3 +73,17 @@ def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
         for mine, before in zip(buffers[1:], kept, strict=True):
             for buffer, value in zip(mine, before, strict=True):
                 buffer.copy_(value)
+
+
+def _broadcast(buffers: Sequence[Sequence[Tensor]]) -> None:
+    """Copy rank 0's buffers to all ranks; ``buffers`` is [rank][index]."""
+    found = [memory_blocks(mine) for mine in buffers]
+    blocks, indices = ([[pair[i] for pair in mine] for mine in found] for i in (0, 1))
+    if any(mine != indices[0] for mine in indices):
+        raise ValueError("buffers share memory with other buffers than on rank 0")
+    if blocks[0]:
+        pc.broadcast_coalesced(blocks)
+    known = {i for of_block in indices[0] for i in of_block}
+    for i in sorted(set(range(len(buffers[0]))) - known):  # sparse ones, among others
+        for mine in buffers[1:]:
+            mine[i].copy_(buffers[0][i])

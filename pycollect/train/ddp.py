@@ -6,7 +6,6 @@ pycollect's does, gives the same bits as one process. Measured shares are equal 
 because each computes them from the times of all ranks.
 """
 
-import copy
 import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .accuracy import right_labels
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
 from .losses import summed_cross_entropy
 from .module_check import SingleValueCheck
+from .module_replication import replicate_module
 from .settings import RunSettings
 from .shares import AutoShares, check_strict, microbatches, shares_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
@@ -68,10 +69,9 @@ class DDPEngine:
         given = settings.weights
         self.auto = AutoShares(self.world, prefetch) if given == "auto" else None
         self._weights = [1.0] * self.world if given is None or given == "auto" else given
-        module = copy.deepcopy(module)
+        self.modules = replicate_module(module, [self.device])
         if settings.sync_batchnorm:
-            (module,) = convert_sync_batchnorm([module], dist.group.WORLD)
-        self.modules = [module.to(self.device)]
+            self.modules = convert_sync_batchnorm(self.modules, dist.group.WORLD)
         self._single_values = SingleValueCheck(self._own)
         self.optimizer = optimizer_of(settings)(list(self._own.parameters()))
         self._ddp = DistributedDataParallel(
@@ -184,23 +184,24 @@ class DDPEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the fraction of examples classified correctly, with rank 0's batch statistics."""
+        """Return the fraction of labels that have the highest score, with rank 0's statistics."""
         kept = [buffer.clone() for buffer in self._own.buffers()]
         training = [(part, part.training) for part in self._own.modules()]
         for buffer in self._own.buffers():
             dist.broadcast(buffer, src=0)
         self._own.eval()
-        right = examples = 0
+        right = labels = 0
         for batch in batches:
-            examples += batch.examples
+            labels += batch.y.numel()
             if len(batch.y):
-                scores = self._own(batch.X.to(self.device))
-                right += int((scores.argmax(dim=1).cpu() == batch.y).sum())
+                y = batch.y.to(self.device)
+                right += int(right_labels(self._own(batch.X.to(self.device)), y))
         for part, mode in training:
             part.training = mode
         for buffer, before in zip(self._own.buffers(), kept, strict=True):
             buffer.copy_(before)
-        return self.total([float(right)])[0] / examples
+        correct, known = self.total([float(right), float(labels)])
+        return correct / known
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's model and optimizer, and the buffers and generators of all ranks."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pycollect as pc
 
+from .accuracy import right_labels
 from .reduce import Reduction, reduce_gradients_coalesced
 from .shares import split_batch
 
@@ -140,12 +141,13 @@ def train_batch(
 def evaluate_accuracy(
     X: Tensor, y: Tensor, replicas: ParameterLists, *, model: Model, batch_size: int = 1024
 ) -> float:
-    """Return the fraction of examples whose highest score is the label's, 0..1.
+    """Return the fraction of labels that have the highest score, 0..1.
 
-    X has shape [n, ...] and y [n], on any device; `replicas` and `model` are those of
-    `train_batch`. All ranks take part, every example counts once, and at most `batch_size` examples
-    of all ranks together (default 1024) are copied to the devices at a time. Raises ValueError if
-    there are no examples or X and y differ in length, RuntimeError for a batch size below 1.
+    X has shape [n, ...] and y [n], or [n, ...] for scores [n, classes, ...], on any device;
+    `replicas` and `model` are those of `train_batch`. All ranks take part, every label counts once,
+    and at most `batch_size` examples of all ranks together (default 1024) are copied to the devices
+    at a time. Raises ValueError if there are no labels, if X and y differ in length, or if labels
+    have another shape than the scores' argmax; RuntimeError for a batch size below 1.
 
     >>> from pycollect.train import init_lenet, lenet
     >>> replicas = replicate_params(init_lenet(), [torch.device("cpu")] * 2)
@@ -153,7 +155,7 @@ def evaluate_accuracy(
     >>> 0 <= evaluate_accuracy(X, y, replicas, model=lenet) <= 1
     True
     """
-    if len(X) == 0:
+    if y.numel() == 0:
         raise ValueError("no examples to evaluate")
     devices = [replica[0].device for replica in replicas]
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
@@ -162,5 +164,5 @@ def evaluate_accuracy(
         shards = zip(*split_batch(X_batch, y_batch, devices), replicas, correct, strict=True)
         for X_shard, y_shard, params, count in shards:
             if len(X_shard):
-                count += (model(X_shard, params).argmax(dim=1) == y_shard).sum()
-    return sum(int(count) for count in correct) / len(X)
+                count += right_labels(model(X_shard, params), y_shard)
+    return sum(int(count) for count in correct) / y.numel()

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .module_replication import shallow_replica
 from .sync_batchnorm import SyncBatchNorm
 
 _EXAMPLES = 2  # layers with batch statistics even in evaluation refuse a single example
@@ -34,7 +34,7 @@ def dry_run(
     """
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     pair = torch.zeros(_EXAMPLES, *shape, dtype=dtype, device=device)
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = {id(buffer): buffer.clone() for buffer in module.buffers()}
     gpus = [device] if device.type == "cuda" else []
     try:
         with (
@@ -42,7 +42,7 @@ def dry_run(
             torch.set_grad_enabled(record),
             _in_evaluation(module),
         ):
-            return functional_call(module, buffers, (pair,))
+            return shallow_replica(module, buffers)(pair)
     except Exception:  # any error is due to the zeros, or the training step will raise it again
         return None
 

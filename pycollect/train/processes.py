@@ -4,7 +4,6 @@ An error is printed once: the first process to fail records this in the shared s
 that fail afterwards, for example because that process is gone, print nothing.
 """
 
-import copy
 import multiprocessing
 import os
 import pickle
@@ -27,6 +26,7 @@ from . import checkpoint, records
 from .config import Config
 from .interrupt import StopConsensus
 from .log import Log
+from .module_replication import replicate_module
 from .prepared_run import PreparedRun
 from .progress_printer import ProgressPrinter
 from .run_result import RunResult
@@ -199,7 +199,7 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
         _spawn((prepared, folder, world, threads, printer), world)
         state = checkpoint.load(Path(folder) / "run.pt")["run"]
     steps, epochs = records.restored(state)
-    module = copy.deepcopy(prepared.module)
+    (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
     module.load_state_dict(state["engine"]["replicas"]["model"])
     return RunResult("ddp", prepared.settings, epochs, steps, [module])
 

@@ -27,7 +27,12 @@ from .compiled_step import CompiledStep
 from .lockstep import run_lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .module_check import SingleValueCheck, explained
-from .module_replication import replicate_module
+from .module_replication import (
+    Detached,
+    copied_tensors,
+    memory_blocks,
+    replicate_module,
+)
 from .optimizers import MakeOptimizer, check_step
 from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
 from .settings import StepOptions
@@ -48,8 +53,9 @@ class ReplicaTrainer:
     defaults. Each rank has its own batch statistics, and the model takes rank 0's, unless the
     options synchronise them.
 
-    `modules`, `parameters` and `optimizers` are lists with an item for each rank. Raises ValueError
-    for a module without parameters to train, a loss whose `reduction` is not "sum", an optimizer
+    `modules`, `parameters` and `optimizers` are lists with an item for each rank. A trainer can be
+    copied by copy.deepcopy, and pickled. Raises ValueError for a module without parameters to train
+    or one that `replicate_module` refuses, a loss whose `reduction` is not "sum", an optimizer
     whose step needs a closure, and a device that does not exist.
 
     >>> from pycollect.train import LeNet, sgd_factory
@@ -140,11 +146,12 @@ class ReplicaTrainer:
         return self._train(X, y)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Return the fraction of examples whose highest score is the label's, 0..1.
+        """Return the fraction of labels that have the highest score, 0..1.
 
-        `batches` has pairs (X, y) of shapes [k, ...] and [k]. Every example counts once and all
-        ranks take part, with rank 0's batch statistics. Training mode and the ranks' own statistics
-        are restored. Raises ValueError if there are no examples.
+        `batches` has pairs (X, y) of shapes [k, ...] and [k], or [k, ...] for scores
+        [k, classes, ...]. Every label counts once and all ranks take part, with rank 0's batch
+        statistics. Training mode and the ranks' own statistics are restored. Raises ValueError if
+        there are no labels, or if they have another shape than the scores' argmax.
         """
         return accuracy(self.modules, self.devices, batches)
 
@@ -177,6 +184,35 @@ class ReplicaTrainer:
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
                     buffer.copy_(buffers[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks and compiled steps are bound to the parameters of this trainer.
+        own = {"_buckets": None, "_compiled": None, "_clock": None}
+        return {**self.__dict__, **own, "shared_memory": self._shared_memory()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shared = state.pop("shared_memory")
+        self.__dict__.update(state)
+        if self._shared_memory() != shared:
+            raise ValueError(
+                "pickle has separated parameters or buffers that share memory: use torch.save"
+            )
+        self._clock = StepClock(self.devices, self.options.exact_times)
+        self._buckets = self._make_buckets()
+        self._compiled = self._make_compiled()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaTrainer":
+        new = memo[id(self)] = object.__new__(type(self))
+        for module, device in zip(self.modules, self.devices, strict=True):
+            memo.update(*copied_tensors(module, [device]))
+        with Detached():
+            new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def _shared_memory(self) -> list[list[int]]:
+        """Return the numbers of rank 0's tensors that share memory, a list for each memory."""
+        tensors = [*self.modules[0].parameters(), *self.modules[0].buffers()]
+        return [indices for _, indices in memory_blocks(tensors) if len(indices) > 1]
 
     def _check(self, n: int) -> None:
         if n == 0:

@@ -24,6 +24,7 @@ from .batch_statistics import (
     statistics,
 )
 from .lockstep import lockstep_exchange, lockstep_size
+from .module_replication import Rebound
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
@@ -151,17 +152,15 @@ def _converted(
     ranks: int,
     processes: ProcessRanks | None,
 ) -> nn.Module:
-    made: dict[_BatchNorm, SyncBatchNorm] = {}
+    made: dict[nn.Module, SyncBatchNorm] = {}
     for path, old in layers.items():
         if old not in made:
-            layer = SyncBatchNorm.__new__(SyncBatchNorm)
+            layer = made[old] = SyncBatchNorm.__new__(SyncBatchNorm)
             layer.__dict__.update(old.__dict__)  # keep the old layer's state, hooks and mode
             layer.ranks, layer.processes = ranks, processes
             layer.path = path or "batch normalisation"
             layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
-            made[old] = layer
-        if not path:
-            return made[old]
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, made[old])
-    return module
+    rebound = Rebound({id(old): layer for old, layer in made.items()})
+    for part in [*module.modules(), *made.values()]:
+        part.__dict__.update([(name, rebound(value)) for name, value in part.__dict__.items()])
+    return made.get(module, module)
