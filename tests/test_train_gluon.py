@@ -142,12 +142,14 @@ def test_stale_and_frozen_parameters() -> None:
 
 
 def test_refusals() -> None:
-    shared = net()
+    shared, alias = net(), net()
+    alias[-1].weight.data = shared[-1].weight.data
     for make, error, message in (
         (lambda: GluonTrainer([], "sgd"), ValueError, "nothing to train"),
         (lambda: GluonTrainer([nn.ReLU()], "sgd"), ValueError, "nothing to train"),
         (lambda: GluonTrainer([net(), nn.Linear(4, 5)], "sgd"), ValueError, "rank 1 are not like"),
         (lambda: GluonTrainer([shared, shared], "sgd"), ValueError, "several ranks; pass a copy"),
+        (lambda: GluonTrainer([shared, alias], "sgd"), ValueError, "several ranks; pass a copy"),
         (lambda: GluonTrainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
         (
             lambda: GluonTrainer([net()], torch.optim.SGD(net().parameters(), 0.1)),

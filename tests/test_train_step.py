@@ -78,6 +78,15 @@ def test_gradients_are_zero_after_the_update() -> None:
     assert all(not grad.any() for params in replicas for grad in gradients(params))
 
 
+def test_parameters_that_share_memory_stay_tied() -> None:
+    weight = torch.randn(3, 3)
+    for a, b in replicate_params([weight, weight.t()[1:]], [CPU] * 2):
+        assert b.data_ptr() - a.data_ptr() == 4
+        assert torch.equal(a.t()[1:], b)
+        assert a.grad.data_ptr() != b.grad.data_ptr()
+        assert a.data_ptr() != weight.data_ptr()
+
+
 def test_evaluation_counts_every_example_once() -> None:
     X, y = (part[:101] for part in digits().test)
     replicas = trained(3, [64] * 3)

@@ -78,11 +78,11 @@ def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _broadcast(buffers: Sequence[Sequence[Tensor]]) -> None:
     """Copy rank 0's buffers to all ranks; ``buffers`` is [rank][index]."""
     found = [memory_blocks(mine) for mine in buffers]
-    blocks, indices = ([[pair[i] for pair in mine] for mine in found] for i in (0, 1))
+    indices = [[members for _, members in mine] for mine in found]
     if any(mine != indices[0] for mine in indices):
         raise ValueError("buffers share memory with other buffers than on rank 0")
-    if blocks[0]:
-        pc.broadcast_coalesced(blocks)
+    if indices[0]:
+        pc.broadcast_coalesced([[block for block, _ in mine] for mine in found])
     known = {i for of_block in indices[0] for i in of_block}
     for i in sorted(set(range(len(buffers[0]))) - known):  # sparse ones, among others
         for mine in buffers[1:]:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import pycollect as pc
-
 from .accuracy import right_labels
+from .module_replication import copies_of
 from .reduce import Reduction, reduce_gradients_coalesced
 from .shares import split_batch
 
@@ -39,15 +38,14 @@ def replicate_params(
     """Return `replicas[rank][i]`: a copy of every parameter for each rank, with zeros as gradients.
 
     `devices` has one device per rank. A device may occur several times; each rank still has its own
-    memory. Shapes and dtypes are kept, and `params` do not change. The copies are leaves that
-    require grad. Raises RuntimeError for an integer dtype, ValueError for no device and for a
-    device that does not exist.
+    memory. Shapes, dtypes and memory that parameters share are kept, and `params` do not change.
+    The copies are leaves that require grad. Raises RuntimeError for an integer dtype, ValueError
+    for no device and for a device that does not exist.
 
     >>> len(replicate_params([torch.ones(2)], [torch.device("cpu")] * 3))
     3
     """
-    with torch.no_grad():
-        replicas = pc.replicate(list(params), devices)
+    replicas = copies_of(list(params), devices)
     for replica in replicas:
         for param in replica:
             param.requires_grad_()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import pycollect as pc
 from pycollect import _C
 
+from .module_replication import memory_blocks
 from .optimizers import check_step
 from .replica_trainer import ReplicaTrainer
 
@@ -204,9 +205,12 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
                 f"GluonTrainer: the parameters of rank {rank} are not like those of rank 0 in "
                 "number, shape, dtype or requires_grad; pass replicas of one model"
             )
-    if len({id(p) for rank in replicas for p in rank}) != sum(map(len, replicas)):
+    every = [p for rank in replicas for p in rank]
+    ranks_of_blocks = [{i // len(expected) for i in block} for _, block in memory_blocks(every)]
+    if len({id(p) for p in every}) != len(every) or any(len(r) > 1 for r in ranks_of_blocks):
         raise ValueError(
-            "GluonTrainer: a parameter is shared by several ranks; pass a copy per rank"
+            "GluonTrainer: a parameter or its memory is shared by several ranks; pass a copy per "
+            "rank"
         )
 
 
