@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import threading
-import weakref
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
+from train_cases import Calls
 
 from pycollect.train import DataParallel, digits
-from pycollect.train.module_replication import originals_refused
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -30,19 +25,6 @@ def net() -> nn.Module:
         nn.Conv2d(1, 6, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(54, 8), nn.Tanh(),
         nn.Linear(8, 3),
     )  # fmt: skip
-
-
-class Calls(nn.Module):
-    """A module with the given forward, and a parameter and a buffer for it to use."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0]))
-        self.register_buffer("count", torch.zeros(()))
-        self.call = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self, *args, **kwargs)
 
 
 def grads(module: nn.Module) -> list[Tensor]:
@@ -237,123 +219,6 @@ def test_refusals() -> None:
             call()
 
 
-class Twice(nn.Module):
-    """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = self.b = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-class References(nn.Module):
-    """Reaches its layers by a list, dict, tuple, weak reference, method, partial and closure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        a, b = self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.layers = [a, {"b": (b,)}]
-        self.weak, self.method = weakref.ref(a), self.helper
-        self.partial = functools.partial(References.helper, self)
-        self.closure = lambda x, last=b: last(a(x))
-
-    def helper(self, x: Tensor) -> Tensor:
-        return self.b(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.weak()(self.layers[1]["b"][0](self.layers[0](x)))
-        return self.closure(self.partial(self.method(x)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
-        super().__init__()
-        self.lstm = wrap(nn.LSTM(3, 3, batch_first=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x[:, None])[0][:, 0]
-
-
-def with_another_forward() -> nn.Module:
-    module = nn.Linear(3, 3)
-    before = module.forward
-
-    @functools.wraps(before)
-    def after(x: Tensor) -> Tensor:
-        return before(x) * 2
-
-    module.forward = after
-    return module
-
-
-def with_a_hook() -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 3))
-    module.register_forward_hook(lambda _module, _inputs, output: module[0](output))
-    return module
-
-
-def compiled_in_place() -> nn.Module:
-    module = Twice()
-    module.compile(backend="eager")
-    return module
-
-
-AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
-    "a layer under two names": Twice,
-    "a layer twice in a row": lambda: nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer),
-    "references": References,
-    "a recurrent layer": Recurrent,
-    "another forward": with_another_forward,
-    "a hook": with_a_hook,
-    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
-    "weight_norm of a recurrent layer": lambda: Recurrent(
-        lambda layer: nn.utils.weight_norm(layer, "weight_hh_l0")
-    ),
-    "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-    "a traced module": lambda: torch.fx.symbolic_trace(Twice()),
-    "a compiled module": lambda: torch.compile(Twice(), backend="eager"),
-    "compiled in place": compiled_in_place,
-    "memory of two parameters": lambda: sharing_memory(Twice()),
-}
-
-
-def sharing_memory(module: nn.Module) -> nn.Module:
-    module.b = nn.Linear(3, 3)
-    module.b.weight.data = module.a.weight.data.t()
-    return module
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("name", AS_PEOPLE_WRITE_THEM)
-def test_modules_as_people_write_them(name: str) -> None:
-    """Outputs and parameters are those of the bare module, and the parameters stay the same."""
-    models: list[nn.Module] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(AS_PEOPLE_WRITE_THEM[name]())
-    start = [p.detach().clone() for p in models[0].parameters()]
-    kept = list(models[1].parameters())
-    trained = [models[0], DataParallel(models[1], "cpu*3")]
-    steps = [torch.optim.SGD(model.parameters(), 0.1) for model in trained]
-    for _ in range(3):
-        X = torch.randn(7, 3)
-        outputs = [model(X) for model in trained]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
-        for output, step in zip(outputs, steps, strict=True):
-            step.zero_grad()
-            (output - 1).square().mean().backward()
-            step.step()
-    assert all(map(lambda now, then: now is then, models[1].parameters(), kept))
-    assert all(isinstance(p, nn.Parameter) for p in kept)
-    assert any(
-        float((p.detach() - before).abs().max()) > 1e-3
-        for p, before in zip(kept, start, strict=True)
-    )
-    torch.testing.assert_close(kept, list(models[0].parameters()), rtol=0, atol=1e-5)
-
-
 def test_a_shared_layers_statistics_are_those_of_rank_0() -> None:
     norm = nn.BatchNorm1d(3)
     module = nn.Sequential(norm, nn.Linear(3, 3), norm)
@@ -397,54 +262,6 @@ def test_buffers_of_any_dtype_and_layout() -> None:
     assert seen[1][0] is not module.whole
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_run_the_layers_of_their_rank_again(reentrant: bool) -> None:
-    """As on one device, the statistics of rank 0 count its forward pass and its repetition."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-        def block(self, x: Tensor) -> Tensor:
-            used.append(self.linear.weight)
-            return self.norm(self.linear(x))
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.block, x, use_reentrant=reentrant)
-
-    used: list[Tensor] = []
-    module, X = Block(), torch.randn(7, 3, requires_grad=True)
-    alone = copy.deepcopy(module)
-    DataParallel(module, "cpu*3")(X).square().sum().backward()
-    assert len(used) == 6
-    assert len({weight.data_ptr() for weight in used}) == 3
-    assert all(map(lambda again, first: again is first, used[5:2:-1], used[:3]))
-    for shard in X.detach().tensor_split(3):
-        alone(shard.requires_grad_()).square().sum().backward()
-    torch.testing.assert_close(grads(module), grads(alone))
-    assert module.norm.num_batches_tracked == 2
-
-
-def test_a_backward_pass_that_reads_its_module() -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-            ctx.module = module
-            return x * module.weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            used.append(ctx.module.weight)
-            return grad * ctx.module.weight, None
-
-    used: list[Tensor] = []
-    module, X = Calls(lambda self, x: Scale.apply(x, self)), torch.ones(4, requires_grad=True)
-    DataParallel(module, "cpu*2")(X).sum().backward()
-    assert len({weight.data_ptr() for weight in [*used, module.weight]}) == 3
-    assert X.grad.tolist() == [2, 2, 2, 2]
-
-
 @dataclass
 class Fields:
     x: Any
@@ -467,7 +284,12 @@ def test_values_with_invariants_are_refused() -> None:
         (Fields(x), "Fields"),
         (SimpleNamespace(deep=[{"x": x}]), "SimpleNamespace"),
         (x.numpy(), "ndarray"),
-        ([{"boxes": x}, {"boxes": x}], "list of dicts"),
+        ([{"boxes": x}, {"boxes": x}], "list of dicts, numbers or strings"),
+        ([3, 1, 2, 5], "list of dicts, numbers or strings"),
+        (iter([x]), "list_iterator"),
+        ({"x": x}.values(), "dict_values"),
+        (lambda: x, "function"),
+        (torch.distributions.Normal(x, 1.0), "Normal"),
         (nn.Linear(1, 1), "Linear"),
     ):
         parallel = DataParallel(Calls(lambda self, x, other=None: x), "cpu*2")
@@ -504,26 +326,27 @@ def test_values_that_go_to_every_rank() -> None:
     assert nan != nan
 
 
-def test_a_call_of_the_original_module_is_refused() -> None:
-    """A replica reaches it through an object that is shared; the module works afterwards."""
-    module = nn.Sequential(nn.Linear(3, 3))
-    shared = SimpleNamespace(layer=module[0])
-    module.forward = lambda x: shared.layer(x)
-    with pytest.raises(RuntimeError, match="calls module '0' of the original"):
-        DataParallel(module, "cpu*2")(torch.ones(2, 3))
-    assert module(torch.ones(2, 3)).shape == (2, 3)
-    assert "forward" in vars(module)
-    assert "forward" not in vars(module[0])
-    found: list[Tensor] = []
-    first, second = originals_refused(module), originals_refused(module)  # of two threads
-    with first:
-        second.__enter__()
-        thread = threading.Thread(target=lambda: found.append(module(torch.ones(1, 3))))
-        thread.start()
-        thread.join()
-    second.__exit__(None, None, None)
-    assert len(found) == 1
-    assert "forward" not in vars(module[0])
+def test_frozen_parameters_stay_frozen_and_buffers_differentiable() -> None:
+    module = Calls(lambda self, x: x * self.weight if self.weight.requires_grad else x * self.scale)
+    module.weight.requires_grad_(False)
+    module.register_buffer("scale", torch.ones(1, requires_grad=True))
+    DataParallel(module, "cpu*3")(torch.arange(6.0)).sum().backward()
+    assert module.scale.grad == 15
+    assert module.weight.grad is None
+
+
+def test_parameters_that_forward_changes() -> None:
+    def clamping(self: Calls, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.5)
+        return x * self.weight
+
+    module = Calls(clamping)
+    DataParallel(module, "cpu*2")(torch.ones(3)).sum().backward()
+    assert (module.weight, module.weight.grad) == (0.5, 3)
+    words = nn.Embedding(6, 4, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="forward changes weight in place, and differently"):
+        DataParallel(words, "cpu*2")(torch.arange(4))
 
 
 class Residual(nn.Module):

@@ -194,6 +194,21 @@ def test_evaluation_restores_modes_and_statistics() -> None:
     assert replicas.modules[0].training
 
 
+def test_evaluation_restores_buffers_that_forward_assigns() -> None:
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.mean(0)
+            return super().forward(x)
+
+    module = Last(FEATURES, CLASSES)
+    module.register_buffer("last", torch.zeros(FEATURES))
+    replicas = trained(module, 3, [9])
+    kept = [mine.get_buffer("last").clone() for mine in replicas.modules]
+    replicas.evaluate(batches([7]))
+    for mine, before in zip(replicas.modules[1:], kept[1:], strict=True):
+        assert torch.equal(mine.get_buffer("last"), before)
+
+
 def test_evaluation_counts_every_label_once() -> None:
     """The labels of an image are those of its pixels; other shapes would be broadcast."""
     torch.manual_seed(0)

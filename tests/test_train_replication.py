@@ -16,7 +16,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 from train_cases import CPU, batches, difference, replicas_of, same_bits
 
-from pycollect.train import ReplicaTrainer, SyncBatchNorm, convert_sync_batchnorm, replicate_module
+from pycollect.train import ReplicaTrainer, replicate_module
 from pycollect.train.module_check import dry_run
 
 
@@ -102,7 +102,7 @@ def test_modules_without_replicas_are_refused_by_name() -> None:
     for module, message in (
         (
             nn.LazyLinear(2),
-            "parameter weight has no shape.*send one batch through the module first",
+            "weight has no shape.*send one batch through the module first",
         ),
         (torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (locked, "attribute lock of 0 cannot be copied for every rank"),
@@ -255,6 +255,25 @@ def test_a_tensor_computed_before_the_copy_has_no_gradient() -> None:
         replicas.step(X, y, shares=[4, 0])
 
 
+def test_parameters_that_forward_changes_must_stay_equal() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    module, steps = Clamped(6, 4), batches([6, 6])
+    alone, replicas = replicas_of(module, 1), replicas_of(module, 2)
+    for X, y in steps:
+        alone.step(X, y)
+        replicas.step(X, y)
+    torch.testing.assert_close(replicas.parameters[1], alone.parameters[0], rtol=0, atol=1e-6)
+    words = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=r"forward changes parameter 0\.weight in place"):
+        replicas_of(words, 2).step(torch.arange(8).view(4, 2), torch.arange(4))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_copied_trainer_goes_on_with_the_same_bits(overlap: bool, compile: bool) -> None:
@@ -317,31 +336,6 @@ def test_a_dry_run_leaves_shared_layers_as_they_are() -> None:
     now = [*module.parameters(), *module.buffers()]
     assert all(map(lambda a, b: a is b, now, kept))
     assert same_bits(module, before)
-
-
-def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
-            self.layers = [self.norm, self.linear]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    module = Listed()
-    whole, halves = replicas_of(module, 1), replicas_of(module, 2, sync_batchnorm=True)
-    for X, y in batches([6, 6]):
-        whole.step(X, y)
-        halves.step(X, y)
-    for name, value in whole.modules[0].state_dict().items():
-        torch.testing.assert_close(halves.modules[1].state_dict()[name], value, rtol=0, atol=1e-5)
-    (converted,) = convert_sync_batchnorm([module])
-    assert converted is module
-    assert isinstance(module.layers[0], SyncBatchNorm)
-    assert module.layers[0] is module.norm
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,19 @@ from pycollect.train import ReplicaTrainer, StepOptions
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 4
+
+
+class Calls(nn.Module):
+    """A module with the given forward, and a parameter and a buffer for it to use."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("count", torch.zeros(()))
+        self.call = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self, *args, **kwargs)
 
 
 def batches(sizes: Sequence[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:

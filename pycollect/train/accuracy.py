@@ -62,6 +62,7 @@ def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     training = [part.training for part in parts]
     buffers = [list(module.buffers()) for module in modules]
     kept = [[buffer.clone() for buffer in mine] for mine in buffers[1:]]
+    owned = [(part, dict(part._buffers)) for module in modules[1:] for part in module.modules()]
     try:
         for module in modules:
             module.eval()
@@ -70,6 +71,8 @@ def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part, mode in zip(parts, training, strict=True):
             part.training = mode
+        for part, own in owned:
+            part._buffers.update(own)
         for mine, before in zip(buffers[1:], kept, strict=True):
             for buffer, value in zip(mine, before, strict=True):
                 buffer.copy_(value)

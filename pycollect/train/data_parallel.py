@@ -11,10 +11,12 @@ the same time, unless the module waits for one.
 
 from __future__ import annotations
 
+import gc
 import types
-from collections import deque
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, MappingView, Sequence
 from contextlib import nullcontext
+from numbers import Number
 from typing import Any
 
 import torch
@@ -26,15 +28,14 @@ from pycollect import autograd
 from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 
-from .module_replication import (
-    PLAIN,
-    check_replicable,
-    copies_of,
-    originals_refused,
-    shallow_replica,
-)
+from .module_replication import check_replicable, copies_of
+from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+# Bytes of earlier passes' replicas at which a collection of 50 to 100 ms takes less than they do.
+_MOST_BYTES = 1 << 30
+# Types of values that refer to no tensor.
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
 class DataParallel(nn.Module):
@@ -47,15 +48,16 @@ class DataParallel(nn.Module):
     Fewer examples than ranks use fewer ranks; one rank runs the module itself. Output tensors
     are joined along ``dim`` on ``output_device`` (default: the first); tensors without dimensions
     become a vector with an entry for each rank that ran. Tuples, lists, dicts and the classes of
-    ``torch.export.register_dataclass`` are traversed; other containers of tensors are refused, and
-    so are lists of dicts, which may have an item for each example.
+    ``torch.export.register_dataclass`` are traversed; other objects with tensors and iterators are
+    refused, and so are lists of dicts, numbers or strings, which may have an item for each example.
 
     As in torch, a rank normalises over its own shard, only rank 0's changes to buffers are kept and
     other assignments to the module in ``forward`` are lost, and ``state_dict`` has the prefix
     ``module.``. Unlike in torch, a parameter that no rank used has no gradient. Raises ValueError
     for a module that is not on the first device or has no replicas (TorchScript, parameters without
     a shape), inputs of different lengths, and inputs and outputs that cannot be split or joined;
-    RuntimeError if ``forward`` calls the original module in place of its replica.
+    RuntimeError if ``forward`` changes parameters differently on the ranks, or changes buffers of
+    the module itself in place of its replica's.
 
     >>> net = DataParallel(nn.Linear(3, 2), "cpu*2")
     >>> net(torch.zeros(5, 3)).shape
@@ -80,6 +82,8 @@ class DataParallel(nn.Module):
             )
         (self.output_device,) = outputs
         self.dim = dim
+        self._alive: list[tuple[weakref.ref[nn.Module], int]] = []  # of earlier passes, and bytes
+        self._most_bytes = _MOST_BYTES
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns for the whole batch."""
@@ -95,28 +99,33 @@ class DataParallel(nn.Module):
     def _run(self, calls: Sequence[Call]) -> list[Any]:
         """Run a replica for each call; rank 0's replica uses and updates the module's buffers."""
         ranks = self.device_ids[: len(calls)]
-        check_replicable(self.module)
-        replicas = self._replicas(ranks)
+        replicas = _Replicas(self.module, ranks)
+        self._collect(replicas)
         outputs: dict[int, Any] = {}
         # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
-        with originals_refused(self.module):
-            for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
-                args, kwargs = calls[rank]
-                gpu = ranks[rank].type == "cuda"
-                with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
-                    outputs[rank] = replicas[rank](*args, **kwargs)
+        for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
+            args, kwargs = calls[rank]
+            gpu = ranks[rank].type == "cuda"
+            with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
+                outputs[rank] = replicas.run(rank, args, kwargs)
+        replicas.keep_parameters()
         return [outputs[rank] for rank in range(len(ranks))]
 
-    def _replicas(self, ranks: Sequence[torch.device]) -> list[nn.Module]:
-        """Return a replica for each rank."""
-        parameters, buffers = list(self.module.parameters()), list(self.module.buffers())
-        copies = autograd.replicate(parameters, ranks)
-        of_ranks = [[], *copies_of(buffers, ranks[1:])]
-        found: list[nn.Module] = []
-        for mine, own in zip(copies, of_ranks, strict=True):
-            tensors = dict(zip(map(id, [*parameters, *buffers]), [*mine, *own], strict=False))
-            found.append(shallow_replica(self.module, tensors, shares_buffers=not found))
-        return found
+    def _collect(self, new: _Replicas) -> None:
+        """Free the replicas of earlier passes that refer to themselves, as by a bound method.
+
+        Python's collector counts objects, not the bytes of their tensors. After a collection that
+        frees little, because the caller keeps the outputs, the next one waits for twice the bytes.
+        """
+        self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+        if sum(n for _, n in self._alive) >= self._most_bytes:
+            gc.collect()
+            self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+            self._most_bytes = max(_MOST_BYTES, 2 * sum(n for _, n in self._alive))
+        self._alive.append((weakref.ref(new.modules[0]), new.nbytes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_alive": []}
 
     def _gathered(self, outputs: Sequence[Any]) -> Any:
         """Join the outputs of all ranks, which must have the same structure."""
@@ -149,7 +158,7 @@ class DataParallel(nn.Module):
     def _is_leaf(self, value: Any) -> bool:
         """Return whether a container is not to be traversed, as it is more than its items."""
         if isinstance(value, list) and len(self.device_ids) > 1:
-            return any(isinstance(item, Mapping) for item in value)
+            return _is_of_examples(value)
         return has_invariants(value)
 
     def _check_leaf(self, leaf: Any, tree: dict[str, Any], index: int, done: str) -> None:
@@ -157,12 +166,14 @@ class DataParallel(nn.Module):
 
         It is leaf `index` of the tree; `done` says what would be done to it.
         """
-        if isinstance(leaf, Tensor) or len(self.device_ids) == 1 or not holds_data(leaf):
+        known = isinstance(leaf, Tensor) or len(self.device_ids) == 1
+        if known or not (isinstance(leaf, list) or holds_data(leaf)):
             return
         path: Any = pytree.tree_flatten_with_path(tree, is_leaf=self._is_leaf)[0][index][0]
         where = f"{path[0].key}{pytree.keystr(path[1:])}"
         if isinstance(leaf, list):
-            kind, advice = "list of dicts", "if it has not an item for each example, use a tuple"
+            kind = "list of dicts, numbers or strings"
+            advice = "if its items are not those of the examples, use a tuple"
         elif isinstance(leaf, PackedSequence):
             kind, advice = "PackedSequence", "pass a padded tensor and pack it in the module"
         else:
@@ -206,6 +217,78 @@ class DataParallel(nn.Module):
         return f"device_ids=[{', '.join(map(str, self.device_ids))}]"
 
 
+class _Replicas:
+    """The replicas of a module for one forward pass.
+
+    Every rank has copies of what is differentiated. Rank 0's other tensors are the module's, and
+    the other ranks have copies of them.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Sequence[torch.device]) -> None:
+        self._module, references = module, References(module)
+        tensors = references.tensors
+        scripts = any(isinstance(part, torch.jit.ScriptModule) for part in references.modules)
+        if scripts or any(map(nn.parameter.is_lazy, tensors)):
+            check_replicable(module)
+        # A computed tensor is left to the module that computes it, unless it is a buffer.
+        buffers = {id(t) for part in references.modules for t in part._buffers.values()}
+        tensors = [t for t in tensors if t.is_leaf or id(t) in buffers]
+        tensors = [t for t in tensors if t.device == ranks[0]]
+        self._differentiated = [t for t in tensors if t.requires_grad]
+        self._shared = [t for t in tensors if not t.requires_grad]
+        self._copies = autograd.replicate(self._differentiated, ranks)
+        self._versions = [_versions(copies) for copies in self._copies]
+        self.modules: list[nn.Module] = []
+        self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
+        for mine, own in zip(self._copies, [[], *copies_of(self._shared, ranks[1:])], strict=True):
+            new = dict(zip(map(id, self._differentiated), mine, strict=True))
+            new |= dict(zip(map(id, self._shared), own, strict=False))
+            self.modules.append(references.copy(new, shares_buffers=not self.modules))
+
+    def run(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a rank's replica; RuntimeError if it has changed the module's own tensors."""
+        before = _versions(self._shared)
+        output = self.modules[rank](*args, **kwargs)
+        if rank > 0:
+            self._check(self._shared, before, _versions(self._shared), f"rank {rank}")
+        return output
+
+    @torch.no_grad()
+    def keep_parameters(self) -> None:
+        """Keep what the forward pass has changed parameters to, if all ranks have done the same."""
+        after = [_versions(copies) for copies in self._copies]
+        for i, tensor in enumerate(self._differentiated):
+            if all(now[i] == before[i] for now, before in zip(after, self._versions, strict=True)):
+                continue
+            first, *others = (copies[i].detach() for copies in self._copies)
+            if not all(torch.equal(first, other.to(first.device)) for other in others):
+                raise RuntimeError(
+                    f"DataParallel: forward changes {self._name(tensor)} in place, and differently "
+                    "on each rank: make it a buffer, of which rank 0's changes are kept"
+                )
+            tensor.copy_(first)
+
+    def _check(
+        self, tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int], who: str
+    ) -> None:
+        for tensor, then, now in zip(tensors, before, after, strict=True):
+            if then != now:
+                raise RuntimeError(
+                    f"DataParallel: while {who} ran, {self._name(tensor)} of the module itself has "
+                    "changed, not that of the rank's replica: forward reaches the module by a "
+                    "global variable or another object that replicas share, or a thread runs it"
+                )
+
+    def _name(self, tensor: Tensor) -> str:
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return next((name for name, t in named if t is tensor), f"a tensor {list(tensor.shape)}")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor has been changed in place; 0 if that is not counted."""
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
 def _length(tensor: Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"DataParallel: dim is {dim}, and an input has shape {list(tensor.shape)}")
@@ -224,6 +307,13 @@ def _for_ranks(
     return list(autograd.scatter(leaf, ranks, chunk_sizes=lengths, dim=dim))
 
 
+def _is_of_examples(items: list[Any]) -> bool:
+    """Return whether a list may have an item for each example: dicts, numbers or strings."""
+    if any(isinstance(item, Mapping) for item in items):
+        return True
+    return bool(items) and all(isinstance(item, (str, bytes, Number)) for item in items)
+
+
 def has_invariants(value: Any) -> bool:
     """Return whether a value is of a named tuple's subclass that makes its own instances.
 
@@ -236,29 +326,27 @@ def has_invariants(value: Any) -> bool:
     return type(value).__new__ is not plain.__new__
 
 
-def holds_data(value: Any, seen: set[int] | None = None) -> bool:
-    """Return whether a value is or refers to a tensor, an array with dimensions, or a module.
+def holds_data(value: Any) -> bool:
+    """Return whether a value is or refers to tensors, arrays with dimensions, modules or iterators.
 
     >>> holds_data({"a": [torch.ones(2)]}), holds_data([1, "b", torch.float32])
     (True, False)
     """
-    seen = set() if seen is None else seen
-    if type(value) in PLAIN or isinstance(value, (type, types.ModuleType)) or id(value) in seen:
-        return False
-    seen.add(id(value))  # the value outlives the call, as the caller refers to it
-    if isinstance(value, (Tensor, nn.Module)):
-        return True
-    if any(hasattr(value, name) for name in ("__dlpack__", "__array__", "__array_interface__")):
-        return getattr(value, "shape", None) != ()  # of NumPy's numbers
-    parts: list[Any] = list(getattr(value, "__dict__", {}).values())
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        parts += [getattr(value, s, None) for s in ([slots] if isinstance(slots, str) else slots)]
-    if isinstance(value, Mapping):
-        parts += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts += value
-    return any(holds_data(part, seen) for part in parts)
+    stack, seen = [value], {}
+    while stack:
+        item = stack.pop()
+        if type(item) in _PLAIN or isinstance(item, (type, types.ModuleType)) or id(item) in seen:
+            continue
+        seen[id(item)] = item  # keeps the id valid
+        if isinstance(item, (Tensor, nn.Module, Iterator)):
+            return True
+        if any(hasattr(item, name) for name in ("__dlpack__", "__array__", "__array_interface__")):
+            if getattr(item, "shape", None) != ():  # of NumPy's numbers
+                return True
+        else:
+            parts: Any = item if isinstance(item, MappingView) else parts_of(item)
+            stack.extend(parts)
+    return False
 
 
 def _are_equal(value: Any, first: Any) -> bool:

@@ -1,7 +1,8 @@
 """Dry run of a module on two examples of zeros, to find errors before a training step.
 
-The examples run in evaluation mode and change no state. The dry run does not cover behaviour
-specific to training. A module that fails on zeros has no result, and its step raises the error.
+The examples run in evaluation mode, through a copy of the module, and change no state. The dry run
+does not cover behaviour specific to training. A module that fails on zeros has no result, and its
+step raises the error.
 
 The dry run finds shards of one example under batch normalisation: a single value per channel has no
 variance, and torch would raise only in that layer, after other ranks have passed theirs.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .module_replication import shallow_replica
+from .module_replication import copied
 from .sync_batchnorm import SyncBatchNorm
 
 _EXAMPLES = 2  # layers with batch statistics even in evaluation refuse a single example
@@ -34,7 +35,8 @@ def dry_run(
     """
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     pair = torch.zeros(_EXAMPLES, *shape, dtype=dtype, device=device)
-    buffers = {id(buffer): buffer.clone() for buffer in module.buffers()}
+    tensors: dict[int, Any] = {id(param): param for param in module.parameters()}
+    tensors |= {id(buffer): buffer.clone() for buffer in module.buffers()}
     gpus = [device] if device.type == "cuda" else []
     try:
         with (
@@ -42,7 +44,7 @@ def dry_run(
             torch.set_grad_enabled(record),
             _in_evaluation(module),
         ):
-            return shallow_replica(module, buffers)(pair)
+            return copied(module, tensors)(pair)
     except Exception:  # any error is due to the zeros, or the training step will raise it again
         return None
 
@@ -143,7 +145,7 @@ class SingleValueCheck:
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
         """Return the numbers of values per channel that these layers get from one example."""
-        found: set[int] = set()
+        found = _Numbers()
         hooks = [layer.register_forward_pre_hook(partial(_note, found)) for layer in layers]
         try:
             whole = dry_run(self._module, examples.shape[1:], examples.dtype, record=False)
@@ -166,6 +168,13 @@ def _is_local(layer: nn.Module) -> bool:
 def _is_synchronized(layer: nn.Module) -> bool:
     """Return whether a layer takes statistics over all ranks."""
     return isinstance(layer, SyncBatchNorm) and layer.ranks > 1
+
+
+class _Numbers(set[int]):
+    """Numbers that the hooks of a copied module note, too."""
+
+    def __deepcopy__(self, memo: object) -> "_Numbers":
+        return self
 
 
 def _note(found: set[int], layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

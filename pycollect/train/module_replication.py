@@ -1,17 +1,11 @@
-"""Replicas of a module: whole copies for training, and shallow ones for one forward pass.
+"""Copies of modules, which share nothing with the original, and copies of their tensors.
 
-A whole copy shares nothing with the module. A shallow replica shares all but the tensors, so it
-costs little more than they do. What a forward pass leaves for the backward pass, such as a
-checkpoint that runs a layer again, holds the replica, and so finds the tensors of its rank.
+Copies of tensors that share memory share it, too. For replicas that live for one forward pass and
+share all but the tensors, see references.py.
 """
 
 import copy
-import threading
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .references import Rebuilder, References
+
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
-# Types of values that refer to no module and no tensor.
-PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
 def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
@@ -49,7 +43,7 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
                 f"parameter {name} has a hook, and would act on the gradient of each rank: remove "
                 "it, or register it with the replicas' parameters"
             )
-    return [_with(module, memo) for memo in copied_tensors(module, devices)]
+    return [copied(module, memo) for memo in copied_tensors(module, devices)]
 
 
 def check_replicable(module: nn.Module) -> None:
@@ -57,11 +51,9 @@ def check_replicable(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(f"module {name or type(part).__name__} is TorchScript: no replica")
-    for name, param in module.named_parameters():
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"parameter {name} has no shape yet: send one batch through the module first"
-            )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: send one batch through the module first")
 
 
 def _hooks_of(param: Tensor) -> list[Any]:
@@ -180,27 +172,40 @@ def _member(tensor: Tensor, block: Tensor, copied: Tensor) -> Tensor:
 
 
 def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any]]:
-    """Return copies of parameters and buffers for each rank, by id: a memo for copy.deepcopy.
+    """Return copies of the module's tensors for each rank, by id: a memo for `copied`.
 
-    deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
-    becomes a reference to the same copy.
+    They are those of parameters and buffers, and of other tensors that share memory with them.
     """
-    found = [*module.parameters(), *module.buffers()]
-    tensors = list({id(tensor): tensor for tensor in found}.values())
+    own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    held = list(own.values()) + [
+        t for t in References(module).tensors if id(t) not in own and t.is_leaf and _is_plain(t)
+    ]
+    with_own = [m for _, m in memory_blocks(held) if len(m) > 1 and min(m) < len(own)]
+    aliases = sorted(i for members in with_own for i in members if i >= len(own))
+    tensors = [*own.values(), *(held[i] for i in aliases)]
     return [
         {id(tensor): _as(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
         for mine in copies_of(tensors, devices)
     ]
 
 
-def _with(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy the module, with the tensors of the memo in place of its own."""
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy the module by copy.deepcopy, with the tensors of the memo in place of its own.
+
+    deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
+    becomes a reference to the same copy. Functions, which deepcopy shares, refer to the copy, too.
+    """
+    replaced = set(memo)
+    parts = References(module).all_modules
     with Detached():
         try:
-            return copy.deepcopy(module, memo)
+            new = copy.deepcopy(module, memo)
         except Exception as error:
             where = _uncopied(module, memo)
             raise ValueError(f"{where} cannot be copied for every rank: {error}") from error
+    replaced |= {id(part) for part in parts if id(part) in memo}
+    references, known = References(new, replaced), {key: memo[key] for key in replaced}
+    return cast(nn.Module, Rebuilder(references.holders(replaced), known)(new))
 
 
 def _as(tensor: Tensor, mine: Tensor) -> Tensor:
@@ -247,157 +252,3 @@ def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
             except Exception:  # the error itself is raised with the name
                 return f"attribute {attribute} of {name or type(part).__name__}"
     return f"module {type(module).__name__}"
-
-
-# --- shallow replicas -----------------------------------------------------------------------------
-
-
-def shallow_replica(
-    module: nn.Module, tensors: Mapping[int, Tensor], *, shares_buffers: bool = False
-) -> nn.Module:
-    """Return a replica with other tensors for those of the module with these ids.
-
-    A part that occurs several times in the module does so in the replica. Lists, dicts and other
-    containers, bound methods and functions that refer to a part or to such a tensor are rebuilt to
-    refer to that of the replica; any other object, and any other tensor, is shared. What a forward
-    pass assigns to a replica stays there, but with `shares_buffers` its buffers are the module's.
-
-    >>> layer = nn.Linear(2, 1, bias=False)
-    >>> shallow_replica(layer, {id(layer.weight): torch.ones(1, 2)})(torch.ones(2))
-    tensor([2.])
-    """
-    parts = list(module.modules())
-    replicas: dict[int, Any] = {id(part): object.__new__(type(part)) for part in parts}
-    rebound = Rebound({**tensors, **replicas})
-    for part in parts:
-        state = replicas[id(part)].__dict__
-        state.update((name, rebound(value)) for name, value in part.__dict__.items())
-        for name in ("_parameters", "_modules", *(() if shares_buffers else ("_buffers",))):
-            state[name] = dict(state[name])
-        state["_is_replica"] = True  # torch's mark
-    return cast(nn.Module, replicas[id(module)])
-
-
-class Rebound:
-    """Values that refer to some objects, as values that refer to others in their place."""
-
-    def __init__(self, replaced: Mapping[int, Any]) -> None:
-        self._found = dict(replaced)
-
-    def __call__(self, value: Any) -> Any:
-        """Return the value itself unless it refers to a replaced object."""
-        if type(value) in PLAIN:
-            return value
-        if id(value) not in self._found:
-            self._found[id(value)] = value  # for a reference of the value to itself
-            self._found[id(value)] = self._rebuilt(value)
-        return self._found[id(value)]
-
-    def _rebuilt(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return self._items(value)
-        if isinstance(value, dict):
-            return self._dict(value)
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.CellType):  # of a variable that functions share
-            return self._changed(value, types.CellType, *_contents(value))
-        if isinstance(value, types.MethodType):
-            return self._changed(value, types.MethodType, value.__func__, value.__self__)
-        if type(value) is partial:
-            rebuilt = lambda func, args, keywords: partial(func, *args, **keywords)  # noqa: E731
-            return self._changed(value, rebuilt, value.func, value.args, value.keywords)
-        if type(value) is weakref.ref:
-            return self._changed(value, weakref.ref, value())
-        return value
-
-    def _changed(self, value: Any, rebuilt: Callable[..., Any], *parts: Any) -> Any:
-        """Return the value rebuilt of its parts if one of them has changed, else itself."""
-        new = [self(part) for part in parts]
-        return value if _are_same(new, parts) else rebuilt(*new)
-
-    def _items(self, value: Any) -> Any:
-        if PLAIN.issuperset(map(type, value)):
-            return value
-        items = [self(item) for item in value]
-        if _are_same(items, value):
-            return value
-        if isinstance(value, list):
-            new = copy.copy(value)
-            new[:] = items
-            return new
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
-
-    def _dict(self, value: Any) -> Any:
-        if PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values())):
-            return value
-        keys, items = [self(key) for key in value], [self(item) for item in value.values()]
-        if _are_same(keys, value) and _are_same(items, value.values()):
-            return value
-        new = copy.copy(value)
-        new.clear()
-        new.update(zip(keys, items, strict=True))
-        return new
-
-    def _function(self, function: Any) -> Any:
-        def rebuilt(defaults: Any, keywords: Any, closure: Any, attributes: Any) -> Any:
-            names = function.__code__, function.__globals__, function.__name__
-            new = types.FunctionType(*names, defaults, closure)
-            new.__kwdefaults__ = keywords
-            new.__dict__.update(attributes)
-            return new
-
-        parts = function.__defaults__, function.__kwdefaults__, function.__closure__
-        return self._changed(function, rebuilt, *parts, function.__dict__)
-
-
-def _contents(cell: types.CellType) -> tuple[Any, ...]:
-    """Return the value of a variable; nothing if it has none yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
-
-
-def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
-
-
-@contextmanager
-def originals_refused(module: nn.Module) -> Iterator[None]:
-    """Raise RuntimeError when this thread calls a part of the module: a replica was meant.
-
-    A replica can reach it by a global variable, or by an object that all replicas share.
-    """
-    thread = threading.get_ident()
-    changed: list[tuple[dict[str, Any], Any]] = []
-    for name, part in module.named_modules():
-        state, before = part.__dict__, part.__dict__.get("forward")
-        if not isinstance(before, _Refusal):  # of another thread that runs replicas
-            changed.append((state, before))
-            state["forward"] = _Refusal(part.forward, name, thread)
-    try:
-        yield
-    finally:
-        for state, before in changed:
-            if before is None:
-                state.pop("forward", None)
-            else:
-                state["forward"] = before
-
-
-@dataclass
-class _Refusal:
-    """The forward method of a module while its replicas run in a thread."""
-
-    forward: Callable[..., Any]
-    name: str
-    thread: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
-            return self.forward(*args, **kwargs)
-        raise RuntimeError(
-            f"a replica calls module {self.name!r} of the original, by a global variable or by an "
-            "object that all replicas share: reach it through self, the replica's own modules"
-        )

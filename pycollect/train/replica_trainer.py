@@ -29,6 +29,7 @@ from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .module_check import SingleValueCheck, explained
 from .module_replication import (
     Detached,
+    copied,
     copied_tensors,
     memory_blocks,
     replicate_module,
@@ -117,7 +118,8 @@ class ReplicaTrainer:
         rank, even by default. A loss is a tensor without dimensions; a rank without examples has 0.
         Raises ValueError if X and y differ in length, for shares that do not add up to n, for a
         batch without examples or that `strict` forbids, for a shard of one example under batch
-        normalisation, for a loss with dimensions, and where torch does not record gradients.
+        normalisation, for a loss with dimensions, where torch does not record gradients, and for a
+        forward pass that changes parameters in place, differently on the ranks.
         """
         self._clock.begin()
         self._check(len(X))
@@ -204,7 +206,8 @@ class ReplicaTrainer:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaTrainer":
         new = memo[id(self)] = object.__new__(type(self))
         for module, device in zip(self.modules, self.devices, strict=True):
-            memo.update(*copied_tensors(module, [device]))
+            (own,) = copied_tensors(module, [device])
+            memo.update(own | {id(module): copied(module, dict(own))})
         with Detached():
             new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
@@ -242,11 +245,13 @@ class ReplicaTrainer:
             for param in params:
                 param.grad = None  # unlike zeros, this saves adding the first gradient
         early = self._current_buckets()
+        versions = [[param._version for param in params] for params in self.parameters]
         losses: dict[int, Tensor] = {}
         for i, (X_parts, y_parts) in enumerate(parts, 1):
             buckets = early if i == len(parts) else None
             for rank, loss in self._pass(X_parts, y_parts, buckets).items():
                 losses[rank] = losses[rank] + loss if rank in losses else loss
+        self._check_parameters(versions)
         self._clock.end_of("compute")
         gradients = matching_gradients(self.parameters)
         if early is None:
@@ -262,6 +267,19 @@ class ReplicaTrainer:
             losses[rank] if rank in losses else torch.zeros((), device=device)
             for rank, device in enumerate(self.devices)
         ]
+
+    def _check_parameters(self, before: Sequence[Sequence[int]]) -> None:
+        """Raise ValueError if forward passes have changed parameters, to different values."""
+        for params, versions in zip(self.parameters, before, strict=True):
+            for i, (param, version) in enumerate(zip(params, versions, strict=True)):
+                if param._version != version and not all(
+                    torch.equal(mine[i].to(param.device), param) for mine in self.parameters
+                ):
+                    name = [name for name, _ in self.modules[0].named_parameters()][i]
+                    raise ValueError(
+                        f"forward changes parameter {name} in place, and differently on each rank: "
+                        "make it a buffer, of which each rank has its own"
+                    )
 
     def _pass(
         self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None

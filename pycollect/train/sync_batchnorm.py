@@ -24,7 +24,7 @@ from .batch_statistics import (
     statistics,
 )
 from .lockstep import lockstep_exchange, lockstep_size
-from .module_replication import Rebound
+from .references import Rebuilder, References
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
@@ -131,17 +131,27 @@ def convert_sync_batchnorm(
 
 
 def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """Return (path, layer) for every batch normalisation; ValueError for unsupported classes."""
+    """Return (path, layer) for every batch normalisation; ValueError for unsupported classes.
+
+    Layers that are not registered, as those in a list, have numbers in place of paths.
+    """
+    named = list(module.named_modules(remove_duplicate=False))
+    known = {part for _, part in named}
+    others = [part for part in References(module).all_modules if part not in known]
+    named += [(f"(unregistered {i})", part) for i, part in enumerate(others)]
     layers = [
         (name, layer)
-        for name, layer in module.named_modules(remove_duplicate=False)
+        for name, layer in named
         if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
     ]
     for name, layer in layers:
-        if type(layer).forward is not _BatchNorm.forward or not isinstance(layer, tuple(_DIMS)):
+        own = type(layer).forward is not _BatchNorm.forward or "forward" in vars(layer)
+        if own or not isinstance(layer, tuple(_DIMS)):
+            replaced = " with another forward" if "forward" in vars(layer) else ""
+            kind = f"{type(layer).__name__}{replaced}"
             raise ValueError(
-                f"convert_sync_batchnorm: {name or 'the module'} is a {type(layer).__name__}; only "
-                "nn.BatchNorm1d, 2d and 3d are taken over all ranks"
+                f"convert_sync_batchnorm: {name or 'the module'} is a {kind}; only nn.BatchNorm1d, "
+                "2d and 3d are taken over all ranks"
             )
     return layers
 
@@ -160,7 +170,10 @@ def _converted(
             layer.ranks, layer.processes = ranks, processes
             layer.path = path or "batch normalisation"
             layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
-    rebound = Rebound({id(old): layer for old, layer in made.items()})
-    for part in [*module.modules(), *made.values()]:
-        part.__dict__.update([(name, rebound(value)) for name, value in part.__dict__.items()])
+    references = References(module)
+    parts = references.all_modules
+    new = {id(part): made.get(part, part) for part in parts}
+    rebuilt = Rebuilder(references.holders(map(id, made)), new)
+    for part in [*parts, *made.values()]:
+        part.__dict__.update([(name, rebuilt(value)) for name, value in part.__dict__.items()])
     return made.get(module, module)
