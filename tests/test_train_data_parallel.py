@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -330,9 +331,29 @@ def test_frozen_parameters_stay_frozen_and_buffers_differentiable() -> None:
     module = Calls(lambda self, x: x * self.weight if self.weight.requires_grad else x * self.scale)
     module.weight.requires_grad_(False)
     module.register_buffer("scale", torch.ones(1, requires_grad=True))
+    module.register_forward_pre_hook(lambda me, x: setattr(me, "count", me.count + len(x[0])))
     DataParallel(module, "cpu*3")(torch.arange(6.0)).sum().backward()
     assert module.scale.grad == 15
     assert module.weight.grad is None
+    assert module.count == 2
+
+
+def test_threads_may_share_it() -> None:
+    parallel, errors = DataParallel(nn.BatchNorm1d(3), "cpu*2"), []
+
+    def run() -> None:
+        try:
+            for _ in range(10):
+                parallel(torch.randn(4, 3)).sum().backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
 
 
 def test_parameters_that_forward_changes() -> None:

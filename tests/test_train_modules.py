@@ -1,4 +1,4 @@
-"""Modules as people write them, in DataParallel and ReplicaTrainer: as on one device.
+"""Modules as people write them, in DataParallel: as on one device.
 
 Parts under two names, references to parts in containers, functions and objects, other forward
 methods, hooks, compiled parts, state in odd places.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from types import MappingProxyType, SimpleNamespace
@@ -18,14 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from train_cases import Calls, batches, difference, replicas_of
+from train_cases import Calls, same_bits
 
-from pycollect.train import (
-    DataParallel,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    data_parallel,
-)
+from pycollect.train import DataParallel, data_parallel
+from pycollect.train.module_check import dry_run
 
 
 class Twice(nn.Module):
@@ -67,6 +63,92 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None])[0][:, 0]
 
 
+class Doubling(functools.partial):
+    """A partial that calls twice as much."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+class Factor(float):
+    """A number that knows its module."""
+
+    owner: nn.Module
+
+
+class Pair(tuple):
+    """A pair with an attribute."""
+
+    scale: float
+
+
+class Registry(dict):
+    """A dict that refuses what a copy does not need."""
+
+    def clear(self) -> None:
+        raise TypeError("a registry is never cleared")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("a registry is never changed")
+
+
+class Resource:
+    """An object that refers to its module, and whose end has effects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.closed = module, module.closed
+
+    def __del__(self) -> None:
+        self.closed.append(self)
+
+
+class Private:
+    __slots__ = ("__layer",)
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.__layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.__layer(x)
+
+
+class Odd(nn.Module):
+    """Uses layers through references of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a.parent = weakref.proxy(self)
+        self.trainer = TRAINER
+        TRAINER.model = self
+        self.back = weakref.ref(TRAINER)
+        self.pick, self.made = {"a": self.a}.get, defaultdict(lambda: self.b)
+        self.weak, self.private = weakref.WeakMethod(self.last), Private(self.a)
+        self.doubling, self.factor, self.pair = Doubling(self.b), Factor(0.3), Pair((1, 2))
+        self.factor.owner, self.pair.scale, self.a.weight.scale = self, 0.5, 0.5
+        self.closed: list[Any] = []
+        self.registry, self.resource = Registry(b=self.b), Resource(self)
+
+    def last(self, x: Tensor) -> Tensor:
+        return x * self.factor * self.pair.scale * getattr(self.a.weight, "scale", 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.back() is not None
+        if not hasattr(self, "handle"):
+            self.handle = self.b.register_forward_hook(lambda _m, _i, output: output + 1)
+        x = self.a.parent.b(self.registry["b"](self.pick("a")(x)))
+        return self.weak()(self.doubling(self.private(self.made["b"](x))))
+
+
+class Trainer:
+    """An object outside of the module that refers to it, as Lightning's."""
+
+    model: nn.Module
+
+
+TRAINER = Trainer()
+
+
 def with_another_forward() -> nn.Module:
     module = nn.Linear(3, 3)
     before = module.forward
@@ -96,6 +178,7 @@ AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
     "a layer twice in a row": lambda: nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer),
     "references": References,
     "a recurrent layer": Recurrent,
+    "odd references": Odd,
     "another forward": with_another_forward,
     "a hook": with_a_hook,
     "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
@@ -138,6 +221,7 @@ def test_modules_as_people_write_them(name: str) -> None:
             step.step()
     assert all(map(lambda now, then: now is then, models[1].parameters(), kept))
     assert all(isinstance(p, nn.Parameter) for p in kept)
+    assert not getattr(models[1], "closed", [])
     assert any(
         float((p.detach() - before).abs().max()) > 1e-3
         for p, before in zip(kept, start, strict=True)
@@ -242,67 +326,6 @@ def test_state_is_each_ranks_own_and_rank_0s_is_kept(name: str) -> None:
         torch.testing.assert_close(mine, wanted)
 
 
-class Referring(nn.Module):
-    """Computes with a layer to which `refer` gives another reference."""
-
-    def __init__(self, refer: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 4)
-        self.weight = self.layer.weight.data
-        self.apply_layer = refer(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.apply_layer
-        return (found() if isinstance(found, weakref.ref) else found)(x) + self.weight.sum()
-
-
-class Holder:
-    """An object that refers to a layer by a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-REFERENCES: dict[str, Callable[[Any], Any]] = {
-    "a function": lambda module: lambda x: module.layer(module.norm(x)),
-    "a default value": lambda module: lambda x, m=module: m.layer(m.norm(x)),
-    "a weak reference": lambda module: weakref.ref(module.layer),
-    "a cache": lambda module: functools.lru_cache(maxsize=1)(module.layer.forward),
-    "a mapped function": lambda module: torch.vmap(module.layer),
-    "an object with a function": lambda module: Holder(lambda x: module.layer(module.norm(x))),
-    "a compiled function": lambda module: torch.compile(module.layer.forward, backend="eager"),
-}
-
-
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_functions_refer_to_their_replica(name: str, sync: bool) -> None:
-    torch.manual_seed(0)
-    module = Referring(REFERENCES[name]).double()
-    module.weight = module.layer.weight.data
-    start = deepcopy(module.state_dict())
-    alone = replicas_of(module, 1)
-    replicas = deepcopy(replicas_of(module, 3 if sync else 2, sync_batchnorm=sync))
-    steps = [(X.double(), y) for X, y in batches([6, 6, 6])]
-    if not sync:  # with statistics of ranks the whole batch is not the reference
-        for trainer in (alone, replicas):
-            for mine in trainer.modules:
-                mine.norm.eval()
-    for X, y in steps:
-        alone.step(X, y)
-        replicas.step(X, y)
-    for mine in replicas.modules:
-        assert not getattr(mine, "_is_replica", False)
-        assert difference(mine, module) > 1e-3
-        for key, value in alone.modules[0].state_dict().items():
-            torch.testing.assert_close(mine.state_dict()[key], value, rtol=0, atol=1e-9)
-    assert all(torch.equal(module.state_dict()[key], start[key]) for key in start)
-    assert all(param.grad is None for param in module.parameters())
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_run_the_layers_of_their_rank_again(reentrant: bool) -> None:
     """As on one device, the statistics of rank 0 count its forward pass and its repetition."""
@@ -353,38 +376,6 @@ def test_a_backward_pass_that_reads_its_module() -> None:
     assert X.grad.tolist() == [2, 2, 2, 2]
 
 
-def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
-            self.layers = [self.norm, nn.BatchNorm1d(6, affine=False)]
-            self.holder = Holder(self.linear)
-            self.holder.last = nn.BatchNorm1d(4, affine=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in (*self.layers, self.holder, self.holder.last):
-                x = layer(x)
-            return x
-
-    module = Listed()
-    whole, halves = replicas_of(module, 1), replicas_of(module, 2, sync_batchnorm=True)
-    for X, y in batches([6, 6]):
-        whole.step(X, y)
-        halves.step(X, y)
-    for name, value in whole.modules[0].state_dict().items():
-        torch.testing.assert_close(halves.modules[1].state_dict()[name], value, rtol=0, atol=1e-5)
-    (converted,) = convert_sync_batchnorm([module])
-    assert converted is module
-    assert all(isinstance(layer, SyncBatchNorm) for layer in (*module.layers, module.holder.last))
-    assert module.layers[0] is module.norm
-    assert module.holder.function is module.linear
-    fresh = Listed()
-    fresh.norm.forward = Holder(fresh.norm.forward)
-    with pytest.raises(ValueError, match="norm is a BatchNorm1d with another forward"):
-        convert_sync_batchnorm([fresh])
-
-
 EVERYWHERE: list[nn.Module] = []
 
 
@@ -411,3 +402,13 @@ def test_replicas_that_refer_to_themselves_are_freed(monkeypatch: pytest.MonkeyP
     kept = [parallel(torch.ones(2, 3)) for _ in range(20)]  # and their graphs
     kept[0].sum().backward()
     assert len(kept) == 20
+
+
+def test_a_dry_run_leaves_shared_layers_as_they_are() -> None:
+    norm = nn.BatchNorm1d(6)
+    module = nn.Sequential(norm, nn.Linear(6, 6), norm)
+    before, kept = deepcopy(module), [*module.parameters(), *module.buffers()]
+    assert dry_run(module, [6], record=False).shape == (2, 6)
+    now = [*module.parameters(), *module.buffers()]
+    assert all(map(lambda a, b: a is b, now, kept))
+    assert same_bits(module, before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -16,8 +18,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 from train_cases import CPU, batches, difference, replicas_of, same_bits
 
-from pycollect.train import ReplicaTrainer, replicate_module
-from pycollect.train.module_check import dry_run
+from pycollect.train import ReplicaTrainer, SyncBatchNorm, convert_sync_batchnorm, replicate_module
 
 
 class Everything(nn.Module):
@@ -328,16 +329,6 @@ def test_parameters_and_buffers_of_any_kind() -> None:
         assert mine.get_buffer("conjugate").tolist() == [-1j]
 
 
-def test_a_dry_run_leaves_shared_layers_as_they_are() -> None:
-    norm = nn.BatchNorm1d(6)
-    module = nn.Sequential(norm, nn.Linear(6, 6), norm)
-    before, kept = deepcopy(module), [*module.parameters(), *module.buffers()]
-    assert dry_run(module, [6], record=False).shape == (2, 6)
-    now = [*module.parameters(), *module.buffers()]
-    assert all(map(lambda a, b: a is b, now, kept))
-    assert same_bits(module, before)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_channels_last_trains_as_contiguous(overlap: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -356,3 +347,98 @@ def test_channels_last_trains_as_contiguous(overlap: bool) -> None:
     assert difference(ranks[0][1], ranks[1][1]) < 1e-5
     weight = ranks[1][0].get_parameter("2.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Referring(nn.Module):
+    """Computes with a layer to which `refer` gives another reference."""
+
+    def __init__(self, refer: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 4)
+        self.weight = self.layer.weight.data
+        self.apply_layer = refer(self)
+        self.myself = lambda: self
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.apply_layer
+        return (found() if isinstance(found, weakref.ref) else found)(x) + self.weight.sum()
+
+
+class Holder:
+    """An object that refers to a layer by a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+REFERENCES: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda module: lambda x: module.layer(module.norm(x)),
+    "a default value": lambda module: lambda x, m=module: m.layer(m.norm(x)),
+    "a weak reference": lambda module: weakref.ref(module.layer),
+    "a cache": lambda module: functools.lru_cache(maxsize=1)(module.layer.forward),
+    "a mapped function": lambda module: torch.vmap(module.layer),
+    "an object with a function": lambda module: Holder(lambda x: module.layer(module.norm(x))),
+    "a compiled function": lambda module: torch.compile(module.layer.forward, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_functions_refer_to_their_replica(name: str, sync: bool) -> None:
+    torch.manual_seed(0)
+    module = Referring(REFERENCES[name]).double()
+    module.weight = module.layer.weight.data
+    start = deepcopy(module.state_dict())
+    alone = replicas_of(module, 1)
+    replicas = deepcopy(replicas_of(module, 3 if sync else 2, sync_batchnorm=sync))
+    steps = [(X.double(), y) for X, y in batches([6, 6, 6])]
+    if not sync:  # with statistics of ranks the whole batch is not the reference
+        for trainer in (alone, replicas):
+            for mine in trainer.modules:
+                mine.norm.eval()
+    for X, y in steps:
+        alone.step(X, y)
+        replicas.step(X, y)
+    for mine in replicas.modules:
+        assert not getattr(mine, "_is_replica", False)
+        assert mine.myself() is mine
+        assert difference(mine, module) > 1e-3
+        for key, value in alone.modules[0].state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[key], value, rtol=0, atol=1e-9)
+    assert all(torch.equal(module.state_dict()[key], start[key]) for key in start)
+    assert all(param.grad is None for param in module.parameters())
+
+
+def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
+            self.layers = [self.norm, nn.BatchNorm1d(6, affine=False)]
+            self.holder = Holder(self.linear)
+            self.holder.last = nn.BatchNorm1d(4, affine=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.layers, self.holder, self.holder.last):
+                x = layer(x)
+            return x
+
+    module = Listed()
+    whole, halves = replicas_of(module, 1), replicas_of(module, 2, sync_batchnorm=True)
+    for X, y in batches([6, 6]):
+        whole.step(X, y)
+        halves.step(X, y)
+    for name, value in whole.modules[0].state_dict().items():
+        torch.testing.assert_close(halves.modules[1].state_dict()[name], value, rtol=0, atol=1e-5)
+    (converted,) = convert_sync_batchnorm([module])
+    assert converted is module
+    assert all(isinstance(layer, SyncBatchNorm) for layer in (*module.layers, module.holder.last))
+    assert module.layers[0] is module.norm
+    assert module.holder.function is module.linear
+    fresh = Listed()
+    fresh.norm.forward = Holder(fresh.norm.forward)
+    with pytest.raises(ValueError, match="norm is a BatchNorm1d with another forward"):
+        convert_sync_batchnorm([fresh])

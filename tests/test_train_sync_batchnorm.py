@@ -210,7 +210,13 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
     modules = [tied(), tied()]
     weight, called = modules[0][0].weight, []
     modules[0][0].register_forward_hook(lambda *_: called.append(1))
+    refers = modules[0].register_forward_hook(partial(lambda norm, *_: norm, modules[0][0]))
+    names = modules[0].names = {"norm": modules[0][0]}
     converted, _ = convert_sync_batchnorm(modules)
+    assert converted.names is names
+    assert names["norm"] is converted[0]
+    refers.remove()
+    assert not converted._forward_hooks
     assert converted[0] is converted[2]
     assert isinstance(converted[0], SyncBatchNorm)
     assert converted[0].weight is weight

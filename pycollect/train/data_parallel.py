@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Iterator, Mapping, MappingView, Sequence
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from contextlib import nullcontext
 from numbers import Number
 from typing import Any
@@ -28,7 +28,7 @@ from pycollect import autograd
 from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 
-from .module_replication import check_replicable, copies_of
+from .module_replication import as_copy, check_replicable, copies_of
 from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -82,8 +82,7 @@ class DataParallel(nn.Module):
             )
         (self.output_device,) = outputs
         self.dim = dim
-        self._alive: list[tuple[weakref.ref[nn.Module], int]] = []  # of earlier passes, and bytes
-        self._most_bytes = _MOST_BYTES
+        self._passes = _Passes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns for the whole batch."""
@@ -100,32 +99,19 @@ class DataParallel(nn.Module):
         """Run a replica for each call; rank 0's replica uses and updates the module's buffers."""
         ranks = self.device_ids[: len(calls)]
         replicas = _Replicas(self.module, ranks)
-        self._collect(replicas)
+        alone = self._passes.begin(replicas)
         outputs: dict[int, Any] = {}
-        # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
-        for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
-            args, kwargs = calls[rank]
-            gpu = ranks[rank].type == "cuda"
-            with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
-                outputs[rank] = replicas.run(rank, args, kwargs)
+        try:
+            # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
+            for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
+                args, kwargs = calls[rank]
+                gpu = ranks[rank].type == "cuda"
+                with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
+                    outputs[rank] = replicas.run(rank, args, kwargs, alone)
+        finally:
+            self._passes.end()
         replicas.keep_parameters()
         return [outputs[rank] for rank in range(len(ranks))]
-
-    def _collect(self, new: _Replicas) -> None:
-        """Free the replicas of earlier passes that refer to themselves, as by a bound method.
-
-        Python's collector counts objects, not the bytes of their tensors. After a collection that
-        frees little, because the caller keeps the outputs, the next one waits for twice the bytes.
-        """
-        self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
-        if sum(n for _, n in self._alive) >= self._most_bytes:
-            gc.collect()
-            self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
-            self._most_bytes = max(_MOST_BYTES, 2 * sum(n for _, n in self._alive))
-        self._alive.append((weakref.ref(new.modules[0]), new.nbytes))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_alive": []}
 
     def _gathered(self, outputs: Sequence[Any]) -> Any:
         """Join the outputs of all ranks, which must have the same structure."""
@@ -217,6 +203,39 @@ class DataParallel(nn.Module):
         return f"device_ids=[{', '.join(map(str, self.device_ids))}]"
 
 
+class _Passes:
+    """The forward passes of a DataParallel: how many run, and the replicas of earlier ones.
+
+    Replicas that refer to themselves, as by a bound method, live until a collection, and Python's
+    collector counts objects, not the bytes of their tensors. After a collection that frees little,
+    because the caller keeps the outputs, the next one waits for twice the bytes.
+    """
+
+    def __init__(self) -> None:
+        self._alive: list[tuple[weakref.ref[nn.Module], int]] = []  # a replica, bytes of its pass
+        self._most_bytes = _MOST_BYTES
+        self._begun = self._running = 0
+
+    def __reduce__(self) -> Any:
+        return _Passes, ()
+
+    def begin(self, replicas: _Replicas) -> Callable[[], bool]:
+        """Begin a pass; return a function that tells whether no other thread has run one since."""
+        self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+        if sum(n for _, n in self._alive) >= self._most_bytes:
+            gc.collect()
+            self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+            self._most_bytes = max(_MOST_BYTES, 2 * sum(n for _, n in self._alive))
+        self._alive.append((weakref.ref(replicas.modules[0]), replicas.nbytes))
+        self._begun, self._running = self._begun + 1, self._running + 1
+        mine, others = self._begun, self._running - 1
+        return lambda: others == 0 and self._begun == mine
+
+    def end(self) -> None:
+        """End a pass."""
+        self._running -= 1
+
+
 class _Replicas:
     """The replicas of a module for one forward pass.
 
@@ -234,23 +253,42 @@ class _Replicas:
         buffers = {id(t) for part in references.modules for t in part._buffers.values()}
         tensors = [t for t in tensors if t.is_leaf or id(t) in buffers]
         tensors = [t for t in tensors if t.device == ranks[0]]
-        self._differentiated = [t for t in tensors if t.requires_grad]
+        # Rank 0 has the buffers themselves, also those that are differentiated.
+        self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
+        moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
         self._shared = [t for t in tensors if not t.requires_grad]
         self._copies = autograd.replicate(self._differentiated, ranks)
         self._versions = [_versions(copies) for copies in self._copies]
-        self.modules: list[nn.Module] = []
         self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
-        for mine, own in zip(self._copies, [[], *copies_of(self._shared, ranks[1:])], strict=True):
-            new = dict(zip(map(id, self._differentiated), mine, strict=True))
-            new |= dict(zip(map(id, self._shared), own, strict=False))
+        graphs = [[], *autograd.replicate(moved, ranks[1:])]
+        others = [[], *copies_of(self._shared, ranks[1:])]
+        self.modules: list[nn.Module] = []
+        for mine, graph, own in zip(self._copies, graphs, others, strict=True):
+            new: dict[int, Tensor] = {}
+            differentiated = self._differentiated + (moved if graph else [])
+            for tensor, copied in zip(differentiated, [*mine, *graph], strict=True):
+                copied.__dict__.update(tensor.__dict__)  # attributes that libraries have set
+                new[id(tensor)] = copied
+            for tensor, copied in zip(self._shared if own else [], own, strict=True):
+                new[id(tensor)] = as_copy(tensor, copied)
             self.modules.append(references.copy(new, shares_buffers=not self.modules))
 
-    def run(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a rank's replica; RuntimeError if it has changed the module's own tensors."""
+    def run(
+        self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any], alone: Callable[[], bool]
+    ) -> Any:
+        """Run a rank's replica; RuntimeError if it has changed the module's own tensors.
+
+        `alone` tells whether no other pass changes them at the same time.
+        """
         before = _versions(self._shared)
         output = self.modules[rank](*args, **kwargs)
-        if rank > 0:
-            self._check(self._shared, before, _versions(self._shared), f"rank {rank}")
+        for tensor, then, now in zip(self._shared, before, _versions(self._shared), strict=True):
+            if rank > 0 and then != now and alone():
+                raise RuntimeError(
+                    f"DataParallel: while rank {rank} ran, {self._name(tensor)} of the module "
+                    "itself has changed, not that of the replica: forward reaches the module by a "
+                    "global variable or another object that replicas share"
+                )
         return output
 
     @torch.no_grad()
@@ -267,17 +305,6 @@ class _Replicas:
                     "on each rank: make it a buffer, of which rank 0's changes are kept"
                 )
             tensor.copy_(first)
-
-    def _check(
-        self, tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int], who: str
-    ) -> None:
-        for tensor, then, now in zip(tensors, before, after, strict=True):
-            if then != now:
-                raise RuntimeError(
-                    f"DataParallel: while {who} ran, {self._name(tensor)} of the module itself has "
-                    "changed, not that of the rank's replica: forward reaches the module by a "
-                    "global variable or another object that replicas share, or a thread runs it"
-                )
 
     def _name(self, tensor: Tensor) -> str:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .references import Rebuilder, References
+from .references import References
 
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
 
@@ -184,7 +184,7 @@ def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any
     aliases = sorted(i for members in with_own for i in members if i >= len(own))
     tensors = [*own.values(), *(held[i] for i in aliases)]
     return [
-        {id(tensor): _as(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
+        {id(tensor): as_copy(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
         for mine in copies_of(tensors, devices)
     ]
 
@@ -195,7 +195,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
     becomes a reference to the same copy. Functions, which deepcopy shares, refer to the copy, too.
     """
-    replaced = set(memo)
+    replaced = dict(memo)
     parts = References(module).all_modules
     with Detached():
         try:
@@ -203,12 +203,12 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         except Exception as error:
             where = _uncopied(module, memo)
             raise ValueError(f"{where} cannot be copied for every rank: {error}") from error
-    replaced |= {id(part) for part in parts if id(part) in memo}
-    references, known = References(new, replaced), {key: memo[key] for key in replaced}
-    return cast(nn.Module, Rebuilder(references.holders(replaced), known)(new))
+    replaced |= {id(part): memo[id(part)] for part in parts if id(part) in memo}
+    References(new, replaced).replace(replaced, own={id(made) for made in memo.values()})
+    return new
 
 
-def _as(tensor: Tensor, mine: Tensor) -> Tensor:
+def as_copy(tensor: Tensor, mine: Tensor) -> Tensor:
     """Return a copied tensor as a parameter or buffer of the same type as the original."""
     kind = type(tensor)
     if issubclass(kind, nn.Parameter):

@@ -24,7 +24,7 @@ from .batch_statistics import (
     statistics,
 )
 from .lockstep import lockstep_exchange, lockstep_size
-from .references import Rebuilder, References
+from .references import References
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
@@ -170,10 +170,8 @@ def _converted(
             layer.ranks, layer.processes = ranks, processes
             layer.path = path or "batch normalisation"
             layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
-    references = References(module)
-    parts = references.all_modules
-    new = {id(part): made.get(part, part) for part in parts}
-    rebuilt = Rebuilder(references.holders(map(id, made)), new)
-    for part in [*parts, *made.values()]:
-        part.__dict__.update([(name, rebuilt(value)) for name, value in part.__dict__.items()])
+    new = {id(old): layer for old, layer in made.items()}
+    References(module).replace(new)
+    for layer in made.values():
+        References(layer).replace(new)  # a layer's hooks and attributes may refer to it
     return made.get(module, module)
