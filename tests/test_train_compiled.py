@@ -11,10 +11,9 @@ from train_cases import (
     CPU,
     FEATURES,
     batches,
-    difference,
     perceptron,
     replicas_of,
-    same_bits,
+    same_in_graphs,
     trained,
 )
 
@@ -22,21 +21,6 @@ from pycollect.train import LeNet, ReplicaTrainer, StepOptions, naive_all_reduce
 from pycollect.train.reduce import reduce_gradients_naive
 
 SIZES = [12, 12, 12, 7, 12]
-
-
-@torch.compile(backend="eager")
-def _step(p, g):
-    return p.clone().add_(g, alpha=-0.3)
-
-
-def graphs_round_alike() -> bool:
-    """Whether torch's own SGD has the same bits in a graph, which it has not before torch 2.13."""
-    p, g = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    return torch.equal(_step(p, g), p.add(g, alpha=-0.3))
-
-
-def same(mine: nn.Module, theirs: nn.Module) -> bool:
-    return same_bits(mine, theirs) if graphs_round_alike() else difference(mine, theirs) < 1e-6
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +54,7 @@ def test_a_compiled_step_has_the_bits_of_eager_steps(world, make):
     eager = trained(make(), world, SIZES)
     compiled = trained(make(), world, SIZES, compile="aot_eager")
     for mine, theirs in zip(compiled.modules, eager.modules, strict=True):
-        assert same(mine, theirs)
+        assert same_in_graphs(mine, theirs)
     for mine, theirs in zip(compiled.parameters, eager.parameters, strict=True):
         for p, q in zip(mine, theirs, strict=True):
             assert (p.grad is None) == (q.grad is None)
@@ -95,7 +79,7 @@ def test_a_rank_without_examples_and_shards_on_their_devices():
     for X, y in batches([9, 8]):
         for r in replicas:
             r.step_on_shards([X[:5], X[5:5], X[5:]], [y[:5], y[5:5], y[5:]])
-    assert same(replicas[0].modules[2], replicas[1].modules[2])
+    assert same_in_graphs(replicas[0].modules[2], replicas[1].modules[2])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +123,7 @@ def test_other_reductions():
     for reduction in (reduce_gradients_naive, one_by_one):
         eager = trained(perceptron(), 2, [8] * 3, reduction=reduction)
         compiled = trained(perceptron(), 2, [8] * 3, reduction=reduction, compile="aot_eager")
-        assert same(eager.modules[1], compiled.modules[1])
+        assert same_in_graphs(eager.modules[1], compiled.modules[1])
 
 
 def test_state_goes_from_eager_to_compiled_and_back():
@@ -152,7 +136,7 @@ def test_state_goes_from_eager_to_compiled_and_back():
     later.load_state_dict(first.state_dict())
     for X, y in batches(SIZES)[3:]:
         later.step(X, y)
-    assert same(later.modules[1], wanted.modules[1])
+    assert same_in_graphs(later.modules[1], wanted.modules[1])
 
 
 def test_a_learning_rate_of_every_step():
@@ -182,7 +166,7 @@ class Shared(nn.Module):
 
 def test_gradients_that_share_memory():
     eager, compiled = (trained(Shared(), 2, SIZES, **o) for o in ({}, {"compile": "aot_eager"}))
-    assert same(eager.modules[1], compiled.modules[1])
+    assert same_in_graphs(eager.modules[1], compiled.modules[1])
 
 
 def test_parameters_are_frozen_and_trained_again():
@@ -192,7 +176,7 @@ def test_parameters_are_frozen_and_trained_again():
             for module in r.modules:
                 module[0].requires_grad_(step not in (2, 3, 4))
             r.step(X, y)
-    assert same(replicas[0].modules[1], replicas[1].modules[1])
+    assert same_in_graphs(replicas[0].modules[1], replicas[1].modules[1])
 
 
 class Skipping(nn.Module):

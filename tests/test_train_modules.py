@@ -242,13 +242,13 @@ class Timed:
 class Average:
     """A helper that changes a buffer of its module."""
 
-    __slots__ = ("module",)
+    __slots__ = ("__module",)
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.__module = module
 
     def update(self, x: Tensor) -> None:
-        self.module.count.mul_(0.5).add_(0.5 * x.mean())
+        self.__module.count.mul_(0.5).add_(0.5 * x.mean())
 
 
 def counting_down(module: nn.Module) -> Callable[[Tensor, int], Tensor]:
