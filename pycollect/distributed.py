@@ -277,6 +277,7 @@ def _create(request: Any, given: Any) -> Any:
     _choice("hosts", made.hosts, HOSTS)  # the attributes can be set
     _choice("between_hosts", made.between_hosts, BETWEEN_HOSTS)
     _read_environment(made)
+    made._is_default = not dist.is_initialized()
     made._timeout = request.timeout
     made.group_name = request.group_id
     made.global_ranks_in_group = request.global_ranks_in_group

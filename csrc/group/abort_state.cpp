@@ -23,7 +23,12 @@ std::string AbortState::name(const OpContext& context) const {
   return text(context.operation, " #", context.call, " of group '", group_, "'");
 }
 
-void AbortState::set(uint32_t kind, const std::string& cause, const OpContext* found_in) {
+void AbortState::set(uint32_t kind, const std::string& cause, const OpContext* found_in,
+                     uint64_t first_run) {
+  uint64_t first = record_.first_run.load();
+  while ((first == 0 || first_run + 1 < first) &&
+         !record_.first_run.compare_exchange_weak(first, first_run + 1)) {
+  }
   uint32_t healthy = AbortRecord::healthy;
   if (!record_.state.compare_exchange_strong(healthy, AbortRecord::being_written)) return;
   if (found_in != nullptr) {

@@ -20,9 +20,15 @@ class AbortState {
   bool is_aborted() const {
     return record_.state.load(std::memory_order_acquire) != AbortRecord::healthy;
   }
-  // Aborts the group with `cause`, unless it is aborted already. `kind` is AbortRecord::lost
-  // or timed_out; `found_in` is the operation that detected the failure, or null.
-  void set(uint32_t kind, const std::string& cause, const OpContext* found_in);
+  // Whether the group's abort ends this run.
+  bool ends(uint64_t run) const {
+    return is_aborted() && run + 1 >= record_.first_run.load(std::memory_order_acquire);
+  }
+  // Aborts the group from `first_run` on with `cause`; if it is aborted already, keeps that cause.
+  // `kind` is AbortRecord::lost or timed_out; `found_in` is the operation that detected the
+  // failure, or null.
+  void set(uint32_t kind, const std::string& cause, const OpContext* found_in,
+           uint64_t first_run = 0);
   // Throws the published cause as PeerLost or Timeout.
   [[noreturn]] void rethrow(const OpContext& context) const;
   [[noreturn]] void rethrow() const;  // for failures during construction of the group

@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 #include <thread>
 
@@ -10,6 +11,10 @@
 
 namespace pycollect::ipc {
 namespace {
+
+// The least that a region of a staging buffer grows to: small calls of many regions touch a page of
+// each. Growing further takes 20 us each time.
+constexpr std::size_t kLeastReserved = 256;
 
 int checked_world(Rank rank, int world, bool one_host) {
   require(world >= 1 && (world <= kMaxRanks || !one_host), "a pycollect group has 1 to ", kMaxRanks,
@@ -56,15 +61,13 @@ void Group::rendezvous(Store& store) {
     Control& control = *reinterpret_cast<Control*>(base_);
     control.nonces[rank_].store(nonce);
     failure_detector_ = std::make_unique<FailureDetector>(control, world_, rank_);
-    commit();
+    if (rank_ == 0) commit();
   };
   const std::vector<PeerInfo> ranks = exchange.share(layout_.total, prepare);
   require_one_memory(ranks);
   crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
   fold_threads_ = ipc::fold_threads(ranks, rank_);
-  // All ranks have committed their parts. Map everything that a collective accesses except the
-  // heaps.
-  segment_->touch(0, layout_.heaps);
+  segment_->touch(0, used_at_once());  // all ranks have joined, so rank 0 has committed it
   publish_core();
 }
 
@@ -77,16 +80,51 @@ void Group::map_segment(std::shared_ptr<Segment> segment) {
       std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
 }
 
-// Commits this rank's staging buffers and its part of the mailboxes, mostly the rings that it
-// writes: their pages then lie on the NUMA node where the rank runs. Rank 0 commits the rest. The
-// caller must hold the liveness lock, because the kernel may kill the process here for lack of
-// memory.
+// Commits what every group uses. Staging buffers and the rings of the mailboxes are committed when
+// they are first used, by the rank that writes them: their pages then lie on the NUMA node where
+// that rank runs. The caller must hold the liveness lock, because the kernel may kill the process
+// here for lack of memory.
 void Group::commit() {
-  if (rank_ == 0) segment_->commit(0, layout_.mailboxes);
-  const std::size_t rings = layout_.staging_buffers - layout_.mailboxes;
-  const auto part = [&](Rank r) { return layout_.mailboxes + rings * r / world_; };
-  segment_->commit(part(rank_), part(rank_ + 1) - part(rank_));
-  segment_->commit(layout_.staging_buffer(rank_, 0), 2 * layout_.buffer_stride);
+  segment_->commit(0, used_at_once());
+  segment_->commit(layout_.signal_pad, layout_.staging_buffers - layout_.signal_pad);
+}
+
+bool Group::reserve_staging(uint64_t ranks, const StagingRegions& wanted) {
+  if (wanted == last_reserved_ && (ranks & ~last_reserved_ranks_) == 0) return false;
+  const std::size_t bytes =
+      std::min(std::bit_ceil(std::max(wanted.bytes, kLeastReserved)), wanted.stride);
+  bool grown = false;
+  for (Rank r = 0; r < world_; ++r)
+    for (std::size_t i = 0; (ranks >> r & 1) != 0 && i < wanted.count; ++i)
+      for (const uint64_t buffer : {0, 1}) {
+        const std::size_t begin =
+            layout_.staging_buffer(r, buffer) + wanted.begin + i * wanted.stride;
+        grown |= reserve_pages(begin, begin + bytes);
+      }
+  last_reserved_ = wanted;
+  last_reserved_ranks_ = ranks;
+  return grown;
+}
+
+bool Group::reserve_pages(std::size_t begin, std::size_t end) {
+  constexpr std::size_t kPage = SegmentLayout::kPage;
+  const std::size_t first_page = layout_.staging_buffers / kPage, last = (end + kPage - 1) / kPage;
+  reserved_.resize(layout_.heaps / kPage - first_page);
+  std::size_t page = begin / kPage;
+  while (page < last && reserved_[page - first_page]) ++page;
+  if (page == last) return false;
+  segment_->commit(page * kPage, (last - page) * kPage);
+  segment_->touch(page * kPage, (last - page) * kPage);
+  for (; page < last; ++page) reserved_[page - first_page] = true;
+  return true;
+}
+
+void Group::map_staging(const StagingRegions& regions) const {
+  for (Rank r = 0; r < world_; ++r)
+    for (const uint64_t buffer : {0, 1})
+      for (std::size_t i = 0; i < regions.count; ++i)
+        segment_->touch(layout_.staging_buffer(r, buffer) + regions.begin + i * regions.stride,
+                        regions.bytes);
 }
 
 void Group::require_one_memory(const std::vector<PeerInfo>& ranks) const {
@@ -107,9 +145,10 @@ uint64_t Group::left() const {
 
 Group::~Group() { leave(); }
 
-void Group::leave() noexcept {
+void Group::leave(uint32_t how) noexcept {
   if (fork_guard_.forked()) return;
-  rank_states_[rank_].left.store(1, std::memory_order_seq_cst);
+  uint32_t present = 0;
+  rank_states_[rank_].left.compare_exchange_strong(present, how);
   wake_all();
 }
 
@@ -128,26 +167,36 @@ void Group::require_healthy(const OpContext& context) const {
 
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
-  abort(
-      AbortCause{AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why)});
+  abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why)},
+        run_number(rank_));
 }
 
-void Group::abort(const AbortCause& cause) {
-  abort_state_->set(cause.kind, cause.text, nullptr);
+void Group::abort(const AbortCause& cause, uint64_t first_run) {
+  abort_state_->set(cause.kind, cause.text, nullptr, first_run);
   wake_all();
+}
+
+uint64_t Group::run_number(Rank r) const {
+  const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
+  const uint64_t ended = rank_states_[r].ended.load(std::memory_order_acquire);
+  return (reached(ended, progress) ? ended : progress) >> kTaskBits;
 }
 
 void Group::abort_if_died() {
   const uint64_t died = dead() & ~left();
   if (died == 0) return;
   std::vector<Rank> ranks;
+  uint64_t first_run = ~uint64_t{0};
   for (Rank r = 0; r < world_; ++r)
-    if ((died >> r & 1) != 0) ranks.push_back(world_rank(r));
-  abort({AbortRecord::lost, text(name(ranks), " died")});
+    if ((died >> r & 1) != 0) {
+      ranks.push_back(world_rank(r));
+      first_run = std::min(first_run, run_number(r));
+    }
+  abort({AbortRecord::lost, text(name(ranks), " died")}, first_run);
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
-  abort_state_->set(kind, cause, &context);
+  abort_state_->set(kind, cause, &context, run_number(rank_));
   wake_all();
   abort_state_->rethrow(context);
 }
@@ -185,23 +234,34 @@ class Group::WaitMonitor {
     std::function<bool()> ready;
     Suspects suspects, late;
     std::function<void()> check = {};
+    bool in_run = false;  // an abort that spares this rank's current run does not end the wait
   };
   WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
       : group_(group), request_(request), context_(context) {}
 
   // Throws PeerLost or Timeout if the group is aborted, a suspect is gone or the time is over.
   void check(Deadline now) {
-    if (group_.abort_state_->is_aborted()) group_.abort_state_->rethrow(context_);
+    check_aborted();
     const uint64_t dead = group_.failure_detector_->dead();
     const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
     if ((dead | left) != 0) find_lost(dead, left);
     if (request_.check) request_.check();
+    if (now >= signals_due_ && group_.settings_.check_signals) {
+      signals_due_ = now + kSignalInterval;
+      group_.settings_.check_signals();
+    }
     if (now >= context_.deadline) time_out(now);
   }
 
   std::chrono::nanoseconds remaining() const { return context_.deadline - Clock::now(); }
 
  private:
+  // What the wait is for may have come before the abort.
+  void check_aborted() const {
+    const bool aborted = request_.in_run ? !group_.can_run() : !group_.is_healthy();
+    if (aborted && !request_.ready()) group_.abort_state_->rethrow(context_);
+  }
+
   // Fails if a suspect has died or left. A suspect may have made `ready` hold before that, so
   // `ready` is checked last.
   void find_lost(uint64_t dead, uint64_t left) {
@@ -252,6 +312,7 @@ class Group::WaitMonitor {
   const WaitRequest& request_;
   const OpContext& context_;
   Deadline begin_ = Clock::now();
+  Deadline signals_due_ = begin_ + kSignalInterval;
 };
 
 void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
@@ -260,8 +321,10 @@ void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
   // Suspects are all ranks that have not finished the run of `wanted`: if one of them is gone, no
   // rank can finish the run.
   const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
-  const WaitMonitor::WaitRequest request{ready, [&] { return behind(end); },
-                                         [&] { return last_behind(wanted); }};
+  const WaitMonitor::WaitRequest request{.ready = ready,
+                                         .suspects = [&] { return behind(end); },
+                                         .late = [&] { return last_behind(wanted); },
+                                         .in_run = true};
   WaitMonitor monitor(*this, request, context);
   wait(
       ready, [&] { return !crowded_ || shares_core_with(r); },
@@ -330,8 +393,7 @@ void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most)
   RankState& awaited = rank_states_[r];
   awaited.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint64_t seen = awaited.progress.load(std::memory_order_seq_cst);
-  if (!reached(seen, wanted) && !abort_state_->is_aborted())
-    sleep_on(awaited.progress, seen, at_most);
+  if (!reached(seen, wanted) && can_run()) sleep_on(awaited.progress, seen, at_most);
   awaited.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 

@@ -28,7 +28,7 @@ class Group {
   Group(Store& store, Rank rank, int world, GroupSettings settings);
   ~Group();
   // Publishes that this rank has left: a peer that still waits for it throws.
-  void leave() noexcept;
+  void leave(uint32_t how = RankState::has_left) noexcept;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -50,6 +50,17 @@ class Group {
   }
   const GroupSettings& settings() const { return settings_; }
   const SegmentLayout& layout() const { return layout_; }
+  // Regions of a staging buffer: `count` regions, `stride` bytes apart, of which `bytes` are used.
+  struct StagingRegions {
+    std::size_t begin = 0, count = 0, stride = 0, bytes = 0;
+    bool operator==(const StagingRegions&) const = default;
+  };
+  // Commits regions in the staging buffers of these ranks (a mask), which this rank is going to
+  // write, unless it has done so before. A region grows by doubling, so that calls of growing size
+  // commit rarely. Returns whether anything was committed; throws as Segment::commit.
+  bool reserve_staging(uint64_t ranks, const StagingRegions& wanted);
+  // Maps regions that the ranks have committed into this process.
+  void map_staging(const StagingRegions& regions) const;
   RankState& rank_state(Rank r) const { return rank_states_[r]; }
   FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const;
   std::byte* staging_buffer(Rank r, uint64_t run) const {
@@ -98,12 +109,22 @@ class Group {
   uint64_t gone() const { return dead() | left(); }
 
   bool is_healthy() const { return !abort_state_->is_aborted(); }
+  // Number of a rank's current run, or of its next one if it is in none.
+  uint64_t run_number(Rank r) const;
+  // Whether this rank can finish its current run: an abort spares the runs that all ranks finish.
+  bool can_run() const { return is_healthy() || !abort_state_->ends(run_number(rank_)); }
   AbortCause abort_cause() const { return abort_state_->cause(); }  // of an aborted group
   // Throws the abort cause if the group is aborted, or CollectiveError in a forked child of a rank.
   void require_healthy(const OpContext& context) const;
-  // Aborts the group from any thread: all waiting ranks throw.
+  // The same, unless this rank can finish its current run.
+  void require_run(const OpContext& context) const {
+    if (fork_guard_.forked() || !can_run()) [[unlikely]]
+      require_healthy(context);
+  }
+  // Aborts the group from any thread: all waiting ranks throw, and later calls. Calls that this
+  // rank has finished return on the other ranks, too.
   void abort(const std::string& why);
-  void abort(const AbortCause& cause);
+  void abort(const AbortCause& cause, uint64_t first_run = 0);
   // Aborts the group if a rank has died without leaving it, although no rank may wait for it.
   void abort_if_died();
   // Aborts the group with a cause that a rank found in an operation, and throws it. `kind`: lost or
@@ -115,6 +136,8 @@ class Group {
   void rendezvous(Store& store);
   void map_segment(std::shared_ptr<Segment> segment);
   void commit();
+  std::size_t used_at_once() const { return layout_.mailboxes + settings_.mailbox_header_bytes; }
+  bool reserve_pages(std::size_t begin, std::size_t end);
   void require_one_memory(const std::vector<PeerInfo>& ranks) const;
   int32_t publish_core();
   bool shares_core();
@@ -138,6 +161,9 @@ class Group {
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter
+  std::vector<bool> reserved_ = {};    // [page of the staging buffers]: this rank has committed it
+  StagingRegions last_reserved_ = {};  // what the last reserve_staging() was called with
+  uint64_t last_reserved_ranks_ = 0;
 };
 
 // The store of `progress` and the load of `sleepers` must not be reordered (seq_cst). A sleeper

@@ -19,6 +19,7 @@ struct GroupSettings {
   // Sizes of parts of the segment, as in SegmentSizes. Of the last three, 0 omits the part.
   std::size_t buffer_bytes = 512 << 10;
   std::size_t mailbox_bytes = 0;
+  std::size_t mailbox_header_bytes = 0;  // committed with the group; the rest when it is used
   std::size_t symmetric_heap_bytes = 0;
   std::size_t signal_pad_bytes = 0;
   // Other settings that must be equal on all ranks, as text: " name=value" each.
@@ -30,6 +31,9 @@ struct GroupSettings {
   int all_ranks = 0;     // ranks of that world; 0: the group is the world
   // How long a waiting rank yields its core before it sleeps.
   std::chrono::microseconds yield_time = kYieldTime;
+  // Called by waiting threads every kSignalInterval, and may throw: for signals that the user's
+  // program handles. Null: none.
+  void (*check_signals)() = nullptr;
   int cores = 0;  // cores that the ranks share; 0: all that any of them may use
   // Segment of SegmentLayout::total bytes that is mapped already, for ranks that are threads of one
   // process: in one mapping, a sanitizer sees the accesses of all ranks. Null: rank 0 creates it.

@@ -76,7 +76,8 @@ struct alignas(128) RankState {
   std::atomic<uint64_t> ended{0};
 
   alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `progress`
-  std::atomic<uint32_t> left{0};                  // 1: the rank has destroyed its group
+  std::atomic<uint32_t> left{0};                  // not 0: the rank has destroyed its group
+  enum : uint32_t { has_left = 1, left_with_store = 2 };  // 2: and ends the server of the store
   std::atomic<int32_t> on_core{0};  // core on which the rank ran last, + 1; 0: unknown
 };
 static_assert(sizeof(RankState) == 256);
@@ -100,10 +101,13 @@ struct alignas(64) FingerprintDetails {
 };
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes
-// the cause, and then sets `lost` or `timed_out`.
+// the cause, and then sets `lost` or `timed_out`. Every rank that aborts the group lowers
+// `first_run` to the first run that it has not finished itself, + 1 (0: none has): all ranks finish
+// the runs before it, because nothing that these need is missing.
 struct AbortRecord {
   enum : uint32_t { healthy, being_written, lost, timed_out };
   std::atomic<uint32_t> state{healthy};
+  std::atomic<uint64_t> first_run{0};
   uint64_t call = 0;
   std::array<char, 48> operation = {};  // operation that detected the failure; may be empty
   std::array<char, 512> cause = {};

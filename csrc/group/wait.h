@@ -45,6 +45,9 @@ inline constexpr std::chrono::milliseconds kYieldTime{2};
 inline constexpr int kYieldsPerCheck = 8;  // yields per clock read, which costs a tenth of a yield
 // How often to check liveness, deadline, and abort state. Takes 1 us for 8 ranks, 10 us for 64.
 inline constexpr std::chrono::milliseconds kCheckInterval{1};
+// How often a waiting thread lets the program handle signals, such as Ctrl-C: a third of the time
+// within which a user expects an answer.
+inline constexpr std::chrono::milliseconds kSignalInterval{100};
 // The longest sleep between checks: a twentieth of the second within which a death must be
 // detected.
 inline constexpr std::chrono::milliseconds kMaxSleep{50};

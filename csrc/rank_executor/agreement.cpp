@@ -24,13 +24,6 @@ PublishedCalls published_calls(Group& group, uint64_t call) {
 
 }  // namespace
 
-uint64_t run_number(const Group& group) {
-  const RankState& state = group.rank_state(group.rank());
-  const uint64_t progress = state.progress.load(std::memory_order_relaxed);
-  const uint64_t ended = state.ended.load(std::memory_order_relaxed);
-  return (reached(ended, progress) ? ended : progress) >> kTaskBits;
-}
-
 void wait_for_previous(Group& group, uint64_t run, const OpContext& context) {
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1), context);
@@ -97,8 +90,8 @@ Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
 Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
                             const CollectiveRequest& request, const OpContext& context) {
   Group& group = transport.group();
-  group.require_healthy(context);
-  const uint64_t run = run_number(group);
+  group.require_run(context);
+  const uint64_t run = group.run_number(group.rank());
   begin(group, run, context);
   publish(group, mine, &request);
   group.advance(at_run(run + 1));

@@ -24,9 +24,6 @@ struct Agreement {
 // Returns the counts that a rank of this host has published for an irregular call.
 ElementCounts counts_of(const Group& group, Rank r, uint64_t call);
 
-// Returns the number of this rank's next run, derived from its counters in the shared memory.
-uint64_t run_number(const Group& group);
-
 // Both wait until every rank has finished the run `run` - 2, whose staging buffers the run `run`
 // overwrites. `begin` is for the first run of a call, which also overwrites this rank's fingerprint
 // of the call before the last. If this rank refused the last call, it has not waited for the peers'

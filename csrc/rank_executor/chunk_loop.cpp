@@ -33,12 +33,27 @@ void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
   pieces_ = 1;
   stride_ = 0;
   piece_ = std::numeric_limits<std::size_t>::max();
-  const bool stages = rank_program.regions + rank_program.partial_regions > 0;
-  if (!stages && (!irregular || transport_.hosts() == nullptr)) return;
+  if (!rank_program.stages() && (!irregular || transport_.hosts() == nullptr)) return;
   stride_ = region_bytes(transport_.buffer_bytes(), rank_program, buffers_.widening());
   piece_ = stride_ / buffers_.item();
   const std::size_t largest = buffers_.largest();
   if (largest > piece_) agree(static_cast<uint32_t>(ceil_div(largest, piece_)), piece_);
+}
+
+void ChunkLoop::reserve() const {
+  if (stride_ == 0) return;
+  const std::size_t regions = rank_program_->regions, widening = buffers_.widening();
+  const std::size_t bytes =
+      std::min(std::min(piece_, buffers_.largest()) * buffers_.item(), stride_);
+  const Group::StagingRegions own{.count = regions, .stride = stride_, .bytes = bytes};
+  transport_.reserve(*rank_program_, own, irregular_);
+  if (rank_program_->partial_regions == 0) return;
+  transport_.reserve(*rank_program_,
+                     {.begin = regions * stride_,
+                      .count = static_cast<std::size_t>(rank_program_->partial_regions),
+                      .stride = widening * stride_,
+                      .bytes = widening * bytes},
+                     irregular_);
 }
 
 // The pieces become smaller, so that the prologue, if it has run, has filled at least the first.

@@ -20,10 +20,13 @@ class ChunkLoop {
   ChunkLoop(Transport& transport, const CallBuffers& buffers)
       : transport_(transport), buffers_(buffers) {}
 
+  Transport& transport() const { return transport_; }
   // Selects the rank program, for whose chunks the buffers must be divided already. If irregular,
   // ranks do not know each other's sizes, and a piece fills the smallest region of all hosts;
   // otherwise all pieces have about the same size.
   void use(const RankProgram& rank_program, bool irregular);
+  // Has the transport prepare the staging buffers that the rank program uses.
+  void reserve() const;
   uint32_t pieces() const { return pieces_; }      // number for this rank; peers may need more
   std::size_t piece() const { return piece_; }     // most elements of a chunk in a piece
   void agree(uint32_t pieces, std::size_t piece);  // sets those of all ranks, which have more

@@ -62,7 +62,7 @@ struct Prepared {
 void refuse_at(Transport& transport, Collective collective, const OpContext& context,
                std::string_view why) {
   Group& group = transport.group();
-  const uint64_t run = run_number(group);
+  const uint64_t run = group.run_number(group.rank());
   const CallFingerprint refusal{collective, context.call, {.flags = Fingerprint::refused}};
   begin(group, run, context);
   publish_refusal(group, refusal, why);
@@ -75,6 +75,27 @@ Prepared prepare(Transport& transport, const CollectiveRequest& request, const O
     transport.begin(request, context);
     return Prepared(transport, request);
   } catch (const std::invalid_argument& error) {
+    refuse_at(transport, request.called(), context,
+              text(name(request.called()), ": ", error.what()));
+    throw;
+  }
+}
+
+// Prepares the loop for the program in the staging buffers, and these for both programs. A lack of
+// memory is a refusal of the call.
+void reserve(Prepared& p, ChunkLoop& loop, const CollectiveRequest& request,
+             const OpContext& context) {
+  Transport& transport = loop.transport();
+  try {
+    if (p.in_tensors != nullptr && p.in_tensors->stages()) {
+      p.buffers.divide(p.in_tensors->chunks);
+      loop.use(*p.in_tensors, false);
+      loop.reserve();
+    }
+    p.buffers.divide(p.in_buffers.chunks);
+    loop.use(p.in_buffers, request.irregular);
+    loop.reserve();
+  } catch (const std::runtime_error& error) {
     refuse_at(transport, request.called(), context,
               text(name(request.called()), ": ", error.what()));
     throw;
@@ -122,16 +143,15 @@ void agree_on_all(Transport& transport, const std::vector<const CollectiveReques
 void run(Transport& transport, const CollectiveRequest& request, uint64_t call, Deadline deadline) {
   const OpContext context{name(request.called()), call, deadline};
   Group& group = transport.group();
-  group.require_healthy(context);
+  group.require_run(context);
   if (request.tensors == 0) {
     publish_and_agree(transport, fingerprint_of(request, call), request, context);
     return;
   }
   Prepared p = prepare(transport, request, context);
   const uint64_t first = transport.next_run();
-  p.buffers.divide(p.in_buffers.chunks);
   ChunkLoop loop(transport, p.buffers);
-  loop.use(p.in_buffers, request.irregular);
+  reserve(p, loop, request, context);
   CallFingerprint mine = fingerprint_of(request, call);
   mine.fingerprint.pieces = loop.pieces();
   mine.set_registered(p.find_registered(transport));
@@ -151,7 +171,7 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
 void refuse(Transport& transport, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why) {
   const OpContext context{name(collective), call, deadline};
-  transport.group().require_healthy(context);
+  transport.group().require_run(context);
   refuse_at(transport, collective, context, why);
 }
 

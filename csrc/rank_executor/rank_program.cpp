@@ -107,6 +107,8 @@ class RankProgramBuilder {
       instruction.chunk = s.first;
       instruction.sized_by = instruction.operands.back().where;
     }
+    for (int i = instruction.dsts - instruction.in_staging; i < instruction.dsts; ++i)
+      rank_program_.fills |= uint64_t{1} << instruction.operands[i].rank;
     instruction.partial_dsts = !step.dsts.empty() && is_partial(step.dsts[0]);
     instruction.partial_srcs =
         static_cast<int>(std::count_if(step.srcs.begin(), step.srcs.end(), is_partial));

@@ -62,6 +62,7 @@ struct RankProgram {
   // needs, so that all its ranks compute the same addresses.
   int regions = 0;
   int partial_regions = 0;
+  uint64_t fills = 0;  // mask of the ranks of this host to whose staging buffers this rank writes
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
@@ -70,6 +71,7 @@ struct RankProgram {
   // other hosts.
   bool packs = false;
 
+  bool stages() const { return regions + partial_regions > 0; }  // uses staging buffers
   // Tasks that are finished after the prologue. The first task of a run is its entry.
   int tasks_after_prologue() const {
     return prologue == 0 ? 1 : instructions[prologue - 1].finished_tasks;

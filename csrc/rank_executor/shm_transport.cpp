@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "../plan/error.h"
 #include "chunk_loop.h"
@@ -72,7 +73,7 @@ void ShmTransport::begin(const CollectiveRequest& request, const OpContext& cont
   prefetch_to_write(&group().rank_state(group().rank()));
   const auto& data = request.input.segments;
   if (!data.empty() && data[0].count * item_bytes(request.dtype) <= kLine)
-    prefetch_to_write(group().staging_buffer(group().rank(), run_number(group())));
+    prefetch_to_write(group().staging_buffer(group().rank(), next_run()));
   request_ = &request;
   context_ = &context;
   row_.emplace(request.dtype, request.op, fold_options(request, world()));
@@ -80,6 +81,12 @@ void ShmTransport::begin(const CollectiveRequest& request, const OpContext& cont
   non_temporal_ =
       request.options.non_temporal && !request.in_place &&
       std::accumulate(out.begin(), out.end(), std::size_t{0}) * row_->item() >= kStreamedBytes;
+}
+
+void ShmTransport::reserve(const RankProgram& rank_program, const Group::StagingRegions& regions,
+                           bool irregular) {
+  if (group().reserve_staging(rank_program.fills, regions) && !irregular)
+    unmapped_.push_back(regions);
 }
 
 // Without zero-copy, copies the first piece into this rank's staging buffer before the ranks have
@@ -94,7 +101,10 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
   // away from them and back.
   publish(group(), mine, request_);
   group().advance(at_run(first) + tasks);
-  return agree_or_skip(*this, mine, first, *context_, loop);
+  const Agreement agreed = agree_or_skip(*this, mine, first, *context_, loop);
+  for (const Group::StagingRegions& regions : std::exchange(unmapped_, {}))
+    group().map_staging(regions);
+  return agreed;
 }
 
 // Checks the registered offsets at which this rank will access the peers' tensors. No rank
@@ -138,7 +148,7 @@ void ShmTransport::launch(const Rows& rows) {
       run(rows.instruction(), rows[i].at, rows[i].count);
   else
     run_parallel(rows);
-  group().require_healthy(*context_);
+  group().require_run(*context_);
 }
 
 // Moves the rows with several threads. Each stops early when the group is aborted; the calling
@@ -151,7 +161,7 @@ void ShmTransport::run_parallel(const Rows& rows) const {
   const std::size_t block = ceil_div(kBytesPerPoll / element, per_line) * per_line;
   const auto part = [&](int64_t first, int64_t last) {
     const std::size_t end = std::min<std::size_t>(n, last * per_line);
-    for (std::size_t at = first * per_line; at < end && group().is_healthy(); at += block)
+    for (std::size_t at = first * per_line; at < end && group().can_run(); at += block)
       run(rows, at, std::min(end, at + block));
   };
   const auto all = static_cast<int64_t>(lines);

@@ -18,9 +18,11 @@ class ShmTransport : public Transport {
   bool may_use_tensors(Collective collective, std::size_t bytes) const override;
   std::optional<uint64_t> registered_offset(const std::byte* at, std::size_t bytes) const override;
   std::size_t buffer_bytes() const override { return group().layout().sizes.buffer_bytes; }
-  uint64_t next_run() const override { return run_number(group()); }
+  uint64_t next_run() const override { return group().run_number(group().rank()); }
 
   void begin(const CollectiveRequest& request, const OpContext& context) override;
+  void reserve(const RankProgram& rank_program, const Group::StagingRegions& regions,
+               bool irregular) override;
   Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) override;
   void check_exposed(const RankProgram& rank_program, std::size_t bytes) override;
 
@@ -47,6 +49,7 @@ class ShmTransport : public Transport {
   const OpContext* context_ = nullptr;
   std::optional<cpu::RowRunner> row_;
   bool non_temporal_ = false;
+  std::vector<Group::StagingRegions> unmapped_;  // committed for this call, of all ranks
 };
 
 }  // namespace pycollect::ipc

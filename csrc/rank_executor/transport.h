@@ -93,6 +93,9 @@ class Transport {
   // Checks that all ranks issued the same call, and may run the loop's prologue before. Throws
   // std::invalid_argument on all ranks alike if the calls differ.
   virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
+  // Prepares regions of the staging buffers before the call is published. `irregular`: other ranks
+  // may need another size. Throws std::runtime_error if there is no memory for them.
+  virtual void reserve(const RankProgram&, const Group::StagingRegions&, bool /*irregular*/) {}
   // Extends an agreement of this host's ranks to all hosts, with the data that `loop`, if given,
   // can send along. Throws std::invalid_argument on all ranks alike if the hosts' calls differ.
   virtual Agreement confirm(const CallFingerprint&, const Agreement& of_host, const OpContext&,

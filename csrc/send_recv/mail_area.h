@@ -1,6 +1,7 @@
-// Layout of a group's mailboxes in its shared memory: a doorbell per rank, then three rings per
-// ordered pair of ranks. A rank also has rings to itself. Ranks on other hosts, if there are any,
-// are numbered after those of this host, and their rings lie in this rank's own memory.
+// Layout of a group's mailboxes in its shared memory: a header of a doorbell per rank and of the
+// counters of all rings; then the data of three rings per ordered pair of ranks. A rank also has
+// rings to itself. Ranks on other hosts, if there are any, are numbered after those of this host,
+// and their rings lie in this rank's own memory.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -51,13 +52,14 @@ class MailArea {
   // Bytes of one reply ring: 16 replies. Replies that do not fit are queued by the receiver.
   static constexpr std::size_t kReplyBytes = 1 << 10;
 
+  static constexpr std::size_t header_bytes(int world) {
+    return SegmentLayout::up(world * sizeof(Doorbell) + world * world * kCountersBytes);
+  }
   static constexpr std::size_t bytes(int world) {
-    return world * sizeof(Doorbell) + world * world * pair_bytes(world);
+    return header_bytes(world) + world * world * data_bytes(world);
   }
-  static constexpr std::size_t pair_bytes(int world) {
-    return ring_bytes(message_bytes(world)) + ring_bytes(fragment_ring_bytes(world)) +
-           ring_bytes(kReplyBytes);
-  }
+  // Bytes of a pair of ranks in memory of its own.
+  static constexpr std::size_t pair_bytes(int world) { return kCountersBytes + data_bytes(world); }
   // Maximum number of messages in one message ring.
   static constexpr int most_unread(int world) {
     return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
@@ -67,11 +69,7 @@ class MailArea {
     RingMemory messages, fragments, replies;
   };
   static PairRings rings_of(std::byte* pair, int world) {
-    const auto ring = [&](std::size_t bytes) {
-      std::byte* const at = std::exchange(pair, pair + ring_bytes(bytes));
-      return RingMemory{reinterpret_cast<RingCounters*>(at), at + sizeof(RingCounters), bytes};
-    };
-    return {ring(message_bytes(world)), ring(fragment_ring_bytes(world)), ring(kReplyBytes)};
+    return rings_at(pair, pair + kCountersBytes, world, nullptr);
   }
 
   // `remote`: null if all ranks are on this host.
@@ -91,8 +89,10 @@ class MailArea {
   PairRings rings(Rank from, Rank to) const {
     if (is_remote(from) || is_remote(to))
       return rings_of(remote_->rings(std::max(from, to), is_remote(to)), kRemoteSharers);
-    std::byte* const pairs = base_ + local_ * sizeof(Doorbell);
-    return rings_of(pairs + (from * local_ + to) * pair_bytes(local_), local_);
+    const std::size_t pair = from * local_ + to;
+    return rings_at(base_ + local_ * sizeof(Doorbell) + pair * kCountersBytes,
+                    base_ + header_bytes(local_) + pair * data_bytes(local_), local_,
+                    group_->segment().get());
   }
 
  private:
@@ -102,7 +102,18 @@ class MailArea {
   static constexpr std::size_t most_payload(std::size_t ring) {
     return ring / RingMemory::kFewest - sizeof(Record);
   }
-  static constexpr std::size_t ring_bytes(std::size_t data) { return sizeof(RingCounters) + data; }
+  static constexpr std::size_t kCountersBytes = 3 * sizeof(RingCounters);  // of a pair
+  static constexpr std::size_t data_bytes(int world) {
+    return message_bytes(world) + fragment_ring_bytes(world) + kReplyBytes;
+  }
+  static PairRings rings_at(std::byte* counters, std::byte* data, int world, Segment* segment) {
+    const auto ring = [&](std::size_t bytes) {
+      std::byte* const own = std::exchange(counters, counters + sizeof(RingCounters));
+      return RingMemory{reinterpret_cast<RingCounters*>(own), std::exchange(data, data + bytes),
+                        bytes, segment};
+    };
+    return {ring(message_bytes(world)), ring(fragment_ring_bytes(world)), ring(kReplyBytes)};
+  }
 
   std::byte* base_;
   int local_;  // ranks of this host

@@ -294,7 +294,8 @@ void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
                   .check = [&] { check_remote(until, context); },
                   .back_off = [&] { waiter.back_off(); }},
                  context);
-  } catch (const CollectiveError&) {
+  } catch (const CollectiveError&) {  // what a peer sent before the failure is in the memory
+    if (drain(until)) return;
     fail(std::current_exception());
     if (!until.holds()) throw;
   }

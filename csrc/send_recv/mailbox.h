@@ -21,6 +21,7 @@ class Mailbox : private RemoteEvents {
  public:
   // Bytes of shared memory for the mailboxes of a group.
   static std::size_t bytes(int world) { return MailArea::bytes(world); }
+  static std::size_t header_bytes(int world) { return MailArea::header_bytes(world); }
 
   // `remote`: null if all ranks are on this host.
   explicit Mailbox(Group& group, std::shared_ptr<RemotePeers> remote = nullptr);

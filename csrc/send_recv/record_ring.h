@@ -2,11 +2,14 @@
 // optional payload, in a ring of shared memory. The writer and the reader each have a byte counter
 // that only grows. The ring does not interpret tags or record kinds other than padding.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "../group/segment.h"
 #include "../plan/error.h"
 
 namespace pycollect::ipc {
@@ -44,6 +47,8 @@ struct RingMemory {
   // ring without room for a record, even one that must skip the end of the ring, is over half full.
   static constexpr std::size_t kFewest = 4;
   std::size_t bytes;
+  // The segment in which the data lies; its writer commits it. Null: it is committed.
+  Segment* segment = nullptr;
 };
 
 namespace detail {
@@ -56,16 +61,20 @@ constexpr std::size_t record_bytes(std::size_t payload) {
 class RingWriter {
  public:
   explicit RingWriter(const RingMemory& ring)
-      : ring_(ring), written_(ring.counters->written.load()), read_(written_) {
+      : ring_(ring),
+        written_(ring.counters->written.load()),
+        read_(written_),
+        committed_(ring.segment == nullptr ? ring.bytes : 0) {
     read_ = ring.counters->read.load();
   }
 
-  // Returns false, without writing, if the ring has no room now.
+  // Returns false, without writing, if the ring has no room now. Throws as Segment::commit.
   bool push(const Record& record, const std::byte* payload = nullptr) {
     const std::size_t need = detail::record_bytes(record.payload);
     const std::size_t tail = ring_.bytes - at();
     const std::size_t skipped = need > tail ? tail : 0;
     if (!has_room(skipped + need)) return false;
+    if (written_ + skipped + need > committed_ && committed_ < ring_.bytes) commit(skipped + need);
     if (skipped != 0) {
       const Record filler{.kind = Record::padding};
       std::memcpy(ring_.data + at(), &filler, sizeof filler);
@@ -89,8 +98,20 @@ class RingWriter {
     return ring_.bytes - (written_ - read_) >= need;
   }
 
+  // In its first pass the writer commits the ring in steps that double.
+  void commit(std::size_t more) {
+    const std::size_t end = std::max(std::bit_ceil(written_ + more), kLeastCommitted);
+    const std::size_t bytes = std::min(end, ring_.bytes) - committed_;
+    const std::size_t offset = ring_.data + committed_ - ring_.segment->data();
+    ring_.segment->commit(offset, bytes);
+    ring_.segment->touch(offset, bytes);
+    committed_ += bytes;
+  }
+  static constexpr std::size_t kLeastCommitted = 4096;  // a page
+
   RingMemory ring_;
   uint64_t written_, read_;  // the writer's counter; last seen value of the reader's
+  std::size_t committed_;    // bytes of the ring
 };
 
 class RingReader {

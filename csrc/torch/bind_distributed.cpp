@@ -77,6 +77,7 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("_gloo", &Options::gloo)
       .def_readwrite("_nccl", &Options::nccl)
       .def_readwrite("_version", &Options::version)
+      .def_readwrite("_is_default", &Options::is_default)
       .def_readwrite("buffer_bytes", &Options::buffer_bytes)
       .def_readwrite("cuda_buffer_bytes", &Options::cuda_buffer_bytes)
       .def_readwrite("symmetric_heap_bytes", &Options::symmetric_heap_bytes)

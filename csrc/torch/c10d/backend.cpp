@@ -165,6 +165,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(
   auto own = c10::make_intrusive<dist::Options>(given != nullptr ? *given : *options_);
   own->timeout = options->timeout;
   own->group_name = options->group_name;
+  own->is_default = false;
   const RankAndWorld me{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
   auto made = c10::make_intrusive<Backend>(store->clone(), me, std::move(own));
   last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);

@@ -3,6 +3,7 @@
 #include "call_runner.h"
 
 #include <ATen/Parallel.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 
@@ -133,8 +134,17 @@ void CallRunner::fill(Call& call, ipc::Deadline deadline) {
   }
 }
 
+// A rank that a signal handler has taken out of a call cannot continue it.
 void CallRunner::run(Call& call) {
-  const ipc::Deadline deadline = ipc::deadline_after(call.timeout);
+  try {
+    run(call, ipc::deadline_after(call.timeout));
+  } catch (const pybind11::error_already_set&) {
+    group_->abort(text("a signal interrupted it in ", call.name));
+    throw;
+  }
+}
+
+void CallRunner::run(Call& call, ipc::Deadline deadline) {
   if (!call.refusal.empty()) return refuse(call, deadline);
   agree_on_all(call, deadline);
   fill(call, deadline);

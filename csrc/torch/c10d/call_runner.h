@@ -27,10 +27,16 @@ class CallRunner {
 
   void run(Call& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
+  void time_out(const std::string& why) {                     // thread-safe
+    group_->abort({ipc::AbortRecord::timed_out,
+                   text("rank ", group_->world_rank(group_->rank()), " timed out: ", why)},
+                  group_->run_number(group_->rank()));
+  }
   std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
   std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe
 
  private:
+  void run(Call& call, ipc::Deadline deadline);
   void refuse(const Call& call, ipc::Deadline deadline);
   void agree_on_all(Call& call, ipc::Deadline deadline);
   void agree(const std::vector<CoalescedRequests::RequestAndTransport>& requests,

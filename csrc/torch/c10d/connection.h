@@ -43,9 +43,12 @@ class Connection {
   // Throws the cause if the group has been aborted.
   virtual void require_healthy(const ipc::OpContext& context) const = 0;
   virtual void abort(const std::string& why) = 0;
-  // Leaves the group. Pending calls may end before the deadline. Returns the first device error
-  // that was reported to no caller, or null. May be called again, from any thread.
+  // Leaves the group. Pending calls may end before the deadline. Returns what a signal handler has
+  // raised, or the first device error that was reported to no caller, or null. May be called again,
+  // from any thread.
   virtual std::exception_ptr close(ipc::Deadline deadline) = 0;
+  // Called after close() by a rank that destroys its group, to make another one perhaps.
+  virtual void await_end_of_store() {}
 };
 
 // Returns once all ranks of the group have called it. Throws what the constructor of ipc::Group

@@ -32,6 +32,7 @@ struct Options final : c10d::Backend::Options {
   // How ranks on several hosts work together: "exact", with the bits of one host; "fast", adding
   // the sums of the hosts; or "one": not.
   std::string hosts = "exact";
+  bool is_default = false;   // the group is torch's default one, with which its store ends
   std::string version = {};  // of pycollect, and the commit of its build
   // What carries data between hosts: "gloo", or "nccl" for the data of collectives.
   std::string between_hosts = "gloo";

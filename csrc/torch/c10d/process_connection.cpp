@@ -1,6 +1,8 @@
 // See connection.h: ranks that are processes, of one host or of several.
 #include <cstdlib>
 #include <mutex>
+#include <string_view>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "../../bootstrap/rendezvous.h"
@@ -16,6 +18,7 @@
 #include "hosts/process_group_wire.h"
 #include "messages.h"
 #include "process_queue.h"
+#include "signals.h"
 #include "symmetric_heap_allocator.h"
 #include "torch_store.h"
 
@@ -25,6 +28,11 @@ namespace {
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
 
+// How long a rank that destroys the default group stays for rank 0 to do so, too; how long for
+// torch to drop the store after that, which takes a millisecond unless the user refers to a group;
+// and how long if rank 0 is on another host.
+constexpr std::chrono::milliseconds kRankZeroTime{2000}, kStoreTime{200}, kRemoteStoreTime{500};
+
 // A rank that waits for another host leaves its core to the threads that send and receive.
 constexpr std::chrono::microseconds kHostsYieldTime{50};
 
@@ -33,13 +41,15 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
           .timeout = o.timeout,
           .buffer_bytes = o.buffer_bytes.value_or(ipc::GroupSettings{}.buffer_bytes),
           .mailbox_bytes = ipc::Mailbox::bytes(world),
+          .mailbox_header_bytes = ipc::Mailbox::header_bytes(world),
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
           .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
                                   " cuda_transport=", o.cuda_transport, " hosts=", o.hosts,
                                   " between_hosts=", o.between_hosts, " pycollect=", o.version),
-          .one_host = o.hosts == kOneHost};
+          .one_host = o.hosts == kOneHost,
+          .check_signals = &check_signals};
 }
 
 std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
@@ -168,6 +178,7 @@ class ProcessConnection final : public Connection {
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
             std::make_shared<CallRunner>(group_, members_.transport()))) {
+    if (options.is_default) server_.emplace(store);
     if (members_.wire) connect_hosts();
     selector_->attach(*group_);
   }
@@ -196,6 +207,7 @@ class ProcessConnection final : public Connection {
     if (const auto group = this->group()) group->abort(why);
   }
   std::exception_ptr close(ipc::Deadline deadline) override;
+  void await_end_of_store() override;
 
  private:
   std::shared_ptr<ipc::Group> group() const {
@@ -217,7 +229,9 @@ class ProcessConnection final : public Connection {
   std::unique_ptr<HostsMonitor> monitor_;  // null: one host
   std::shared_ptr<SymmetricHeapAllocator> allocator_;
   const std::shared_ptr<ProcessQueue> queue_;
-  std::mutex rendezvous_mutex_;  // held by the thread that runs the GPU rendezvous
+  std::optional<StoreServer> server_;             // of the default group's store
+  std::shared_ptr<const ipc::Group> left_group_;  // after close()
+  std::mutex rendezvous_mutex_;                   // held by the thread that runs the GPU rendezvous
 };
 
 bool ProcessConnection::has_symmetric_memory(at::Device device) const {
@@ -251,13 +265,14 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
   // wait() would run queued calls on this thread, whose callbacks may call connect(), too.
   const auto work = queue_->push(std::move(call));
   while (!queue_->wait_until(*work, ipc::Clock::now() + std::chrono::seconds(1))) {
-  }  // the call has a timeout of its own
+  }  // the call has a timeout of its own; a signal handler may raise
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
-  queue_->close(deadline);
+  const std::exception_ptr raised = queue_->close(deadline);
+  const SignalsDeferred deferred;
   const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
   devices()->await_held(device_deadline(deadline));
   std::shared_ptr<Messages> messages;
@@ -280,9 +295,33 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   if (remote) remote->join();
   if (group) {
     selector_->leave();
-    group->leave();  // a work held by the caller may keep the group alive
+    const bool ends_store = server_ && server_->ends_with_group();
+    // A work held by the caller may keep the group alive.
+    group->leave(ends_store ? ipc::RankState::left_with_store : ipc::RankState::has_left);
+    if (server_ && server_->exists()) left_group_ = std::move(group);
   }
+  if (raised) return raised;
   return queue_->has_failed() ? nullptr : unreported;
+}
+
+// Returns when the store of rank 0's process has ended, if it does: a rank that connects to it for
+// its next group would lose it. Waits neither long for rank 0 nor for a store that a launcher or
+// the user keeps.
+void ProcessConnection::await_end_of_store() {
+  std::shared_ptr<const ipc::Group> group;
+  {
+    const std::lock_guard lock(mutex_);
+    group.swap(left_group_);
+  }
+  const char* const launcher = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  if (!group || (launcher != nullptr && std::string_view(launcher) == "True")) return;
+  if (group->world_rank(0) != 0) return server_->await_end(kRemoteStoreTime);
+  if (group->rank() == 0) return;
+  const auto end = ipc::Clock::now() + kRankZeroTime;
+  const auto& left = group->rank_state(0).left;
+  for (; left == 0 && (group->dead() & 1) == 0 && ipc::Clock::now() < end; check_signals())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (left == ipc::RankState::left_with_store) server_->await_end(kStoreTime);
 }
 
 }  // namespace

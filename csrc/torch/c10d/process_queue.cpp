@@ -1,25 +1,92 @@
-// See process_queue.h. One call runs at a time, on any thread. The callbacks of its future run
-// afterwards without blocking the queue: they may issue more collectives and wait for them.
+// See process_queue.h. One call runs at a time, on any thread. While the callbacks of its future
+// run, only calls that they have made may begin: they may wait for these, also in ways that this
+// queue does not see, so other threads run them.
 #include "process_queue.h"
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <ranges>
+
 #include "../../group/new_thread.h"
 #include "../../plan/error.h"
+#include "signals.h"
 
 namespace pycollect::dist {
+
+// While a callback waits for a call that no callback has made, that call must run. Its place then
+// depends on the rank, unless all ranks wait for it in their callbacks.
+class ProcessQueue::WaitingInCallback {
+ public:
+  WaitingInCallback(const ProcessQueue& queue, CollectiveWork& work) {
+    for (CallbackScope* s = CallbackScope::innermost; s != nullptr; s = s->outer) {
+      if (s->queue != &queue) continue;
+      if (s->id == work.call().scope) return;
+      ++s->waits_outside;
+      open_.push_back(s);
+    }
+  }
+  ~WaitingInCallback() {
+    for (CallbackScope* const s : open_) --s->waits_outside;
+  }
+  WaitingInCallback(const WaitingInCallback&) = delete;
+  WaitingInCallback& operator=(const WaitingInCallback&) = delete;
+
+ private:
+  std::vector<CallbackScope*> open_;
+};
 
 void ProcessQueue::require_open(const Call& call) const {
   if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
 }
 
-// Returns the current exception. After one of the call's arguments, the group works on.
-std::exception_ptr ProcessQueue::failure() {
+ProcessQueue::CallbackScope* ProcessQueue::scope_of_thread() const {
+  CallbackScope* scope = CallbackScope::innermost;
+  while (scope != nullptr && scope->queue != this) scope = scope->outer;
+  return scope;
+}
+
+// Returns the queue whose first call is the next one; null: there is none, or callbacks that may
+// make it are running.
+ProcessQueue::Works* ProcessQueue::next() {
+  for (CallbackScope& scope : std::views::reverse(callbacks_)) {
+    if (!scope.waiting.empty()) return &scope.waiting;
+    if (!scope.returned && scope.waits_outside == 0 && !passes_callbacks_) return nullptr;
+  }
+  return waiting_.empty() ? nullptr : &waiting_;
+}
+
+bool ProcessQueue::is_empty() const {
+  return waiting_.empty() && std::ranges::all_of(callbacks_, [](const CallbackScope& scope) {
+           return scope.waiting.empty();
+         });
+}
+
+// Returns whether a call that is made now, by the callbacks of `scope` or by none, comes next.
+bool ProcessQueue::is_next(const CallbackScope* scope) const {
+  if (running_ || !is_empty()) return false;
+  return callbacks_.empty() ? scope == nullptr : scope == &callbacks_.back();
+}
+
+// Returns the current exception. After one of the call's arguments, the group works on. If a signal
+// handler has raised it, sets `raised` to it, and returns an error of the call.
+std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* raised) {
   const std::exception_ptr error = std::current_exception();
   try {
     std::rethrow_exception(error);
   } catch (const CollectiveError&) {
     failed_ = true;
+  } catch (const pybind11::error_already_set&) {
+    failed_ = true;
+    if (raised == nullptr) return error;
+    *raised = error;
+    return std::make_exception_ptr(PeerLost(text(call.name, ": a signal interrupted this rank")));
+  } catch (const std::invalid_argument& mismatch) {
+    if (futures_ &&
+        std::string_view(mismatch.what()).find("must make the same call") != std::string_view::npos)
+      return std::make_exception_ptr(std::invalid_argument(text(
+          mismatch.what(), "; calls of a future's callback come directly after the future's call ",
+          "only if the callback is added before the next call is made")));
   } catch (...) {
   }
   return error;
@@ -28,7 +95,7 @@ std::exception_ptr ProcessQueue::failure() {
 CollectiveWorkPtr ProcessQueue::run(Call call) {
   Lock lock(mutex_);
   require_open(call);
-  if (running_ || !waiting_.empty()) {
+  if (!is_next(scope_of_thread())) {
     lock.unlock();
     return push(std::move(call));
   }
@@ -38,13 +105,13 @@ CollectiveWorkPtr ProcessQueue::run(Call call) {
   try {
     runner_->run(call);
   } catch (...) {
-    error = failure();
+    error = failure(call, nullptr);
   }
   call.event.reset();
   lock.lock();
   running_ = false;
   if (!try_ensure_thread()) run_queued(lock);
-  if (closed_ || !waiting_.empty()) changed_.notify_all();
+  if (closed_ || !is_empty()) changed_.notify_all();
   lock.unlock();
   if (error) std::rethrow_exception(error);
   return c10::make_intrusive<CollectiveWork>(std::move(call), nullptr);
@@ -57,7 +124,11 @@ std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
     works.push_back(c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
   Lock lock(mutex_);
   for (const auto& work : works) require_open(work->call());
-  waiting_.insert(waiting_.end(), works.begin(), works.end());
+  CallbackScope* const scope = scope_of_thread();
+  if (scope != nullptr)
+    for (const auto& work : works) work->call().scope = scope->id;
+  Works& waiting = scope == nullptr ? waiting_ : scope->waiting;
+  waiting.insert(waiting.end(), works.begin(), works.end());
   try {
     ensure_thread();
   } catch (const std::exception& error) {  // publishes a refusal in queue order: peers wait for it
@@ -74,7 +145,7 @@ std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
 
 // Starts a thread for the queued calls, unless one is idle or runs a call. Requires the lock.
 void ProcessQueue::ensure_thread() {
-  if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
+  if (running_ || is_empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
   threads_.push_back(ipc::new_thread(
       [self = std::static_pointer_cast<ProcessQueue>(shared_from_this())] { self->serve(); }));
@@ -92,43 +163,109 @@ bool ProcessQueue::try_ensure_thread() {
 }
 
 void ProcessQueue::run_queued(Lock& lock) {
-  while (!running_ && !waiting_.empty()) run_next(lock, true);
+  while (!running_ && next() != nullptr) run_next(lock, true);
 }
 
 // `continues`: this thread runs the next call, too. Releasing a tensor can take the GIL, whose
-// holder may be waiting for this mutex, so tensors are released without the mutex.
-void ProcessQueue::run_next(Lock& lock, bool continues) {
-  CollectiveWorkPtr work = std::move(waiting_.front());
-  waiting_.pop_front();
+// holder may be waiting for this mutex, so tensors are released without the mutex. Returns what a
+// signal handler has raised during the call, or null.
+std::exception_ptr ProcessQueue::run_next(Lock& lock, bool continues) {
+  Works& queue = *next();
+  CollectiveWorkPtr work = std::move(queue.front());
+  queue.pop_front();
+  std::erase_if(callbacks_, [](const auto& s) { return s.returned && s.waiting.empty(); });
   running_ = true;
   lock.unlock();
-  std::exception_ptr error;
+  std::exception_ptr error, raised;
   try {
     runner_->run(work->call());
   } catch (...) {
-    error = failure();
+    error = failure(work->call(), &raised);
   }
   work->release();
   lock.lock();
   running_ = false;
   auto future = work->finish(error);
-  const bool next_is_assigned = (!future && continues) || try_ensure_thread();
+  if (future) run_callbacks(lock, work, std::move(future), error);
+  const bool next_is_assigned = continues || try_ensure_thread();
   changed_.notify_all();
   lock.unlock();
-  if (future) complete(*future, work->result(), error, work->staging());
-  future.reset();
   work.reset();
   lock.lock();
-  if (!next_is_assigned && !continues) run_queued(lock);
+  if (!next_is_assigned) run_queued(lock);
+  return raised;
+}
+
+void ProcessQueue::run_callbacks(Lock& lock, const CollectiveWorkPtr& work,
+                                 c10::intrusive_ptr<Future> future, std::exception_ptr error) {
+  CallbackScope& scope =
+      callbacks_.emplace_back(CallbackScope{this, work, ++scopes_, ipc::Clock::now()});
+  changed_.notify_all();  // the work is done
+  lock.unlock();
+  scope.outer = std::exchange(CallbackScope::innermost, &scope);
+  complete(*future, work->result(), error, work->staging());
+  CallbackScope::innermost = scope.outer;
+  future.reset();
+  lock.lock();
+  scope.returned = true;
+  if (scope.waiting.empty())
+    callbacks_.remove_if([&](const CallbackScope& s) { return &s == &scope; });
+}
+
+// Waits for a change, until the deadline at most. Callbacks that hold up a call for longer than the
+// call's timeout end the group. Throws what a signal handler raises.
+void ProcessQueue::sleep(Lock& lock, ipc::Deadline deadline) {
+  ipc::Deadline late = ipc::Deadline::max();
+  if (!running_ && !is_empty() && next() == nullptr) {
+    const auto blocked =
+        std::ranges::find_if(callbacks_, [](const CallbackScope& s) { return !s.waiting.empty(); });
+    const Works& held_up = blocked == callbacks_.end() ? waiting_ : blocked->waiting;
+    const auto age = ipc::Clock::now() - callbacks_.back().began;
+    late = ipc::deadline_after(held_up.front()->limit()) - age;
+  }
+  const bool looks = handles_signals();
+  ipc::Deadline until = std::min(deadline, late);
+  if (looks) until = std::min(until, ipc::Clock::now() + ipc::kSignalInterval);
+  if (until == ipc::Deadline::max())
+    changed_.wait(lock);
+  else
+    changed_.wait_until(lock, until);
+  if (ipc::Clock::now() >= late && !running_ && !is_empty() && next() == nullptr)
+    abort_queue(lock, true);
+  if (!looks) return;
+  lock.unlock();
+  std::exception_ptr raised;
+  try {
+    check_signals();
+  } catch (...) {
+    raised = std::current_exception();
+  }
+  lock.lock();
+  if (raised) std::rethrow_exception(raised);
+}
+
+// Aborts the group, so that the queued calls fail at once, also those behind callbacks. `late`: the
+// callbacks have not returned in time.
+void ProcessQueue::abort_queue(Lock& lock, bool late) {
+  const std::shared_ptr<CallRunner> runner = runner_;  // a concurrent close() may reset runner_
+  const CollectiveWorkPtr of = late ? callbacks_.back().of : nullptr;
+  passes_callbacks_ = true;
+  lock.unlock();
+  if (runner && !late) runner->abort("it was destroyed while collectives were under way");
+  if (runner && late)
+    runner->time_out(text("a callback of ", of->name(), " #", of->getSequencenumber(),
+                          " has not returned, and the calls behind it wait for that"));
+  lock.lock();
+  changed_.notify_all();
 }
 
 void ProcessQueue::serve() {
   pthread_setname_np(pthread_self(), "pycollect");
   Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return waiting_.empty() ? closed_ : !running_; });
+    while (is_empty() ? !closed_ : running_ || next() == nullptr) sleep(lock, ipc::Deadline::max());
     --idle_;
-    if (waiting_.empty()) return;
+    if (is_empty()) return;
     run_next(lock, true);
     ++idle_;
   }
@@ -137,37 +274,43 @@ void ProcessQueue::serve() {
 void ProcessQueue::wait(CollectiveWork& work) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
+  const WaitingInCallback in_callback(*this, work);
   while (!work.is_done())
-    if (!running_ && !waiting_.empty())
-      run_next(lock, false);
-    else
-      changed_.wait(lock);
+    if (!running_ && next() != nullptr) {
+      if (const auto raised = run_next(lock, false)) std::rethrow_exception(raised);
+    } else {
+      sleep(lock, ipc::Deadline::max());
+    }
 }
 
 bool ProcessQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
-  return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
+  const WaitingInCallback in_callback(*this, work);
+  while (!work.is_done() && ipc::Clock::now() < deadline) sleep(lock, deadline);
+  return work.is_done();
 }
 
-void ProcessQueue::close(ipc::Deadline deadline) {
+std::exception_ptr ProcessQueue::close(ipc::Deadline deadline) {
   std::vector<std::thread> threads;
+  std::exception_ptr raised;
   {
     Lock lock(mutex_);
     closed_ = true;
+    if (scope_of_thread() != nullptr) passes_callbacks_ = true;
     changed_.notify_all();
-    const auto empty = [&] { return !running_ && waiting_.empty(); };
-    while (!empty() && ipc::Clock::now() < deadline)
-      if (!running_ && idle_ == 0)
-        run_next(lock, true);
+    const auto empty = [&] { return !running_ && is_empty(); };
+    while (!empty() && !raised && ipc::Clock::now() < deadline)
+      if (!running_ && idle_ == 0 && next() != nullptr)
+        raised = run_next(lock, true);
       else
-        changed_.wait_until(lock, deadline);
-    if (!empty()) {
-      const std::shared_ptr<CallRunner> runner = runner_;  // a concurrent close() may reset runner_
-      lock.unlock();
-      runner->abort("it was destroyed while collectives were under way");
-      lock.lock();
-    }
+        try {
+          sleep(lock, deadline);
+        } catch (const pybind11::error_already_set&) {
+          raised = std::current_exception();
+        }
+    const SignalsDeferred deferred;
+    if (!empty()) abort_queue(lock, false);
     while (!empty())
       if (running_)
         changed_.wait(lock);
@@ -181,6 +324,7 @@ void ProcessQueue::close(ipc::Deadline deadline) {
       t.detach();  // called from a callback: this thread ends by itself
     else
       t.join();
+  return raised;
 }
 
 void ProcessQueue::abort(const std::string& why) {

@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "gil_release.h"
 #include "in_flight_guard.h"
+#include "signals.h"
 
 namespace pycollect::dist {
 namespace {
@@ -53,6 +54,7 @@ Backend::~Backend() {
     return;
   }
   const InFlightGuard in_flight;  // counts until this thread has retaken the GIL
+  const SignalsDeferred deferred;
   const GilRelease gil_release;
   {
     const std::lock_guard lock(live_backends().mutex);
@@ -61,13 +63,15 @@ Backend::~Backend() {
   warn_of(close(ipc::Clock::now() + kShutdownTimeout));
 }
 
-// Throws the error of a call that failed on its device without a caller waiting for it: no later
-// call can report it.
+// Throws what a signal handler raised meanwhile, or the error of a call that failed on its device
+// without a caller waiting for it: no later call can report it.
 void Backend::shutdown() {
   const InFlightGuard in_flight;
   if (fork_guard_.forked()) return;
   if (const auto unreported = close(ipc::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(unreported);
+  const GilRelease gil_release;
+  connection_->await_end_of_store();
 }
 
 std::exception_ptr Backend::close(ipc::Deadline deadline) {
@@ -87,6 +91,7 @@ bool close_groups() {
         all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
   }
   const auto deadline = ipc::Clock::now() + kShutdownTimeout;
+  const SignalsDeferred deferred;
   for (const auto& b : all)
     if (!b->fork_guard_.forked()) warn_of(b->close(deadline));
   const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;

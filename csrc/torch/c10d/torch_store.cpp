@@ -1,10 +1,19 @@
 // See torch_store.h. Stores throw different errors on a timeout, so the clock detects timeouts.
 #include "torch_store.h"
 
+#include <arpa/inet.h>
+#include <poll.h>
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "../../plan/error.h"
+#include "signals.h"
 
 namespace pycollect::dist {
 namespace {
@@ -17,10 +26,16 @@ constexpr char kClosed[] = "closed";
 constexpr std::chrono::milliseconds kRetryInterval{5};
 // Waits shorter than this poll. A rendezvous checks its ranks twice a second, with shorter waits.
 constexpr std::chrono::milliseconds kShortWait{1000};
-// Longest pause between two polls of the store; each poll is a request of 0.1 ms.
-constexpr std::chrono::microseconds kMaxPause{10000};
+// The pause between two polls of the store is this part of the time that has passed, and at most
+// kMaxPause: each poll is a request of 0.1 ms.
+constexpr int kWaitedPerPause = 8;
+constexpr std::chrono::microseconds kMinPause{100}, kMaxPause{100'000};
 // Limit of a single store wait, because stores count in other units, some of them in 32 bits.
 constexpr std::chrono::milliseconds kMaxWait = std::chrono::hours(24);
+
+// A client that connects before the server has closed its listening socket, too, or before rank 0
+// has started the next server, tries again after a second only.
+constexpr std::chrono::milliseconds kServerGrace{10};
 
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
 std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
@@ -49,7 +64,7 @@ std::string TorchStore::open_rendezvous() {
 }
 
 std::string TorchStore::join_rendezvous() {
-  for (std::string last;; std::this_thread::sleep_for(kRetryInterval)) {
+  for (std::string last;; std::this_thread::sleep_for(kRetryInterval), check_signals()) {
     wait({kOpen}, deadline_);
     const std::string number = as_text(store_->get(kOpen));
     if (number != last && number != kClosed &&
@@ -65,29 +80,33 @@ void TorchStore::post(const std::string& key, const std::string& value) {
   store_->set(prefix() + key, as_bytes(value));
 }
 
-// Polls the keys until the deadline. A store's own wait this short logs its timeout (TCPStore) or
-// counts whole seconds (FileStore). Returns false if the store cannot be polled.
+// Polls the keys until the deadline, and runs signal handlers meanwhile. A store's own wait blocks
+// them; a short one logs its timeout (TCPStore) or counts whole seconds (FileStore). Returns false
+// if the store cannot be polled.
 bool TorchStore::poll(const std::vector<std::string>& keys, ipc::Deadline deadline) {
-  std::chrono::microseconds pause(100);
-  try {
-    while (!store_->check(keys)) {
-      if (ipc::Clock::now() >= deadline)
-        throw Timeout(text("no rank has written ", keys.front(),
-                           " to the store before the timeout was over"));
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kMaxPause);
+  const auto has_keys = [&]() -> std::optional<bool> {
+    try {
+      return store_->check(keys);
+    } catch (const std::exception&) {
+      return std::nullopt;
     }
-    return true;
-  } catch (const Timeout&) {
-    throw;
-  } catch (const std::exception&) {
-    return false;
+  };
+  const auto begin = ipc::Clock::now();
+  for (;; check_signals()) {
+    if (const auto found = has_keys(); !found || *found) return found.has_value();
+    const auto now = ipc::Clock::now();
+    if (now >= deadline)
+      throw Timeout(
+          text("no rank has written ", keys.front(), " to the store before the timeout was over"));
+    std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
+        (now - begin) / kWaitedPerPause, kMinPause, kMaxPause));
   }
 }
 
 void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadline) {
   using std::chrono::milliseconds;
-  if (deadline - ipc::Clock::now() < kShortWait && poll(keys, deadline)) return;
+  if ((handles_signals() || deadline - ipc::Clock::now() < kShortWait) && poll(keys, deadline))
+    return;
   for (;;) {
     const auto until = std::min(deadline, ipc::deadline_after(kMaxWait));
     // Some stores take a timeout of zero as no limit.
@@ -120,6 +139,74 @@ std::vector<std::string> TorchStore::read_all(const std::vector<std::string>& ke
   std::vector<std::string> values;
   for (const auto& value : store_->multiGet(wanted)) values.push_back(as_text(value));
   return values;
+}
+
+namespace {
+
+// Calls `f` with the number of each file descriptor of this process.
+template <class F>
+void for_each_descriptor(const F& f) {
+  std::error_code failed;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", failed))
+    f(std::atoi(entry.path().filename().c_str()));
+}
+
+using NameOf = int (*)(int, sockaddr*, socklen_t*);  // getsockname or getpeername
+
+// Returns the port of one end of a TCP connection or listening socket; 0: it is none.
+int port_of(int descriptor, NameOf name_of) {
+  sockaddr_storage at = {};
+  socklen_t length = sizeof at;
+  if (name_of(descriptor, reinterpret_cast<sockaddr*>(&at), &length) != 0) return 0;
+  if (at.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(at).sin_port);
+  if (at.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(at).sin6_port);
+  return 0;
+}
+
+}  // namespace
+
+StoreServer::StoreServer(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {
+  c10::intrusive_ptr<c10d::Store> inner = store;
+  if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    inner = prefixed->getUnderlyingNonPrefixStore();
+  const auto* const found = dynamic_cast<const c10d::TCPStore*>(inner.get());
+  if (found == nullptr) return;
+  store_ = c10::weak_intrusive_ptr<c10d::Store>(inner);
+  port_ = found->getPort();
+}
+
+bool StoreServer::runs_here() const {
+  bool found = false;
+  for_each_descriptor([&](int descriptor) {
+    int listens = 0;
+    socklen_t length = sizeof listens;
+    found |= getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 &&
+             listens != 0 && port_of(descriptor, getsockname) == port_;
+  });
+  return found;
+}
+
+bool StoreServer::ends_with_group() const {
+  return exists() && store_.use_count() == 1 && runs_here();
+}
+
+bool StoreServer::is_connected() const {
+  bool connected = false;
+  for_each_descriptor([&](int descriptor) {
+    if (port_of(descriptor, getpeername) != port_) return;
+    pollfd state = {.fd = descriptor, .events = POLLRDHUP, .revents = 0};
+    connected |= poll(&state, 1, 0) == 0;
+  });
+  return connected;
+}
+
+void StoreServer::await_end(std::chrono::milliseconds at_most) const {
+  const auto end = ipc::Clock::now() + at_most;
+  for (; is_connected(); check_signals()) {
+    if (ipc::Clock::now() >= end) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::this_thread::sleep_for(kServerGrace);
 }
 
 }  // namespace pycollect::dist

@@ -37,4 +37,23 @@ class TorchStore final : public ipc::Store {
   std::string prefix_ = {};  // key prefix of the rendezvous; empty before the first use
 };
 
+// The server of a TCPStore, which may be a thread of rank 0's process. It then ends with the last
+// reference to the store there, although ranks may have connected to it for their next group.
+class StoreServer {
+ public:
+  // Any store; one of another kind has no such server.
+  explicit StoreServer(const c10::intrusive_ptr<c10d::Store>& store);
+  // Whether it runs in this process and nothing but one group of torch refers to it.
+  bool ends_with_group() const;
+  // Waits until it has closed its connection with this process, up to a limit.
+  void await_end(std::chrono::milliseconds at_most) const;
+  bool exists() const { return port_ != 0; }
+
+ private:
+  bool runs_here() const;
+  bool is_connected() const;
+  c10::weak_intrusive_ptr<c10d::Store> store_;
+  int port_ = 0;  // 0: no server
+};
+
 }  // namespace pycollect::dist
