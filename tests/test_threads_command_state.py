@@ -218,3 +218,39 @@ def test_each_rank_has_its_own_random_states(tmp_path):
         nproc=3,
     )
     assert_printed(ended)
+
+
+def test_handlers_of_operators_are_a_ranks_or_an_imported_modules(tmp_path):
+    """A rank imports DTensor, with the handlers that `loss_parallel` changes, for all ranks."""
+    written(
+        tmp_path,
+        """
+        from torch.distributed.tensor import DTensor
+        DTensor._op_dispatcher._custom_op_handlers["of a module"] = 1
+        """,
+        "registers.py",
+    )
+    ended = ran_text(
+        tmp_path,
+        """
+        assert rank > 0 or "torch.distributed.tensor" not in sys.modules
+        start()
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import loss_parallel
+        def count(): return len(DTensor._op_dispatcher._custom_op_handlers)
+        before = count()
+        dist.barrier()
+        with loss_parallel():
+            dist.barrier()
+            inside = count()
+        dist.barrier()
+        import registers
+        dist.barrier()
+        assert before < inside and count() == before + 1, (before, inside, count())
+        if rank == 1:
+            DTensor._op_dispatcher._custom_op_handlers["of a rank"] = 1
+        dist.barrier()
+        print(rank, count() - before)
+        """,
+    )
+    assert_printed(ended, "0 1", "1 2")

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from thread_programs import PARALLEL, ends_within
+from thread_programs import PARALLEL, ends_within, total
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as tp
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import pycollect as pc
 from pycollect import threads
@@ -152,6 +157,150 @@ def test_output_warning_filters_and_anomaly_mode_are_restored(parallel):
     before = state()
     threads.launch(program, 3, timeout=20, parallel=parallel)
     assert state() == before
+
+
+def handlers() -> dict[Any, Any]:
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
+
+
+def in_loss_parallel() -> bool:
+    return torch.ops.aten.nll_loss_backward.default in handlers()
+
+
+@PARALLEL
+def test_a_rank_is_in_loss_parallel_while_others_are_not(parallel):
+    """The handlers of operators were the process's, and the last rank to leave failed."""
+
+    def program(rank: int, world: int) -> list[bool]:
+        found = []
+        with contextlib.ExitStack() as stack:
+            for step in range(2 * world):
+                if step == rank:
+                    stack.enter_context(tp.loss_parallel())
+                if step == 2 * rank + 1:
+                    stack.close()
+                dist.barrier()
+                found.append(in_loss_parallel())
+        return found
+
+    table, before = handlers(), dict(handlers())
+    for _ in range(2):
+        found = threads.launch(program, 3, timeout=20, parallel=parallel)
+        assert found == [[r <= step < 2 * r + 1 for step in range(6)] for r in range(3)]
+    assert handlers() is table
+    assert table == before
+
+
+@PARALLEL
+def test_an_exception_in_loss_parallel_is_its_ranks_alone(parallel):
+    """torch leaves the handlers where they are then."""
+
+    def program(rank: int, world: int) -> tuple[bool, bool]:
+        with contextlib.suppress(KeyError), tp.loss_parallel():
+            dist.barrier()
+            if rank == 1:
+                raise KeyError(rank)
+        dist.barrier()
+        left = in_loss_parallel()
+        handlers().clear()  # torch's own, too
+        return left, not handlers()
+
+    before = dict(handlers())
+    found = threads.launch(program, 3, timeout=20, parallel=parallel)
+    assert [found[0], found[2]] == [(False, True)] * 2
+    assert handlers() == before
+
+
+@PARALLEL
+def test_a_rank_may_assign_the_handlers_of_operators(parallel):
+    """`context_parallel` does so, and then assigns the process's table."""
+
+    def program(rank: int, world: int) -> list[bool]:
+        found = []
+        for value in ({**handlers(), "mine": rank}, of_process):
+            DTensor._op_dispatcher._custom_op_handlers = value
+            dist.barrier()
+            found.append(handlers().get("mine") == rank)
+        handlers()["mine"] = rank
+        dist.barrier()
+        return [*found, handlers()["mine"] == rank]
+
+    of_process, before = handlers(), dict(handlers())
+    found = threads.launch(program, 3, timeout=20, parallel=parallel)
+    assert found == [[True, False, True]] * 3
+    assert handlers() is of_process
+    assert of_process == before
+
+
+def test_a_torch_without_handlers_of_operators_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delitem(vars(DTensor._op_dispatcher), "_custom_op_handlers")
+        with pytest.raises(RuntimeError, match=r"need .*_custom_op_handlers, which torch"):
+            threads.launch(total, 2, timeout=20)
+    assert threads.launch(total, 2, timeout=20) == [1.0, 1.0]
+
+
+def communicated(mode: Any) -> dict[str, int]:
+    counts = mode.comm_module_counts.items()
+    return {name: sum(n["forward"].values()) for name, n in counts}
+
+
+def computed(mode: Any) -> dict[str, int]:
+    return {name: sum(n.values()) for name, n in mode.get_flop_counts().items()}
+
+
+class Summed(torch.nn.Module):
+    """Lets other ranks run while its hooks are between their beginning and their end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "counts", "wanted"),
+    [
+        (CommDebugMode, communicated, {"": 1, ".1": 1}),
+        (lambda: FlopCounterMode(display=False), computed, {"": 192, ".0": 64, ".2": 128}),
+    ],
+)
+def test_a_mode_follows_the_modules_of_its_rank(make, counts, wanted):
+    """It met the modules of other ranks, because its hooks were on all modules of the process."""
+
+    def program(rank: int, world: int) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Summed(), torch.nn.Linear(4, 8))
+        with make() as mode:
+            model(torch.ones(2, 4))
+        dist.barrier()
+        return counts(mode)
+
+    of_modules = {f"Sequential{name}": n for name, n in wanted.items()}
+    for found in threads.launch(program, 3, timeout=20):
+        assert {name: n for name, n in found.items() if name != "Global"} == of_modules
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (checkpoint.set_checkpoint_early_stop, "_enable_checkpoint_early_stop"),
+        (checkpoint.set_checkpoint_debug_enabled, "_checkpoint_debug_enabled"),
+    ],
+)
+def test_each_rank_has_its_own_settings_of_activation_checkpointing(context, name):
+    """The last rank to leave left another rank's setting in the process."""
+
+    def program(rank: int, world: int) -> list[Any]:
+        with context(rank > 0):
+            dist.barrier()
+            found = [getattr(checkpoint, name)]
+            dist.barrier()
+        return [*found, getattr(checkpoint, name)]
+
+    before = getattr(checkpoint, name)
+    assert threads.launch(program, 3, timeout=20) == [[rank > 0, before] for rank in range(3)]
+    assert getattr(checkpoint, name) is before
 
 
 def test_the_monitor_of_progress_bars_hides_no_deadlock():

@@ -13,6 +13,7 @@ from dist_rank import RankContext
 from reference import assert_same
 from test_dist_sharded import STEPS, batch, close, loss_of, net
 from thread_jobs import WORLD, launch, launch_twice, parameters_of
+from thread_programs import PARALLEL
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,6 +55,42 @@ def test_fsdp2_and_tensor_parallel_on_a_mesh_of_two_dimensions(tmp_path):
     train_even(wanted, range(2))
     for rank in launch_twice(job, 4, tmp_path):
         close(rank, parameters_of(wanted))
+
+
+@PARALLEL
+@pytest.mark.parametrize("world", [2, 4])
+def test_loss_of_logits_that_are_divided_by_classes(tmp_path, world, parallel):
+    """Ranks left the context of another one, or met its handlers, or failed to leave it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import parallel as tp
+
+    x, target = torch.randn(6, 10), torch.arange(6) % 8
+
+    def classifier() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(10, 8)
+
+    def job(me: RankContext) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (me.world,))
+        colwise = tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        model = tp.parallelize_module(classifier(), mesh, colwise)
+        found = []
+        for _ in range(STEPS):
+            model.zero_grad()
+            with tp.loss_parallel():
+                dist.barrier()
+                loss = nn.functional.cross_entropy(model(x), target)
+                loss.backward()
+            found += [loss.full_tensor().detach()]
+            found += [p.grad.full_tensor() for p in model.parameters()]
+        return found
+
+    model = classifier()
+    loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    for rank in launch(job, world, tmp_path, parallel=parallel):
+        close(rank, [loss.detach(), *(p.grad for p in model.parameters())] * STEPS)
 
 
 def test_activation_checkpointing_with_fsdp2(tmp_path):

@@ -16,7 +16,10 @@ import torch.distributed as dist
 from thread_programs import ends_within, total
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.modules import module as modules
+from torch.utils.flop_counter import FlopCounterMode
 
 from pycollect import _C, threads
 
@@ -30,6 +33,11 @@ def fail(rank: int, world: int) -> None:
 
 def deadlock(rank: int, world: int) -> None:
     dist.recv(torch.ones(1), (rank + 1) % world)
+
+
+def fail_in_loss_parallel(rank: int, world: int) -> None:
+    with loss_parallel(), FlopCounterMode(display=False):
+        fail(rank, world)
 
 
 def run(program: Callable[..., Any]) -> None:
@@ -55,11 +63,15 @@ def patched_state() -> dict[str, Any]:
         "multithreading": torch._C._is_multithreading_enabled(),
         "random": torch.get_rng_state().tolist(),
         "initialized": dist.is_initialized(),
+        "handlers": dict(DTensor._op_dispatcher._custom_op_handlers),
+        "dispatcher": list(vars(type(DTensor._op_dispatcher))),
+        "finders": list(sys.meta_path),
+        "hooks": {name: id(x) for name, x in vars(modules).items() if name.endswith("_hooks")},
         **{name: getattr(c10d, name, None) for name in names},
     }
 
 
-@pytest.mark.parametrize("program", [total, fail, deadlock])
+@pytest.mark.parametrize("program", [total, fail, fail_in_loss_parallel, deadlock])
 def test_replaced_parts_are_restored(program):
     before = patched_state()
     run(program)

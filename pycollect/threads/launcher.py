@@ -18,6 +18,7 @@ from .._thread_count import new_threads_restored, set_thread_count
 from ..errors import CollectiveError, Timeout
 from . import torch_internals
 from .arguments import devices_of, seconds_of
+from .op_handlers import op_handlers_of_ranks
 from .process_wide import second_uses_refused
 from .rank_environ import environ_of_ranks
 from .started_threads import threads_of_ranks
@@ -155,6 +156,7 @@ class Launch:
             stack.enter_context(environ_of_ranks(scheduler.rank_of_thread, self._world))
             stack.enter_context(threads_of_ranks(scheduler))
             stack.enter_context(second_uses_refused(scheduler.rank_of_thread))
+            stack.enter_context(op_handlers_of_ranks(scheduler.rank_of_thread, self._world))
             self._threads += [
                 threading.Thread(
                     target=self._run_rank, args=(rank, fn, args), name=f"rank {rank}", daemon=True

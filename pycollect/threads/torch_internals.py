@@ -16,6 +16,9 @@ it. Each part has one use here:
   collectives and compiled code. `_register_process_group` and `_unregister_process_group` hand the
   names on to threads that a rank starts.
 * `tensor._random._rng_tracker`: DTensor's random state, a module variable.
+* `DTensor._op_dispatcher._custom_op_handlers`: what `loss_parallel` changes; see op_handlers.py.
+* `_global_forward_hooks` and its like, and the settings of `torch.utils.checkpoint`: module
+  variables.
 * `autograd.profiler._prepare_profiler`, `_enable_profiler`, `_disable_profiler` and
   `_is_profiler_enabled`, and `custom_ops.get_library_allowing_overwrite`: see process_wide.py.
 * `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
@@ -33,6 +36,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -41,6 +45,14 @@ import torch.distributed.distributed_c10d
 from .. import _C, _coalescing_patch
 
 c10d: Any = torch.distributed.distributed_c10d
+# Hooks of all modules, with which `CommDebugMode` and `FlopCounterMode` follow a rank's modules.
+_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+_CHECKPOINT = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
 _PARTS = {
     "torch.distributed.distributed_c10d": (
         "_world",
@@ -61,6 +73,8 @@ _PARTS = {
         "_disable_profiler",
         "_is_profiler_enabled",
     ),
+    "torch.nn.modules.module": _HOOKS,
+    "torch.utils.checkpoint": _CHECKPOINT,
     "torch._library.custom_ops": ("get_library_allowing_overwrite",),
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
@@ -73,6 +87,8 @@ RANK_VARIABLES = (
     _WARNINGS,
     ("sys", "stdout"),
     ("sys", "stderr"),
+    *(("torch.nn.modules.module", name) for name in _HOOKS),
+    *(("torch.utils.checkpoint", name) for name in _CHECKPOINT),
 )
 _SERVED = ("pycollect", "fake")
 _C10D = vars(c10d)
@@ -84,25 +100,36 @@ def require_parts() -> None:
         try:
             found = importlib.import_module(module)
         except ImportError as error:
-            raise RuntimeError(_lacks(module)) from error
+            raise RuntimeError(lacks(module)) from error
         for name in names:
             if not hasattr(found, name):
-                raise RuntimeError(_lacks(f"{module}.{name}"))
+                raise RuntimeError(lacks(f"{module}.{name}"))
 
 
 def set_variables(variables: _C.RankVariables, world: int) -> None:
     """Give every rank an object of its own for a variable of `RANK_VARIABLES` that it changes."""
-    for module, name in (_SEEDS, _WARNINGS):
+    copies = {
+        _SEEDS: copy.deepcopy,
+        _WARNINGS: copy.deepcopy,
+        **{("torch.nn.modules.module", name): copy.copy for name in _HOOKS},  # of the same hooks
+    }
+    for (module, name), copied in copies.items():
         found = getattr(sys.modules[module], name, None)
         for rank in range(world):
-            variables.set(rank, module, name, copy.deepcopy(found))
+            variables.set(rank, module, name, copied(found))
 
 
-def _lacks(what: str) -> str:
+def lacks(what: str) -> str:
+    """Return the message of the error that torch has no such part."""
     return (
         f"ranks as threads need {what}, which torch {torch.__version__} does not have; use torch "
         "2.11 to 2.15, or one process per rank (torchrun)"
     )
+
+
+def is_importing(frame: FrameType) -> bool:
+    """Return whether the frame is in a module that is being imported."""
+    return getattr(frame.f_globals.get("__spec__"), "_initializing", False)
 
 
 def _field(name: str) -> property:
@@ -171,8 +198,7 @@ class _WorldOfThread(threading.local):
         if reader.f_globals is not _C10D:
             # A process imports its modules before it makes a group, so that the default argument
             # `group=dist.group.WORLD` of their functions is None: it stands for the default group.
-            importing = getattr(reader.f_globals.get("__spec__"), "_initializing", False)
-            return None if importing else found
+            return None if is_importing(reader) else found
         if reader.f_code.co_name == "init_process_group" and found is self._world.made_by_launch:
             self._world.made_by_launch = None
             c10d.destroy_process_group()
