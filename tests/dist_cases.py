@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dist_pool import OLD_TORCH
-from reference import COMPLEX, INTEGERS, OPS, allowed, randoms
+from reference import COMPLEX, INTEGERS, MOVED, OPS, allowed, randoms
 from torch import Tensor
 
 import pycollect as pc
@@ -73,7 +73,7 @@ def with_layout(values: Tensor, layout: str) -> Tensor:
     if layout == "channels_last":
         return values.clone(memory_format=torch.channels_last)
     if layout == "sliced":
-        base = values.new_zeros(2 * values.numel() + 1)
+        base = values.new_empty(2 * values.numel() + 1)
         return base[1::2].copy_(values)
     return values.clone()
 
@@ -204,7 +204,7 @@ def _stacked(me: CaseContext, mine: list[Tensor]) -> Tensor:
     if me.case.layout == "channels_last":
         return whole.contiguous(memory_format=torch.channels_last)
     if me.case.layout == "transposed":
-        return whole.t().contiguous().t()
+        return whole.new_empty(whole.shape[::-1]).t().copy_(whole)
     return me.with_layout(whole)
 
 
@@ -288,7 +288,7 @@ def ops(collective: str, dtype: torch.dtype) -> list[str]:
 
 def gloo_limitation(case: Case) -> str:
     """Why gloo cannot serve as the reference for a case; "" if it can."""
-    if case.dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2):
+    if case.dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, *MOVED[:-1]):
         return "refuses the dtype"
     if COLLECTIVES[case.collective].reduces:
         if case.dtype == torch.bool and case.op not in ("min", "max", "band", "bor", "bxor"):
@@ -297,7 +297,7 @@ def gloo_limitation(case: Case) -> str:
             return "refuses to average integers"
         if case.dtype in COMPLEX and case.op == "prod":
             return "multiplies complex numbers as reals"
-    if case.collective == "gather" and case.dtype in COMPLEX:
+    if case.collective == "gather" and case.dtype.is_complex:
         return "refuses complex tensors"
     if case.collective == "all_to_all" and OLD_TORCH:
         return "does not take lists of tensors"

@@ -16,8 +16,10 @@ NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*WIDE, *NARROW, *INTEGERS, torch.bool, *COMPLEX)
+MOVED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+MOVED += (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32)  # never reduced
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor")
-_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOGICAL = {
     "sum": torch.logical_or,
     "max": torch.logical_or,
@@ -33,6 +35,8 @@ _EXTREMA = {"min": torch.minimum, "max": torch.maximum}
 
 def allowed(dtype: torch.dtype, op: str) -> bool:
     """Whether the contract defines this reduction."""
+    if dtype not in DTYPES:
+        return False
     if dtype == torch.bool:
         return op != "avg"
     if dtype in INTEGERS:
@@ -62,6 +66,8 @@ def randoms(
 def _random(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, tame: bool
 ) -> Tensor:
+    if dtype not in DTYPES:
+        return _random(shape, BITS_OF[dtype.itemsize], generator, tame).view(dtype)
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if dtype in INTEGERS:
@@ -186,11 +192,13 @@ def expected(
 
 def bits(t: Tensor, zeros_equal: bool = False) -> Tensor:
     """The bits of every real number as integers, with one pattern for all NaNs."""
+    if t.dtype not in DTYPES:
+        return t.view(BITS_OF[t.element_size()])
     t = t.detach().resolve_conj().resolve_neg().contiguous()
     t = torch.view_as_real(t) if t.is_complex() else t
     if not t.is_floating_point():
         return t
-    whole = t.clone().view(_BITS_OF[t.element_size()])
+    whole = t.clone().view(BITS_OF[t.element_size()])
     wide = t.float() if t.dtype in NARROW else t
     whole[wide.isnan()] = 255 if whole.dtype == torch.uint8 else -1
     if zeros_equal:
@@ -207,6 +215,8 @@ def assert_same(
         where = f"{why}: rank {rank}"
         assert isinstance(a, Tensor), f"{where}: {type(a)}"
         assert (a.shape, a.dtype) == (w.shape, w.dtype), f"{where}: {a.shape} {a.dtype}"
+        if a.dtype not in DTYPES:
+            a, w = bits(a), bits(w)
         zeros_equal = op in _EXTREMA
         if not torch.equal(bits(a, zeros_equal), bits(w, zeros_equal)):
             wrong = (bits(a, zeros_equal) != bits(w, zeros_equal)).flatten().nonzero().flatten()

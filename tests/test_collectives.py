@@ -12,7 +12,9 @@ import pydoc
 import pytest
 import torch
 from reference import (
+    BITS_OF,
     DTYPES,
+    MOVED,
     NARROW,
     OPS,
     allowed,
@@ -29,9 +31,6 @@ from reference import (
 import pycollect as pc
 
 WORLDS = (1, 2, 3, 4, 5, 8, 9)
-MOVED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-MOVED += (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.complex32)
-INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 DIMS = (0, 1, 2, -1, -2, -3)
 
@@ -230,7 +229,7 @@ def test_copy(dtype):
 @pytest.mark.parametrize("dtype", MOVED, ids=short)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_calls_that_only_move_take_other_dtypes(dtype, layout):
-    whole = INTEGER_OF[torch.empty(0, dtype=dtype).element_size()]
+    whole = BITS_OF[dtype.itemsize]
     integers = [place(t, layout) for t in randoms(2, (6, 4), whole)]
     tensors = [t.view(dtype) for t in integers]
     for call in (
@@ -246,6 +245,18 @@ def test_calls_that_only_move_take_other_dtypes(dtype, layout):
         got = call(tensors)
         assert {t.dtype for t in got} == {dtype}
         assert_same([t.view(whole) for t in got], call(integers))
+
+
+def test_every_dtype_of_torch_is_moved_unless_it_is_quantized():
+    for dtype in {d for d in vars(torch).values() if isinstance(d, torch.dtype)}:
+        if short(dtype).startswith(("qint", "quint")):
+            continue  # test_arguments.py
+        ranks = [t.view(dtype) for t in randoms(2, (3, 16), torch.uint8)]
+        wanted = ranks[1].view(torch.uint8).clone()
+        pc.broadcast([t.t() for t in ranks], 1)
+        assert_same([t.view(torch.uint8) for t in ranks], [wanted] * 2, dtype)
+        copy = pc.replicate([ranks[0][::2]], "cpu*1")[0][0]
+        assert_same([copy.view(torch.uint8)], [wanted[::2]], dtype)
 
 
 def test_barrier_returns():

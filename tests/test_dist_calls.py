@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
 from dist_ranks import slow_on_processes
-from reference import assert_same
+from reference import BITS_OF, MOVED, assert_same, randoms
 from torch import Tensor
 
 N = 5
@@ -112,6 +112,30 @@ def only_one_sends(me: RankContext) -> None:
     out = torch.zeros(sum(received))
     dist.all_to_all_single(out, of(me.rank, sum(sent)), received, sent)
     same(out, of(0, LARGE) if me.rank == last else torch.zeros(0))
+
+
+def dtypes_that_only_move(me: RankContext) -> None:
+    """Uneven parts, splits, scalars, moves coalesced with a reduction; torch cannot copy uint4."""
+    for dtype in (*MOVED, torch.uint4):
+        parts = randoms(me.world, (me.world, 2), dtype)
+        mine, last = parts[me.rank], parts[-1].view(BITS_OF[dtype.itemsize]).clone().view(dtype)
+        out = randoms(me.world, (me.world, 2), dtype, seed=1)
+        dist.all_gather([t[:r] for r, t in enumerate(out)], mine[: me.rank])
+        same([t[:r] for r, t in enumerate(out)], [t[:r] for r, t in enumerate(parts)])
+        sent = [int(r >= me.rank) for r in range(me.world)]
+        received = [int(r <= me.rank) for r in range(me.world)]
+        rows = out[0][: sum(received)]
+        dist.all_to_all_single(rows, mine[me.rank :], received, sent)
+        same(list(rows), [parts[s][me.rank] for s in range(me.rank + 1)])
+        scalar = randoms(1, (), dtype, seed=me.rank)[0]
+        dist.broadcast(scalar, 0)
+        same(scalar, randoms(1, (), dtype, seed=0)[0])
+        x = of(me.rank)
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            dist.broadcast(mine.t(), me.world - 1)
+            dist.all_reduce(x)
+            dist.all_gather(out, mine)
+        same([x, mine, *out], [summed(me.world), *[last] * (me.world + 1)])
 
 
 # --- coalesced ------------------------------------------------------------------------------------
@@ -277,11 +301,12 @@ def inference(me: RankContext) -> None:
 
 JOBS = (all_gather_uneven, all_gather_into_other_shapes, all_gather_stacked, gather_uneven)
 JOBS += (scatter_uneven, all_to_all_uneven, all_to_all_splits, all_to_all_one_sided_splits)
-JOBS += (only_one_sends, all_reduce_coalesced, all_gather_coalesced, coalescing_manager)
-JOBS += (coalescing_of_a_device, gather_in_place, reduce_scatter_in_place, roots_in_place)
-JOBS += (objects, barriers, parameters, scalars, inference)
+JOBS += (only_one_sends, dtypes_that_only_move, all_reduce_coalesced, all_gather_coalesced)
+JOBS += (coalescing_manager, coalescing_of_a_device, gather_in_place, reduce_scatter_in_place)
+JOBS += (roots_in_place, objects, barriers, parameters, scalars, inference)
 GLOO_LACKS = {
     coalescing_of_a_device: "does not coalesce",
+    dtypes_that_only_move: "has none of them",
     all_gather_uneven: "wants equal sizes",
     all_gather_stacked: "wants the ranks along the first dimension",
     gather_uneven: "hangs after the root has raised",

@@ -164,7 +164,7 @@ def mixed(me: RankContext) -> list[str]:
     otherwise its receive might never be posted."""
     got, raised = torch.zeros(3), []
     for step in range(4):
-        bad = {0: torch.zeros(3, dtype=torch.uint16), 1: torch.zeros(4)}.get(step)
+        bad = {0: torch.zeros(1).expand(3), 1: torch.zeros(4)}.get(step)
 
         def body(step: int = step, bad: torch.Tensor | None = bad) -> None:
             with dist._coalescing_manager(device=CPU):
@@ -172,7 +172,7 @@ def mixed(me: RankContext) -> list[str]:
                     dist.isend(torch.full((3,), float(step)), 0)
                 elif step != 1:
                     dist.irecv(got, 1)
-                dist.broadcast(torch.zeros(3) if bad is None or me.rank == 1 else bad, 0)
+                dist.broadcast(torch.zeros(3) if bad is None or me.rank == 1 else bad, 1)
 
         raised.append(caught(body).text)
         assert raised[-1] or me.rank == 1 or got.tolist() == [step] * 3

@@ -59,6 +59,10 @@ def parts(own: int) -> None:
     dist.all_gather(out, ones(own))
 
 
+def broadcast(tensors: list[torch.Tensor]) -> None:
+    dist.group.WORLD.broadcast(tensors, dist.BroadcastOptions()).wait()
+
+
 RankCall = Callable[[], Any]
 # The call of most ranks, the call of the odd rank, and words that the error must contain.
 DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
@@ -99,6 +103,26 @@ DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
         lambda: dist.all_gather(rows(), ones()),
         lambda: dist.all_gather(rows(6, torch.int32), ones(6, torch.int32)),
         ("float32", "int32"),
+    ),
+    "dtype that only moves": (
+        lambda: dist.broadcast(ones(6, torch.uint16), 0),
+        lambda: dist.broadcast(ones(6, torch.bfloat16), 0),
+        ("uint16", "bfloat16"),
+    ),
+    "dtypes that only move": (
+        lambda: dist.all_gather(rows(6, torch.float8_e8m0fnu), ones(6, torch.float8_e8m0fnu)),
+        lambda: dist.all_gather(rows(6, torch.float8_e4m3fnuz), ones(6, torch.float8_e4m3fnuz)),
+        ("float8_e8m0fnu", "float8_e4m3fnuz"),
+    ),
+    "dtype and its stand-in, by splits": (
+        lambda: dist.all_to_all_single(ones(6, torch.uint64), ones(6, torch.uint64)),
+        lambda: dist.all_to_all_single(ones(6, torch.int64), ones(6, torch.int64)),
+        ("uint64", "int64"),
+    ),
+    "dtypes in another order": (
+        lambda: broadcast([ones(6, torch.uint16), ones(6, torch.int16)]),
+        lambda: broadcast([ones(6, torch.int16), ones(6, torch.uint16)]),
+        (" uint16", " int16", "part 1 of 2"),
     ),
     "op": (
         lambda: dist.all_reduce(ones()),
@@ -204,6 +228,12 @@ MISTAKES: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "dtype": (
         lambda: dist.all_reduce(ones()),
         lambda: dist.all_reduce(ones(6).to(torch.uint16)),
+        "TypeError",
+        "uint16",
+    ),
+    "dtype of one part": (
+        lambda: dist.reduce_scatter(ones(), rows()),
+        lambda: dist.reduce_scatter(ones(6, torch.uint16), rows(6, torch.uint16)),
         "TypeError",
         "uint16",
     ),

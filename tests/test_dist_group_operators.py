@@ -62,10 +62,10 @@ def test_reductions(pool: Any, dtype: torch.dtype) -> None:
     pool.run(reductions, dtype)
 
 
-def moves(me: RankContext) -> None:
+def moves(me: RankContext, dtype: torch.dtype) -> None:
     ops, group = operators()
     for shape in ((7,), (4, 5), (0, 3)):
-        x = mine(me, shape, torch.float16)
+        x = mine(me, shape, dtype)
         wanted = x.new_empty(me.world * shape[0], *shape[1:])
         dist.all_gather_into_tensor(wanted, x)
         got = torch.empty_like(wanted)
@@ -74,14 +74,14 @@ def moves(me: RankContext) -> None:
     scalar = torch.tensor(me.rank)
     assert ops.group_all_gather(scalar, group).tolist() == list(range(me.world))
 
-    x = mine(me, (2 * me.world, 5), torch.float32)
+    x = mine(me, (2 * me.world, 5), dtype)
     wanted, got = torch.empty_like(x), torch.empty_like(x)
     dist.all_to_all_single(wanted, x)
     ops.group_all_to_all_(got, x, group)
     assert_same([got, ops.group_all_to_all(x, group)], [wanted] * 2)
 
     sent = [rank + me.rank for rank in range(me.world)]  # rows from this rank to each
-    x = mine(me, (12, 5), torch.float32)[: sum(sent)]
+    x = mine(me, (12, 5), dtype)[: sum(sent)]
     wanted = x.new_empty(sum(sent), 5)
     dist.all_to_all_single(wanted, x, sent, sent)
     got = torch.empty_like(wanted)
@@ -89,8 +89,9 @@ def moves(me: RankContext) -> None:
     assert_same([got, ops.group_all_to_all(x, group, sent, sent)], [wanted] * 2)
 
 
-def test_moves(pool: Any) -> None:
-    pool.run(moves)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e8m0fnu])
+def test_moves(pool: Any, dtype: torch.dtype) -> None:
+    pool.run(moves, dtype)
 
 
 def subgroup(me: RankContext) -> None:

@@ -6,6 +6,7 @@ message in the other direction.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
-from reference import DTYPES, assert_same, randoms
+from reference import DTYPES, MOVED, assert_same, bits, randoms
 from torch import Tensor
 
 COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # elements: eager, one buffer, several buffers
@@ -132,14 +133,21 @@ def batch(me: RankContext) -> None:
 
 
 def dtypes(me: RankContext) -> None:
-    for dtype in DTYPES:
-        x = randoms(1, (1023,), dtype)[0]
+    every = (*DTYPES, *MOVED, torch.uint4)  # the last cannot be copied by torch
+    for dtype, count in itertools.product(every, (0, 3, 33)):
+        x = randoms(1, (count, 1023), dtype)[0]
         if me.rank == 0:
             dist.send(x, 1)
+            dist.send(x.t(), 1, tag=1)
+            dist.send(x.t(), 1, tag=2)
         elif me.rank == 1:
-            y = torch.zeros(1023, dtype=dtype)
+            y, z = (torch.zeros_like(x.view(torch.uint8)).view(dtype) for _ in range(2))
+            work = dist.irecv(z.t(), None, tag=1)
             dist.recv(y, 0)
-            assert_same([y], [x], dtype)
+            work.wait()
+            assert_same([y, z], [x, x], dtype)
+            dist.recv(y.view(-1), 0, tag=2)
+            assert_same([bits(y).view(-1)], [bits(x.t()).reshape(-1)], dtype)
 
 
 def messages_past_collectives(me: RankContext) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
+from reference import short
 from torch import Tensor
 
 
@@ -42,6 +43,11 @@ MISMATCHES = {
     "smaller": (torch.ones(8), torch.zeros(7)),
     "much smaller": (torch.ones(400_000), torch.zeros(3)),
     "dtype": (torch.ones(8), torch.zeros(8, dtype=torch.int32)),
+    "moved dtype": (torch.ones(8, dtype=torch.uint16), torch.zeros(8, dtype=torch.bfloat16)),
+    "moved dtypes": (
+        torch.ones(600_000, dtype=torch.float8_e8m0fnu),
+        torch.zeros(600_000, dtype=torch.float8_e4m3fnuz),
+    ),
     "empty": (torch.ones(8), torch.zeros(0)),
 }
 
@@ -55,7 +61,7 @@ def test_mismatched_messages_raise(pools, kind):
     assert untouched
     large = sent.numel() > 1000
     assert sender.kind == "ValueError" or (not sender.kind and not large), sender
-    words = ("float32", "int32") if kind == "dtype" else map(in_bytes, (sent, out))
+    words = map(short, (sent.dtype, out.dtype)) if "dtype" in kind else map(in_bytes, (sent, out))
     assert all(word in receiver.text for word in words), receiver
 
 

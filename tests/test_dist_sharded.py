@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
 from dist_ranks import slow_on_processes
 from torch import Tensor, nn
 
@@ -186,6 +186,20 @@ def functional(me: RankContext) -> None:
     gathered = f.all_gather_into_tensor_coalesced([x, x[:2]], group)
     close(list(gathered), [torch.cat(everybody), torch.cat([e[:2] for e in everybody])])
     assert torch.equal(x, everybody[me.rank])
+
+    if not OURS:  # gloo lacks the dtype
+        return
+
+    def moved(scales: Tensor) -> Tensor:
+        y = f.broadcast(f.all_gather_tensor(scales, 0, group), 1, group)
+        return f.all_to_all_single(y, None, None, group)
+
+    torch._dynamo.reset()
+    mine = x.byte().view(torch.float8_e8m0fnu)
+    for call in (moved, torch.compile(moved, fullgraph=True, backend="aot_eager")):
+        got = call(mine)
+        assert got.dtype == mine.dtype
+        close([got.view(torch.uint8)], [everybody[me.rank].byte().repeat(me.world)])
 
 
 def compiled(me: RankContext) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from dist_pool import OURS, Pools, pools_of_a_module
-from reference import DTYPES, short
+from reference import DTYPES, MOVED, short
 from test_dist_matrix import QUICK_DTYPES, report, sweep
 
 pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
@@ -36,7 +36,7 @@ def pools() -> Iterator[Pools]:
             id=f"{place}-{short(dtype)}",
         )
         for place in PLACEMENTS
-        for dtype in (DTYPES if len(place) < 8 else QUICK_DTYPES)
+        for dtype in ((*DTYPES, *MOVED) if len(place) < 8 else QUICK_DTYPES)
     ],
 )
 def test_results_have_the_bits_of_the_one_process_api(pools, placement, dtype):

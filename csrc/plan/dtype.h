@@ -7,6 +7,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 namespace pycollect {
@@ -131,9 +132,17 @@ constexpr bool reduces(DType t, ReduceOp op) {
   return detail::kFacts[static_cast<std::size_t>(t)].reduces[static_cast<std::size_t>(op)];
 }
 
-inline constexpr std::array<const char*, DTypes::size> kDTypeNames{
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8",
-    "int16",   "int32",   "int64",   "uint8",    "bool",          "complex64",   "complex128"};
+// Names of the dtypes, and after them those of torch's dtypes that have no reduction. Ranks agree
+// on a dtype by its index here, also where the data moves as that of another type of as many bytes.
+inline constexpr std::array kAllDTypeNames{
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int16",
+    "int32", "int64", "uint8", "bool", "complex64", "complex128",
+    // Only moved.
+    "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+    "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4",
+    "uint5", "uint6", "uint7"};
+inline constexpr std::span kDTypeNames = std::span(kAllDTypeNames).first<DTypes::size>();
 inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
     "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
 constexpr const char* name(DType t) { return kDTypeNames[static_cast<std::size_t>(t)]; }

@@ -43,6 +43,8 @@ struct SparseForm {
 struct CollectiveRequest {
   Collective collective;
   DType dtype = DType::u8;
+  // Index in kAllDTypeNames of the tensors' dtype, which may differ if data only moves; 0: `dtype`.
+  uint8_t moved_dtype = 0;
   ReduceOp op = ReduceOp::sum;
   Rank root = 0;
   std::string_view algorithm = {};  // empty: the selector chooses
@@ -61,6 +63,9 @@ struct CollectiveRequest {
   bool on_gpus = false;                // true for the GPU transport; must be the same on all ranks
   const SparseForm* sparse = nullptr;  // set in a request that is part of a sparse all_reduce
 
+  uint8_t dtype_number() const {
+    return moved_dtype != 0 ? moved_dtype : static_cast<uint8_t>(dtype);
+  }
   Collective called() const { return sparse ? Collective::all_reduce : collective; }  // by the user
 };
 

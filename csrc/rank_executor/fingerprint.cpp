@@ -80,7 +80,7 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
                            : other.parts > 1 ? ", by itself"
                                              : "";
   if (collective == Collective::barrier) return description + part;
-  description += text(" of ", d.elements, " ", name_or_number(kDTypeNames, d.dtype));
+  description += text(" of ", d.elements, " ", name_or_number(kAllDTypeNames, d.dtype));
   if (reduces(collective)) description += text(", op ", name_or_number(kReduceOpNames, d.op));
   if (has_root(collective)) description += text(", root ", d.root);
   if ((d.flags & FingerprintDetails::sparse) != 0) description += ", in sparse tensors";
@@ -161,7 +161,7 @@ void describe(FingerprintDetails& d, const CallFingerprint& s, const CollectiveR
   d.parts = s.parts;
   if (request == nullptr) return;
   const SparseForm* const sparse = request->sparse;
-  d.dtype = static_cast<uint8_t>(sparse ? sparse->dtype : request->dtype);
+  d.dtype = sparse ? static_cast<uint8_t>(sparse->dtype) : request->dtype_number();
   d.op = static_cast<uint8_t>(sparse ? sparse->op : request->op);
   d.flags = static_cast<uint8_t>((request->in_place || sparse ? FingerprintDetails::in_place : 0) |
                                  (request->on_gpus ? FingerprintDetails::on_gpus : 0) |
@@ -180,7 +180,7 @@ void describe_refusal(FingerprintDetails& d, const CallFingerprint& s, std::stri
 
 uint64_t fingerprint_hash(const CollectiveRequest& r, uint64_t call) {
   Hasher h;
-  h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
+  h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
         uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 | uint64_t{r.on_gpus} << 26 |
         static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);

@@ -11,9 +11,9 @@ namespace pycollect::ipc {
 namespace {
 
 std::string name(const Envelope& envelope) {
-  const bool known = envelope.dtype < DTypes::size;
+  const bool known = envelope.dtype < kAllDTypeNames.size();
   const std::string dtype =
-      known ? pycollect::name(DType{envelope.dtype}) : text("dtype ", int{envelope.dtype});
+      known ? kAllDTypeNames[envelope.dtype] : text("dtype ", int{envelope.dtype});
   return text(envelope.bytes, " bytes of ", dtype);
 }
 

@@ -13,7 +13,7 @@ namespace pycollect::ipc {
 
 struct Envelope {  // a send and its receive must agree on all three
   uint64_t bytes;
-  uint8_t dtype;
+  uint8_t dtype;  // index in kAllDTypeNames
   uint32_t tag;
 };
 

@@ -107,6 +107,12 @@ bool has_tangent(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
 }
 
+[[noreturn]] void refuse_dtype(const at::Tensor& tensor, const ArgumentName& label,
+                               std::span<const char* const> allowed) {
+  throw TypeError(
+      text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ", joined(allowed)));
+}
+
 }  // namespace
 
 std::ostream& operator<<(std::ostream& out, const ArgumentName& label) {
@@ -122,15 +128,22 @@ std::string dtype_name(const at::Tensor& tensor) {
 
 DType dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
   const auto found = find_dtype(tensor.scalar_type());
-  if (!found) [[unlikely]]  // builds the list of names only for the error
-    throw TypeError(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
-                         joined(kDTypeNames)));
+  if (!found) [[unlikely]]
+    refuse_dtype(tensor, label, kDTypeNames);
   return *found;
 }
 
+uint8_t dtype_number(const at::Tensor& tensor, const ArgumentName& label) {
+  if (const auto found = find_dtype(tensor.scalar_type())) return static_cast<uint8_t>(*found);
+  const auto* const found =
+      std::find(kAllDTypeNames.begin(), kAllDTypeNames.end(), dtype_name(tensor));
+  if (found == kAllDTypeNames.end()) refuse_dtype(tensor, label, kAllDTypeNames);
+  return static_cast<uint8_t>(found - kAllDTypeNames.begin());
+}
+
 DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
-  const at::ScalarType type = tensor.scalar_type();
-  if (find_dtype(type) || c10::isQIntType(type)) return dtype_of(tensor, label);
+  const uint8_t number = dtype_number(tensor, label);
+  if (number < DTypes::size) return DType{number};
   switch (tensor.element_size()) {
     case 1:
       return DType::u8;
@@ -138,10 +151,8 @@ DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
       return DType::i16;
     case 4:
       return DType::i32;
-    case 8:
-      return DType::i64;
     default:
-      return dtype_of(tensor, label);
+      return DType::i64;
   }
 }
 

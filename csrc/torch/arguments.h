@@ -28,6 +28,8 @@ DType dtype_of(const at::Tensor& tensor, const ArgumentName& label);  // throws 
 // Returns the dtype as which a call that only moves the tensor copies it: the tensor's own, or the
 // integer type of as many bytes, such as int16 for uint16. Throws TypeError for quantized tensors.
 DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label);
+// Returns the index of the tensor's dtype in kAllDTypeNames. Throws as moved_dtype_of does.
+uint8_t dtype_number(const at::Tensor& tensor, const ArgumentName& label);
 
 enum class AccessMode { read, write };
 

@@ -72,8 +72,10 @@ void run_operators(const std::function<void()>& run) {
   if (error) std::rethrow_exception(error);
 }
 
+at::Tensor copyable(const at::Tensor& t) { return t.element_size() == 1 ? t.view(at::kByte) : t; }
+
 void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
-  run_operators([&] { dst.copy_(src); });
+  run_operators([&] { copyable(dst).copy_(copyable(src)); });
 }
 
 }  // namespace pycollect

@@ -17,7 +17,10 @@ const cpu::ParallelFor& threads();
 // for the same reason as in threads(). Bypasses autograd and version counters, so that inference
 // tensors can be used on any thread.
 void run_operators(const std::function<void()>& run);
-// Copies with torch between tensors of different layouts.
+// Returns a view whose dtype torch can copy: torch copies int4 not at all, and float4_e2m1fn_x2 not
+// between all layouts.
+at::Tensor copyable(const at::Tensor& tensor);
+// Copies with torch between tensors of one dtype and different layouts.
 void copy_strided(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

@@ -126,14 +126,17 @@ ipc::BufferSegment Binder::read_whole_aliasing(const at::Tensor& t, const Argume
   return span;
 }
 
-std::size_t Binder::request(DType dtype) {
+std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
+  const DType dtype = moved_dtype_of(t, label);
+  const uint8_t number = dtype_number(t, label);
   std::size_t i = 0;
-  while (i < call_.requests.size() && call_.requests[i].dtype != dtype) ++i;
+  while (i < call_.requests.size() && call_.requests[i].dtype_number() != number) ++i;
   if (i == call_.requests.size()) {
     FoldOptions options{.world = me_.world};
     if (item_bytes(dtype) == 1) options.float8 = float8_specials();
     call_.requests.push_back({.collective = call_.collective,
                               .dtype = dtype,
+                              .moved_dtype = number,
                               .op = form_.op,
                               .root = form_.root,
                               .algorithm = call_.algorithm,

@@ -50,8 +50,9 @@ class Binder {
   using Fill = std::function<void(const at::Tensor& into)>;
   ipc::BufferSegment compute(const at::Tensor& like, Fill fill);
 
-  // Returns the index of the request for `dtype`; requests are in order of first appearance.
-  std::size_t request(DType dtype);
+  // Returns the index of the request for the tensor's dtype; requests are in order of first
+  // appearance. Any dtype that can be moved is accepted.
+  std::size_t request(const at::Tensor& tensor, const ArgumentName& label);
   void add_input(std::size_t request, std::size_t block, ipc::BufferSegment span);
   void add_output(std::size_t request, std::size_t block, ipc::BufferSegment span);
   // Add a buffer that holds the equal blocks of all ranks.

@@ -27,7 +27,7 @@ void all_gather(Call& call, RankAndWorld me, const TensorLists& outputs, const T
   Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const ArgumentName input = label_of(call, kInput, inputs, i);
-    const std::size_t request = binder.request(dtype_of(inputs[i], input));
+    const std::size_t request = binder.request(inputs[i], input);
     ipc::BufferSegment own{};
     for (Rank r = 0; r < me.world; ++r) {
       const ArgumentName label{call.name, "output_list", r};
@@ -51,7 +51,7 @@ void all_gather_single(Call& call, RankAndWorld me, const Tensors& outputs, cons
     const ArgumentName input = label_of(call, kInput, inputs, i);
     const ArgumentName output = label_of(call, kOutput, outputs, i);
     check_joined(outputs[i], output, inputs[i], input, me.world);
-    const std::size_t request = binder.request(dtype_of(inputs[i], input));
+    const std::size_t request = binder.request(inputs[i], input);
     const ipc::BufferSegment whole = binder.write(outputs[i], output);
     binder.add_whole_output(request, whole);
     binder.add_input(
@@ -69,7 +69,7 @@ void gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tenso
   const bool receives = me.rank == root;
   const ArgumentName input{call.name, "tensor"};
   Binder binder(call, me, irregular_form(1, receives ? world_size(me) : 0, root));
-  const std::size_t request = binder.request(dtype_of(inputs[0], input));
+  const std::size_t request = binder.request(inputs[0], input);
   ipc::BufferSegment own{};
   if (receives) {
     check_lists(call, me, inputs, outputs);
@@ -95,7 +95,7 @@ void gather_single(Call& call, RankAndWorld me, const at::Tensor& output, const 
   const bool receives = me.rank == root;
   const ArgumentName in{call.name, kInput}, out{call.name, kOutput};
   Binder binder(call, me, irregular_form(1, receives ? world_size(me) : 0, root));
-  const std::size_t request = binder.request(dtype_of(input, in));
+  const std::size_t request = binder.request(input, in);
   ipc::BufferSegment own{};
   if (receives) {
     check_joined(output, out, input, in, me.world);
@@ -115,7 +115,7 @@ void scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLi
   const bool sends = me.rank == root;
   const ArgumentName output{call.name, "tensor"};
   Binder binder(call, me, irregular_form(sends ? world_size(me) : 0, 1, root));
-  const std::size_t request = binder.request(dtype_of(outputs[0], output));
+  const std::size_t request = binder.request(outputs[0], output);
   const ipc::BufferSegment own = binder.write(outputs[0], output);
   binder.add_output(request, 0, own);
   if (sends) {
@@ -138,7 +138,7 @@ void all_to_all(Call& call, RankAndWorld me, const Tensors& outputs, const Tenso
   check_list(call, me, inputs);
   Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
   const ArgumentName first{call.name, "output_list", 0};
-  const std::size_t request = binder.request(dtype_of(outputs[0], first));
+  const std::size_t request = binder.request(outputs[0], first);
   for (Rank r = 0; r < me.world; ++r) {
     const ArgumentName output{call.name, "output_list", r}, input{call.name, "input_list", r};
     check_dtype(outputs[r], output, outputs[0], first);
@@ -188,7 +188,7 @@ void all_to_all_single(Call& call, RankAndWorld me, const at::Tensor& output,
           " elements of ", in, " to itself and has room for ", received[me.rank], " in ", out,
           "; both must be equal");
   Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
-  const std::size_t request = binder.request(dtype_of(output, out));
+  const std::size_t request = binder.request(output, out);
   const std::size_t item = item_bytes(call.requests[request].dtype);
   ipc::BufferSegment to = binder.write(output, out), from = binder.read(input, in);
   for (Rank r = 0; r < me.world; ++r) {

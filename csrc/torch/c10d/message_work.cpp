@@ -33,8 +33,7 @@ MessageWork::MessageWork(const MessageInfo& info, at::Tensor tensor,
 }
 
 ipc::Envelope MessageWork::envelope() const {
-  return {static_cast<uint64_t>(tensor_.nbytes()),
-          static_cast<uint8_t>(dtype_of(tensor_, {info_.name, "tensor"})),
+  return {static_cast<uint64_t>(tensor_.nbytes()), dtype_number(tensor_, {info_.name, "tensor"}),
           static_cast<uint32_t>(info_.tag)};
 }
 

@@ -13,7 +13,7 @@ bool check_message(const P2POp& op, const char* name, bool receives, int world,
   const ArgumentName label{name, "tensor"};
   const bool on_device =
       check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read, label, devices);
-  dtype_of(op.tensor, label);
+  dtype_number(op.tensor, label);
   return on_device;
 }
 

@@ -20,7 +20,7 @@ struct ReductionRole {
 
 void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t,
           const ArgumentName& label) {
-  const std::size_t request = binder.request(role.reduction.dtype(t, label));
+  const std::size_t request = binder.request(t, label);
   const bool reads = role.reads && !role.reduction.scales();  // else the products are read
   const ipc::BufferSegment span = !role.writes ? binder.read(t, label)
                                   : reads      ? binder.update(t, label)
@@ -39,9 +39,12 @@ void bind_all(Call& call, RankAndWorld me, const Tensors& tensors, const Reducti
                  .op = role.reduction.op(),
                  .root = role.root,
                  .in_place = !out_of_place});
-  for (std::size_t i = 0; i < tensors.size(); ++i)
-    if (!call.sparse || !tensors[i].is_sparse())
-      bind(role, binder, tensors[i], label_of(call, "tensors", tensors, i));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (call.sparse && tensors[i].is_sparse()) continue;
+    const ArgumentName label = label_of(call, "tensors", tensors, i);
+    if (call.collective != Collective::broadcast) role.reduction.dtype(tensors[i], label);
+    bind(role, binder, tensors[i], label);
+  }
   binder.finish();
   call.results = tensors;
 }
@@ -94,7 +97,8 @@ void reduce_scatter(Call& call, RankAndWorld me, const Tensors& outputs, const T
   check_lists(call, me, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const ArgumentName output{call.name, "output"};
-    const std::size_t request = binder.request(reduction.dtype(outputs[i], output));
+    reduction.dtype(outputs[i], output);
+    const std::size_t request = binder.request(outputs[i], output);
     const ipc::BufferSegment own = binder.write(outputs[i], output);
     binder.add_output(request, 0, own);
     for (Rank r = 0; r < me.world; ++r) {
@@ -121,7 +125,8 @@ void reduce_scatter_single(Call& call, RankAndWorld me, const Tensors& outputs,
     const ArgumentName output = label_of(call, "output", outputs, i);
     const ArgumentName input = label_of(call, "input", inputs, i);
     check_joined(inputs[i], input, outputs[i], output, me.world);
-    const std::size_t request = binder.request(reduction.dtype(outputs[i], output));
+    reduction.dtype(outputs[i], output);
+    const std::size_t request = binder.request(outputs[i], output);
     const ipc::BufferSegment own = binder.write(outputs[i], output);
     binder.add_output(request, 0, own);
     const ipc::BufferSegment span =

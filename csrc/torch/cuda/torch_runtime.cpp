@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../gpus.h"
+#include "../threads.h"
 #include "api.h"
 #include "host_memory_ops.h"
 #include "peer_access.h"
@@ -116,7 +117,7 @@ class CudaRuntime final : public TorchRuntime {
   void copy(const at::Tensor& to, const at::Tensor& from) override {
     const CUDAGuard guard(from.is_cuda() ? from.device() : to.device());
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    to.copy_(from, /*non_blocking=*/true);
+    copyable(to).copy_(copyable(from), /*non_blocking=*/true);
   }
   void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {
     how(into);

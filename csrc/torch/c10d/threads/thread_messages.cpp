@@ -38,8 +38,7 @@ void ThreadMessageWork::abort() {
 }
 
 ipc::Envelope ThreadMessageWork::envelope() const {
-  return {static_cast<uint64_t>(tensor_.nbytes()),
-          static_cast<uint8_t>(dtype_of(tensor_, {info.name, "tensor"})),
+  return {static_cast<uint64_t>(tensor_.nbytes()), dtype_number(tensor_, {info.name, "tensor"}),
           static_cast<uint32_t>(info.tag)};
 }
 
@@ -151,13 +150,13 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
 // Copies the message, on the current streams of this thread if it is on a device. Between a device
 // and host memory it goes through pinned memory, which torch keeps until the copy has ended.
 at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& receive) {
-  const at::Tensor& into = receive.data();
+  const at::Tensor into = copyable(receive.data());
   DirectStaging* const sender = send.direct_staging();
   DirectStaging* const receiver = receive.direct_staging();
   if (into.numel() == 0) return {};
   for (DirectStaging* const side : {sender, receiver})
     if (side != nullptr) side->wait_for_inputs();
-  const at::Tensor from = send.data().reshape(into.sizes());  // may enqueue a copy
+  const at::Tensor from = copyable(send.data()).reshape(into.sizes());  // may enqueue a copy
   if (sender == nullptr && receiver == nullptr) {
     copy_strided(into, from);
     return {};
