@@ -2,16 +2,22 @@
 #include "torch_store.h"
 
 #include <arpa/inet.h>
+#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 
+#include "../../group/system.h"
 #include "../../plan/error.h"
 #include "signals.h"
 
@@ -40,7 +46,56 @@ constexpr std::chrono::milliseconds kServerGrace{10};
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
 std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
 
+// Connects to the address, with this time limit for connecting and for every transfer.
+ipc::UniqueFd connected(const addrinfo& to, std::chrono::milliseconds limit) {
+  ipc::UniqueFd made(socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC, to.ai_protocol));
+  const timeval time = {.tv_sec = limit.count() / 1000, .tv_usec = limit.count() % 1000 * 1000};
+  for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO})
+    setsockopt(made.get(), SOL_SOCKET, direction, &time, sizeof time);
+  const bool is_open = connect(made.get(), to.ai_addr, to.ai_addrlen) == 0;
+  return is_open ? std::move(made) : ipc::UniqueFd();
+}
+
+// A connection that is only accepted shows nothing: the kernel accepts it for a process that ends,
+// as long as that one's memory is being freed. So the server is asked as by a client of torch.
+bool answers_ping(const ipc::UniqueFd& server) {
+  using c10d::detail::QueryType;
+  const auto number = static_cast<uint32_t>(getpid());
+  std::array<char, 2 * (sizeof(QueryType) + sizeof number)> queries;
+  char* end = queries.data();
+  const auto append = [&end](const auto& value) {
+    std::memcpy(end, &value, sizeof value);
+    end += sizeof value;
+  };
+  append(QueryType::VALIDATE);
+  append(c10d::detail::validationMagicNumber);
+  append(QueryType::PING);
+  append(number);
+  uint32_t answer = 0;
+  return send(server.get(), queries.data(), queries.size(), MSG_NOSIGNAL) ==
+             static_cast<ssize_t>(queries.size()) &&
+         recv(server.get(), &answer, sizeof answer, MSG_WAITALL) ==
+             static_cast<ssize_t>(sizeof answer) &&
+         answer == number;
+}
+
 }  // namespace
+
+bool answers(c10d::Store& store, std::chrono::milliseconds limit) {
+  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
+  const auto inner = prefixed ? prefixed->getUnderlyingNonPrefixStore() : nullptr;
+  const auto* const tcp = dynamic_cast<c10d::TCPStore*>(inner ? inner.get() : &store);
+  if (tcp == nullptr) return true;
+  addrinfo hints = {}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(tcp->getHost().c_str(), std::to_string(tcp->getPort()).c_str(), &hints, &found) !=
+      0)
+    return false;
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> all(found, &freeaddrinfo);
+  for (const addrinfo* to = found; to != nullptr; to = to->ai_next)
+    if (const auto server = connected(*to, limit)) return answers_ping(server);
+  return false;
+}
 
 TorchStore::~TorchStore() {
   if (rank_ != 0 || prefix_.empty()) return;

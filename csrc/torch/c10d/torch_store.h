@@ -2,11 +2,16 @@
 // other ranks join, so that no rank reads keys that an earlier group of the same name has left in
 // the store, even if that group had other ranks or was aborted.
 #pragma once
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../bootstrap/store.h"
 
 namespace pycollect::dist {
+
+// Returns whether the server of a TCPStore answers within the limit; true for other stores. torch
+// logs a stack trace for each access to a server that has ended. Asks on a connection of its own.
+bool answers(c10d::Store& store, std::chrono::milliseconds limit);
 
 class TorchStore final : public ipc::Store {
  public:

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "../../../group/new_thread.h"
+#include "../torch_store.h"
 
 namespace pycollect::dist {
 namespace {
@@ -14,16 +15,16 @@ namespace {
 constexpr std::chrono::milliseconds kLimit{500};
 constexpr char kKey[] = "cause";
 
-// Runs `access` in a thread, which is abandoned if it takes too long. Returns nothing then, and
-// after an error.
+// Runs `access` in a thread, which is abandoned if it takes too long. Returns nothing then, after
+// an error, and if the store is gone.
 template <class T, class F>
-std::optional<T> within_limit(F access) {
+std::optional<T> within_limit(const c10::intrusive_ptr<c10d::Store>& store, F access) {
   std::promise<std::optional<T>> promise;
   auto result = promise.get_future();
   try {
-    ipc::new_thread([access = std::move(access), promise = std::move(promise)]() mutable {
+    ipc::new_thread([store, access = std::move(access), promise = std::move(promise)]() mutable {
       try {
-        promise.set_value(access());
+        promise.set_value(answers(*store, kLimit) ? access(*store) : std::nullopt);
       } catch (const std::exception&) {
         promise.set_value(std::nullopt);
       }
@@ -38,22 +39,22 @@ std::optional<T> within_limit(F access) {
 }  // namespace
 
 void CauseBoard::publish(const ipc::AbortCause& cause) const {
-  within_limit<bool>([store = store_, cause]() -> std::optional<bool> {
-    if (store->check({kKey})) return false;
+  within_limit<bool>(store_, [cause](c10d::Store& store) -> std::optional<bool> {
+    if (store.check({kKey})) return false;
     const std::string text = std::to_string(cause.kind) + " " + cause.text;
-    store->set(kKey, std::vector<uint8_t>(text.begin(), text.end()));
+    store.set(kKey, std::vector<uint8_t>(text.begin(), text.end()));
     return true;
   });
 }
 
 std::optional<ipc::AbortCause> CauseBoard::find() const {
-  return within_limit<ipc::AbortCause>([store = store_]() -> std::optional<ipc::AbortCause> {
-    if (!store->check({kKey})) return std::nullopt;
-    const std::vector<uint8_t> value = store->get(kKey);
+  return within_limit<ipc::AbortCause>(store_, [](c10d::Store& store) {
+    if (!store.check({kKey})) return std::optional<ipc::AbortCause>();
+    const std::vector<uint8_t> value = store.get(kKey);
     const std::string text(value.begin(), value.end());
     const std::size_t space = text.find(' ');
-    return ipc::AbortCause{static_cast<uint32_t>(std::stoul(text.substr(0, space))),
-                           text.substr(space + 1)};
+    return std::optional(ipc::AbortCause{static_cast<uint32_t>(std::stoul(text.substr(0, space))),
+                                         text.substr(space + 1)});
   });
 }
 

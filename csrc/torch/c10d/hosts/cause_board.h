@@ -1,6 +1,7 @@
 // Cause board: where the ranks of several hosts publish why a group is aborted, in the store with
 // which it was made. Connections close at an abort, so a rank of another host knows only that one
-// closed, and looks here for the reason. The store may be gone with its host: no call blocks long.
+// closed, and looks here for the reason. The store may be gone with its host: no call blocks long,
+// and none accesses a store whose server does not answer, because torch logs that.
 #pragma once
 #include <memory>
 #include <optional>
