@@ -11,11 +11,14 @@ import atexit
 import contextlib
 import copy
 import datetime
+import functools
+import multiprocessing
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import util
 from typing import Any
 
 import torch.distributed as dist
@@ -281,6 +284,7 @@ def _create(request: Any, given: Any) -> Any:
     made._timeout = request.timeout
     made.group_name = request.group_id
     made.global_ranks_in_group = request.global_ranks_in_group
+    _end_groups_of_child(os.getpid())
     return _C.make_backend(request.store, request.group_rank, request.group_size, made)
 
 
@@ -292,6 +296,14 @@ def _end_groups() -> None:
     for thread in threading.enumerate():  # only daemon threads are left
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
+
+
+@functools.cache  # once per process
+def _end_groups_of_child(_pid: int) -> None:
+    """Close all groups when a child of multiprocessing ends, if it is one: forked children of
+    older Pythons skip the handlers of atexit."""
+    if multiprocessing.parent_process() is not None:
+        util.Finalize(None, _end_groups, exitpriority=0)
 
 
 def register() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_process import own_process
 from dist_sites import Emulated
 from dist_waits import NOTICE_SECONDS, publish, wait_published
 
@@ -226,6 +227,112 @@ def test_messages_before_a_rank_leaves_arrive(placement, source):
     with fresh(len(placement), placement=placement) as pool:
         found, *_ = pool.run(last_messages, source)
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def last_messages_of_a_dead_rank(me: RankContext, source: int | None, large: bool) -> list[float]:
+    """Rank 1 is killed after its sends, and then its peer, whose group is aborted, receives."""
+    x, found = torch.zeros(2_000_000 if large else 2000), []
+    works = [dist.irecv(torch.zeros_like(x), 1, tag=7) for _ in range(2 * large)]
+    dist.barrier()
+    if me.rank == 1:
+        for n in range(2 if large else 5):
+            dist.send(x.fill_(n), 0, tag=7 * large)
+        wait_published(me, "arrived", [0])
+        publish(me, "death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 0:
+        time.sleep(0.5)  # longer than the first message of a pair takes
+        publish(me, "arrived")
+        wait_published(me, "death", [1])
+        time.sleep(NOTICE_SECONDS)
+        for work in works:
+            work.wait()
+            found.append(work.result()[0][-1].item())
+        for _ in range(0 if large else 5):
+            dist.recv(x, source)
+            found.append(x[-1].item())
+        assert caught(dist.recv, x, source).kind == "PeerLost"
+        assert caught(dist.barrier).kind == "PeerLost"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("placement", "source", "large"),
+    [("ab", 1, False), ("ab", None, False), ("abb", 1, False), ("ab", 1, True)],
+)
+def test_messages_that_have_arrived_outlive_their_sender(placement, source, large):
+    with fresh(len(placement), placement=placement) as pool:
+        outcome, *_ = pool.outcomes(last_messages_of_a_dead_rank, source, large)
+    assert outcome.value == ([0.0, 1.0] if large else [0.0, 1.0, 2.0, 3.0, 4.0]), outcome.error
+
+
+def last_packets_of_a_dead_rank(me: RankContext) -> list[float]:
+    """Rank 0 is stopped while two packets of messages and the end of their sender arrive."""
+    x, found, pids = torch.zeros(2000), [], [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    if me.rank == 1:
+        dist.send(x, 0)
+        wait_published(me, "ready", [0])
+        time.sleep(0.1)
+        for n in range(2):
+            dist.send(x.fill_(n), 0)
+        publish(me, "sent")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 2:
+        wait_published(me, "sent", [1])
+        time.sleep(0.3)
+        os.kill(pids[0], signal.SIGCONT)
+    if me.rank == 0:
+        dist.recv(x, 1)
+        publish(me, "ready")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for _ in range(2):
+            dist.recv(x, 1)
+            found.append(x[-1].item())
+    return found
+
+
+def test_packets_that_arrive_with_the_end_of_their_sender_are_taken():
+    with fresh(3, placement="abc") as pool:
+        outcome, *_ = pool.outcomes(last_packets_of_a_dead_rank)
+    assert outcome.value == [0.0, 1.0], outcome.error
+
+
+# The ranks are children of multiprocessing. Rank 1 ends right after its send, and then rank 0
+# begins to receive.
+CHILDREN = """
+import multiprocessing, os, sys, time, torch, torch.distributed as dist
+
+def run(rank, store, ended):
+    os.environ["PYCOLLECT_HOST"] = "ab"[rank]
+    import pycollect
+    dist.init_process_group("pycollect", init_method="file://" + store, rank=rank, world_size=2)
+    x = torch.full((100,), 7.0)
+    dist.barrier()
+    if rank == 1:
+        return dist.send(x, 0)
+    ended.wait()
+    time.sleep(1.0)
+    dist.recv(x.zero_(), 1)
+    print("received", x[0].item(), flush=True)
+
+context = multiprocessing.get_context(sys.argv[2])
+if __name__ == "__main__":
+    ended = context.Event()
+    ranks = [context.Process(target=run, args=(r, sys.argv[1], ended)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[1].join()
+    ended.set()
+    ranks[0].join()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_message_of_a_child_that_ends_arrives(tmp_path, start):
+    program = tmp_path / "program.py"
+    program.write_text(CHILDREN)
+    assert "received 7.0" in own_process([str(program), f"{tmp_path}/store", start], 60)
 
 
 def receive_and_leave(me: RankContext) -> None:

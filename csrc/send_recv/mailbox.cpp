@@ -85,18 +85,38 @@ void Mailbox::supply(Transfer& send, uint64_t available) {
 TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
                              MemoryOwner owner) {
   const auto made = std::make_shared<Transfer>(check_from(from), envelope, into, std::move(owner));
-  return post("recv", made, [&] { incoming_.receive(made); });
+  const auto act = [&] { incoming_.receive(made); };
+  if (remote_ && !group_.is_healthy() && !fork_guard_.forked()) return receive_arrived(made, act);
+  return post("recv", made, act);
+}
+
+// A group over hosts is aborted when one of its ranks ends, although no rank waits for it. What
+// that rank has sent before can be received nevertheless.
+TransferPtr Mailbox::receive_arrived(TransferPtr transfer, const std::function<void()>& act) {
+  enqueue(*transfer, act);
+  if (drain({.holds = [&] { return transfer->done(); }, .missing = {}})) return transfer;
+  try {
+    group_.require_healthy({"recv", ++requests_, Deadline::max()});
+  } catch (const CollectiveError&) {
+    fail(std::current_exception());
+    throw;
+  }
+  return transfer;
 }
 
 TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
                           const std::function<void()>& act) {
   group_.require_healthy({operation, ++requests_, Deadline::max()});
+  enqueue(*transfer, act);
+  return transfer;
+}
+
+void Mailbox::enqueue(const Transfer& transfer, const std::function<void()>& act) {
   Locked locked(mutex_);
-  open(transfer->peer());
+  open(transfer.peer());
   ++open_;
   guard(act);
   unlock(std::move(locked));
-  return transfer;
 }
 
 void Mailbox::open(Rank peer) {
@@ -295,8 +315,9 @@ void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
                   .back_off = [&] { waiter.back_off(); }},
                  context);
   } catch (const CollectiveError&) {  // what a peer sent before the failure is in the memory
+    const std::exception_ptr error = std::current_exception();
     if (drain(until)) return;
-    fail(std::current_exception());
+    fail(error);
     if (!until.holds()) throw;
   }
 }

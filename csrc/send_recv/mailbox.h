@@ -93,6 +93,8 @@ class Mailbox : private RemoteEvents {
   // Opens a peer on another host or, for kAnySource, all of them.
   void open(Rank peer);
   TransferPtr post(const char* operation, TransferPtr transfer, const std::function<void()>& act);
+  TransferPtr receive_arrived(TransferPtr transfer, const std::function<void()>& act);
+  void enqueue(const Transfer& transfer, const std::function<void()>& act);
   template <class Act>
   void guard(const Act& act);
   bool progress_locked(Locked locked);

@@ -225,10 +225,16 @@ void MirroredRings::receive_packets(Peer& peer) {
       peer.connected = true;
     }
     send_news(peer, false, false);
+    std::exception_ptr closed;  // the packets that came before are taken nevertheless
     for (int i = 0;; i = (i + 1) % kBuffers) {
-      wire_->await(posted[i].pending, ipc::Deadline::max());
+      if (!posted[i].pending) std::rethrow_exception(closed);
+      wire_->await(std::exchange(posted[i].pending, nullptr), ipc::Deadline::max());
       take(peer, posted[i].buffer.get());
-      post(posted[i]);
+      try {
+        post(posted[i]);
+      } catch (const ipc::WireFailure&) {
+        closed = std::current_exception();
+      }
     }
   } catch (const std::exception& error) {  // also if there is no memory
     lose(peer, error.what());
