@@ -20,7 +20,7 @@ class AbortState {
   bool is_aborted() const {
     return record_.state.load(std::memory_order_acquire) != AbortRecord::healthy;
   }
-  // Whether the group's abort ends this run.
+  // Whether the group's abort ends the call that begins with this run.
   bool ends(uint64_t run) const {
     return is_aborted() && run + 1 >= record_.first_run.load(std::memory_order_acquire);
   }

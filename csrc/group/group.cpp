@@ -168,7 +168,7 @@ void Group::require_healthy(const OpContext& context) const {
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
   abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why)},
-        run_number(rank_));
+        call_begin());
 }
 
 void Group::abort(const AbortCause& cause, uint64_t first_run) {
@@ -196,7 +196,7 @@ void Group::abort_if_died() {
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
-  abort_state_->set(kind, cause, &context, run_number(rank_));
+  abort_state_->set(kind, cause, &context, call_begin());
   wake_all();
   abort_state_->rethrow(context);
 }
@@ -234,7 +234,7 @@ class Group::WaitMonitor {
     std::function<bool()> ready;
     Suspects suspects, late;
     std::function<void()> check = {};
-    bool in_run = false;  // an abort that spares this rank's current run does not end the wait
+    bool in_call = false;  // an abort that spares this rank's call does not end the wait
   };
   WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
       : group_(group), request_(request), context_(context) {}
@@ -258,7 +258,7 @@ class Group::WaitMonitor {
  private:
   // What the wait is for may have come before the abort.
   void check_aborted() const {
-    const bool aborted = request_.in_run ? !group_.can_run() : !group_.is_healthy();
+    const bool aborted = request_.in_call ? !group_.can_run() : !group_.is_healthy();
     if (aborted && !request_.ready()) group_.abort_state_->rethrow(context_);
   }
 
@@ -324,7 +324,7 @@ void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
   const WaitMonitor::WaitRequest request{.ready = ready,
                                          .suspects = [&] { return behind(end); },
                                          .late = [&] { return last_behind(wanted); },
-                                         .in_run = true};
+                                         .in_call = true};
   WaitMonitor monitor(*this, request, context);
   wait(
       ready, [&] { return !crowded_ || shares_core_with(r); },

@@ -109,14 +109,18 @@ class Group {
   uint64_t gone() const { return dead() | left(); }
 
   bool is_healthy() const { return !abort_state_->is_aborted(); }
-  // Number of a rank's current run, or of its next one if it is in none.
+  // Number of a rank's next run, derived from its counters in the shared memory.
   uint64_t run_number(Rank r) const;
-  // Whether this rank can finish its current run: an abort spares the runs that all ranks finish.
-  bool can_run() const { return is_healthy() || !abort_state_->ends(run_number(rank_)); }
+  // Called when this rank begins a call, and when it has finished it.
+  void update_call() { call_begin_.store(run_number(rank_), std::memory_order_relaxed); }
+  // First run of the call that this rank is in, or of its next one.
+  uint64_t call_begin() const { return call_begin_.load(std::memory_order_relaxed); }
+  // Whether this rank can finish its call: an abort spares the calls that all ranks can finish.
+  bool can_run() const { return is_healthy() || !abort_state_->ends(call_begin()); }
   AbortCause abort_cause() const { return abort_state_->cause(); }  // of an aborted group
   // Throws the abort cause if the group is aborted, or CollectiveError in a forked child of a rank.
   void require_healthy(const OpContext& context) const;
-  // The same, unless this rank can finish its current run.
+  // The same, unless this rank can finish its call.
   void require_run(const OpContext& context) const {
     if (fork_guard_.forked() || !can_run()) [[unlikely]]
       require_healthy(context);
@@ -158,6 +162,7 @@ class Group {
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
   RankState* rank_states_ = nullptr;
+  std::atomic<uint64_t> call_begin_{0};
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter

@@ -102,8 +102,8 @@ struct alignas(64) FingerprintDetails {
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes
 // the cause, and then sets `lost` or `timed_out`. Every rank that aborts the group lowers
-// `first_run` to the first run that it has not finished itself, + 1 (0: none has): all ranks finish
-// the runs before it, because nothing that these need is missing.
+// `first_run` to the first run of the first call that it has not finished itself, + 1 (0: none has
+// aborted it): all ranks finish the calls before, because nothing that these need is missing.
 struct AbortRecord {
   enum : uint32_t { healthy, being_written, lost, timed_out };
   std::atomic<uint32_t> state{healthy};

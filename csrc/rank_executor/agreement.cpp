@@ -90,12 +90,15 @@ Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
 Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
                             const CollectiveRequest& request, const OpContext& context) {
   Group& group = transport.group();
+  group.update_call();
   group.require_run(context);
   const uint64_t run = group.run_number(group.rank());
   begin(group, run, context);
   publish(group, mine, &request);
   group.advance(at_run(run + 1));
-  return agree(transport, mine, run, context);
+  const Agreement agreed = agree(transport, mine, run, context);
+  group.update_call();
+  return agreed;
 }
 
 bool all_publish_as_many(const Group& group, const CallFingerprint& mine) {

@@ -143,6 +143,7 @@ void agree_on_all(Transport& transport, const std::vector<const CollectiveReques
 void run(Transport& transport, const CollectiveRequest& request, uint64_t call, Deadline deadline) {
   const OpContext context{name(request.called()), call, deadline};
   Group& group = transport.group();
+  group.update_call();
   group.require_run(context);
   if (request.tensors == 0) {
     publish_and_agree(transport, fingerprint_of(request, call), request, context);
@@ -166,11 +167,13 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
     }
     loop.run(first);
   });
+  group.update_call();
 }
 
 void refuse(Transport& transport, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why) {
   const OpContext context{name(collective), call, deadline};
+  transport.group().update_call();
   transport.group().require_run(context);
   refuse_at(transport, collective, context, why);
 }

@@ -30,7 +30,7 @@ class CallRunner {
   void time_out(const std::string& why) {                     // thread-safe
     group_->abort({ipc::AbortRecord::timed_out,
                    text("rank ", group_->world_rank(group_->rank()), " timed out: ", why)},
-                  group_->run_number(group_->rank()));
+                  group_->call_begin());
   }
   std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
   std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe

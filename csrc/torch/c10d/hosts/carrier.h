@@ -32,8 +32,10 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // May wait until other ranks are connected, and throws at the deadline.
   virtual BegunTransfer begin(TransferEnd end, Rank peer, int number, std::byte* at,
                               std::size_t bytes, ipc::Deadline deadline) = 0;
-  // Throws at the deadline, and after close().
-  virtual void await(c10d::Work& transfer, ipc::Deadline deadline) = 0;
+  // Throws at the deadline, and after close(). Returns false, without a result, after interrupt().
+  virtual bool await(c10d::Work& transfer, ipc::Deadline deadline) = 0;
+  // Ends a wait of another thread.
+  virtual void interrupt(c10d::Work& transfer) = 0;
   // Closes the connections to `peers`, which are all that there are.
   virtual void close(const std::set<Rank>& peers) = 0;
 };

@@ -36,10 +36,12 @@ class GlooCarrier final : public Carrier {
             shared_from_this()};
   }
 
-  void await(c10d::Work& transfer, ipc::Deadline deadline) override {
+  bool await(c10d::Work& transfer, ipc::Deadline deadline) override {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - ipc::Clock::now());
-    transfer.wait(std::clamp(left, kLeastTimeout, kMostTimeout));
+    return transfer.wait(std::clamp(left, kLeastTimeout, kMostTimeout));
   }
+
+  void interrupt(c10d::Work& transfer) override { transfer.abort(); }  // its `wait` returns false
 
   // A receive of a message that never comes runs out of time.
   void close(const std::set<Rank>& peers) override {

@@ -112,7 +112,11 @@ void HostsMonitor::end() {
 void HostsMonitor::serve() {
   pthread_setname_np(pthread_self(), "pycollect hosts");
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kInterval, [this] { return left_; })) {
+  for (uint64_t n = 0; !changed_.wait_for(lock, kInterval / 2, [this] { return left_; }); ++n) {
+    lock.unlock();
+    wire_->look_for_signals();
+    lock.lock();
+    if (n % 2 == 0) continue;
     group_->abort_if_died();
     lock.unlock();
     if (!group_->is_healthy()) return end();

@@ -71,17 +71,21 @@ class NcclCarrier final : public Carrier {
   }
 
   // A work with an error makes torch end the process after a while, unless the group is aborted.
-  void await(c10d::Work& transfer, ipc::Deadline deadline) override {
+  bool await(c10d::Work& transfer, ipc::Deadline deadline) override {
     while (!closed_ && !transfer.isCompleted()) {
       TORCH_CHECK(ipc::Clock::now() < deadline, "Timed out");
       std::this_thread::sleep_for(kLook);
+      if (interrupted_.exchange(false)) return false;
     }
     require_open();
     if (const auto error = transfer.exception()) {
       abort();
       std::rethrow_exception(error);
     }
+    return true;
   }
+
+  void interrupt(c10d::Work&) override { interrupted_ = true; }
 
   void close(const std::set<Rank>& peers) override {
     {
@@ -141,7 +145,7 @@ class NcclCarrier final : public Carrier {
   cuda_ipc::CudaIpcMemory gpu_;
   const cuda_ipc::RegisteredHostMemory staging_;
   std::byte* const scratch_;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, interrupted_{false};
   std::mutex mutex_;  // guards the members below, and the groups while they are used or aborted
   std::condition_variable changed_;
   int unconnected_;  // ranks of the column

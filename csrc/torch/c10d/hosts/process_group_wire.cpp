@@ -6,6 +6,7 @@
 
 #include "../../../group/new_thread.h"
 #include "../../../plan/error.h"
+#include "../signals.h"
 
 namespace pycollect::dist {
 namespace {
@@ -29,8 +30,16 @@ struct ProcessGroupWire::Connections {
   // Returns the carrier once this rank is connected to `peer`.
   std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
-    const bool known = changed.wait_until(
-        lock, deadline, [&] { return !carrier || peers.contains(peer) || failed.contains(peer); });
+    const auto is_known = [&] { return !carrier || peers.contains(peer) || failed.contains(peer); };
+    bool known = is_known();
+    while (!known && ipc::Clock::now() < deadline) {
+      const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
+      known = changed.wait_until(lock, std::min(deadline, soon), is_known);
+      if (known || !handles_signals()) continue;
+      lock.unlock();
+      check_signals();
+      lock.lock();
+    }
     if (!known) throw ipc::WireFailure("not connected in time", true);
     if (!carrier) throw ipc::WireFailure("the connections are closed", false);
     if (const auto why = failed.find(peer); why != failed.end())
@@ -125,14 +134,46 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post_receive(Rank from, int numbe
   return post(Carrier::TransferEnd::receive, from, number, {at, bytes, std::move(owner)}, deadline);
 }
 
-void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) {
+// Returns false if it was interrupted.
+bool ProcessGroupWire::await_once(const PendingPtr& pending, ipc::Deadline deadline) {
   try {
-    pending->begun.carrier->await(*pending->begun.work, deadline);
+    return pending->begun.carrier->await(*pending->begun.work, deadline);
   } catch (const std::exception& error) {
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
+}
+
+// After a signal, connections are closed at once: transfers use memory of the interrupted call.
+void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) {
+  const bool looks = handles_signals();
+  const auto awaits = [&](PendingPtr now) {
+    const std::lock_guard lock(mutex_);
+    if (looks) awaited_.swap(now);
+  };
+  awaits(pending);
+  try {
+    while (!await_once(pending, deadline))
+      if (looks) check_signals();
+  } catch (const ipc::WireFailure&) {
+    awaits(nullptr);
+    throw;
+  } catch (...) {
+    awaits(nullptr);
+    abort();
+    throw;
+  }
   const std::lock_guard lock(mutex_);
+  if (looks) awaited_.reset();
   pending_.erase(pending);
+}
+
+void ProcessGroupWire::look_for_signals() {
+  PendingPtr awaited;
+  {
+    const std::lock_guard lock(mutex_);
+    awaited = awaited_;
+  }
+  if (awaited) awaited->begun.carrier->interrupt(*awaited->begun.work);
 }
 
 void ProcessGroupWire::send(Rank to, int number, const std::byte* at, std::size_t bytes,

@@ -41,7 +41,10 @@ class ProcessGroupWire final : public ipc::Wire {
   bool is_connected(Rank peer) const;
   // Waits until this rank is connected to `peer`. Otherwise, the first transfer does.
   void await_connected(Rank peer, ipc::Deadline deadline);
+  // Throws what a signal handler raises, and then closes all connections.
   void await(const PendingPtr& pending, ipc::Deadline deadline);
+  // Lets the thread that handles signals look for them, if it waits for a transfer.
+  void look_for_signals();
 
   // Closes all connections: every wait throws, here and at the peers.
   void abort();
@@ -57,10 +60,12 @@ class ProcessGroupWire final : public ipc::Wire {
                   ipc::Deadline deadline);
 
   void close_all(Carrier& carrier) const;
+  bool await_once(const PendingPtr& pending, ipc::Deadline deadline);
 
   const std::shared_ptr<Connections> connections_;
   mutable std::mutex mutex_;
   std::set<PendingPtr> pending_;  // everything that has not been awaited
+  PendingPtr awaited_;            // by the thread that handles signals
   std::deque<PendingPtr> sends_;
   std::map<std::pair<Rank, int>, std::deque<PendingPtr>> receives_;
 };
