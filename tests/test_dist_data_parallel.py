@@ -242,8 +242,8 @@ def simple_hooks(me: RankContext) -> list[Tensor]:
 
 
 def power_sgd_hook(me: RankContext) -> list[Tensor]:
-    """PowerSGD: futures of collectives that start further collectives. One bucket only: with
-    several, torch starts those in an order that differs between ranks."""
+    """PowerSGD: futures of collectives that start further collectives. One bucket: with several,
+    gloo runs those in an order that differs between ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     def run(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
@@ -253,6 +253,46 @@ def power_sgd_hook(me: RankContext) -> list[Tensor]:
         return hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=25)
 
     return compare(me, run, rtol=1e-2, atol=1e-2)
+
+
+def power_sgd_hook_of_buckets(me: RankContext) -> list[Tensor]:
+    """The same with many buckets: each one's collectives follow the one that starts them."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    group = dist.group.WORLD
+    given = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    return alike(me, hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=0.01))
+
+
+def zero_overlapped(me: RankContext) -> list[Tensor]:
+    """ZeRO whose steps are callbacks of the buckets' futures, and broadcast parameters."""
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    for hook in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        model = DDP(net(0), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05
+        )
+        model.register_comm_hook(None, hook(default_hooks.allreduce_hook, model, optimizer))
+        for n in range(STEPS + 2):  # the first two find out the buckets, and do not train
+            optimizer.zero_grad()
+            step(model, me, n).backward()
+            optimizer.step()
+        found += alike(me, [p.detach() for p in model.parameters()])
+    return found
+
+
+def alike(me: RankContext, tensors: list[Tensor]) -> list[Tensor]:
+    """Assert that all ranks have the same bits."""
+    for tensor in tensors:
+        of_all = [torch.empty_like(tensor) for _ in range(me.world)]
+        dist.all_gather(of_all, tensor)
+        assert_same(of_all, [tensor] * me.world, "bits")
+    return tensors
 
 
 def syncs_buffers(me: RankContext) -> None:
@@ -294,7 +334,7 @@ def averaged(me: RankContext) -> None:
 
 
 COMPARED = (ddp, ddp_views, ddp_static_graph, find_unused, no_sync, join, zero_optimizer)
-COMPARED += (power_sgd_hook, monitored)
+COMPARED += (power_sgd_hook, power_sgd_hook_of_buckets, zero_overlapped, monitored)
 JOBS = (*COMPARED, simple_hooks, as_one_process, syncs_buffers, averaged)
 
 

@@ -6,6 +6,8 @@ The error names the missing rank. Then the group refuses further work, also that
 from __future__ import annotations
 
 import datetime
+import os
+import signal
 import threading
 import time
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh
 from dist_waits import (
+    ASLEEP,
     AT_ONCE,
     DESTROYED,
     FAULTY_RANK,
@@ -132,3 +135,96 @@ def test_missing_ranks_in_the_bootstrap():
         (error, seconds), *_ = pool.run(init_alone)
     assert error.kind, "nothing was raised"
     assert seconds < 6, error
+
+
+def callback_does_not_return(me: RankContext) -> tuple[Caught, float]:
+    """The next call of the faulty rank waits for its callback; the others' wait for that rank."""
+    calls_before_failure(me)
+    seconds = TIMEOUT if me.rank == FAULTY_RANK else 10 * TIMEOUT
+    backend_of().set_timeout(datetime.timedelta(seconds=seconds))
+    release = threading.Event()
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    if me.rank == FAULTY_RANK:
+        future = future.then(lambda f: release.wait(20) and None)
+    future_of_next = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    start = time.monotonic()
+    error = caught(future_of_next.wait)
+    release.set()
+    future.wait()
+    dist.destroy_process_group()
+    return error, error.when - start
+
+
+def test_a_callback_that_does_not_return_times_out():
+    with fresh(3) as pool:
+        found = pool.run(callback_does_not_return)
+    for error, seconds in found:
+        assert "rank 1 timed out: a callback of all_reduce #" in error.text, error
+        assert seconds < TIMEOUT + NOTICE_SECONDS, error
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+INTERRUPTED_SECONDS = 0.3 + 0.7  # as promised, and for machine load
+# Calls in which Python waits for a rank that does not make them.
+INTERRUPTED = {name: call for name, (_, call) in WAITS.items() if name != "future"}
+INTERRUPTED["wait with a limit"] = lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(
+    datetime.timedelta(seconds=15)
+)
+INTERRUPTED["new_group"] = lambda: dist.new_group(backend="pycollect")
+
+
+def interrupt(me: RankContext, wait: str) -> tuple[float, list[str], Caught, float]:
+    """Rank 0 gets a signal whose handler returns, and then Ctrl-C."""
+    calls_before_failure(me)
+    if me.rank == FAULTY_RANK:
+        wait_published(me, "interrupted", [0])
+        return 0.0, [], caught(dist.all_reduce, torch.ones(3)), destroyed()
+    if me.rank != 0:
+        if wait not in ("recv", "irecv", "send", "new_group"):
+            return 0.0, [], caught(INTERRUPTED[wait]), destroyed()
+        wait_published(me, "interrupted", [0])
+        return 0.0, [], caught(dist.all_reduce, torch.ones(3)), destroyed()
+    handled, sent = [], []
+    signal.signal(signal.SIGUSR2, lambda *_: handled.append("SIGUSR2"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def send() -> None:
+        for number in (signal.SIGUSR2, signal.SIGINT):
+            time.sleep(2 * ASLEEP)
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        INTERRUPTED[wait]()
+    except KeyboardInterrupt:
+        handled.append("SIGINT")
+    seconds = time.monotonic() - sent[-1]
+    sender.join()
+    publish(me, "interrupted")
+    return seconds, handled, caught(dist.all_reduce, torch.ones(3)), destroyed()
+
+
+def destroyed() -> float:
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("wait", INTERRUPTED)
+@pytest.mark.parametrize("placement", ["", "abb"])
+def test_ctrl_c_ends_a_wait(wait, placement):
+    """The group is broken afterwards, or goes on with the call."""
+    with fresh(3, placement=placement) as pool:
+        found = pool.run(interrupt, wait, seconds=40)
+    seconds, handled, _, _ = found[0]
+    assert handled == ["SIGUSR2", "SIGINT"]
+    assert seconds < INTERRUPTED_SECONDS
+    for _, _, error, took in found:
+        assert "hang" not in error.text
+        assert took < DESTROYED + 1
+    broken = [error for _, _, error, _ in found if error.kind == "PeerLost"]
+    usable = [error for _, _, error, _ in found if error.kind in ("", "ValueError")]
+    assert len(broken) + len(usable) == 3, found

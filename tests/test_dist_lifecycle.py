@@ -20,6 +20,7 @@ from dist_pool import (
     Caught,
     Pools,
     RankContext,
+    backend_of,
     caught,
     fresh,
     pools_of_a_module,
@@ -137,6 +138,54 @@ def free_port() -> int:
 
 
 INIT_METHODS = [(w, how) for w in (1, 3) for how in ("env", "tcp", "file", "hash")]
+
+
+def init_again_and_again(me: RankContext, port: int, seconds: float) -> None:
+    """Groups one after the other at one port: the store of each ends with rank 0's group."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(me.rank), WORLD_SIZE=str(me.world))
+    for n in range(15):
+        dist.init_process_group(me.spec.backend, timeout=datetime.timedelta(seconds=30))
+        assert_all_reduce(me.world)
+        if n % me.world == me.rank:
+            time.sleep(seconds)
+        dist.destroy_process_group()
+
+
+@ours_only
+@pytest.mark.parametrize("seconds", [0, 0.1], ids=["at once", "late"])
+@between_processes("threads have no store that ends")
+def test_groups_one_after_the_other_at_one_port(seconds, ranks_as):
+    with fresh(3, group=False, ranks_as=ranks_as) as pool:
+        pool.run(init_again_and_again, free_port(), seconds, seconds=120)
+
+
+def stores_that_stay(me: RankContext, port: int) -> list[float]:
+    """Seconds that destroying takes while the user keeps the store, or something with the group."""
+    took = []
+    for kept in ("store", "group", "model"):
+        store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, multi_tenant=True)
+        store = dist.PrefixStore(kept, store)
+        dist.init_process_group(me.spec.backend, store=store, rank=me.rank, world_size=me.world)
+        held = {"store": store, "group": dist.group.WORLD, "model": None}[kept]
+        if kept == "model":
+            held = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        del store
+        assert_all_reduce(me.world)
+        start = time.monotonic()
+        dist.destroy_process_group()
+        took.append(time.monotonic() - start)
+        del held
+        time.sleep(0.5)
+    return took
+
+
+@ours_only
+@between_processes("threads have no store that ends")
+def test_destroying_does_not_wait_for_a_store_that_stays():
+    with fresh(2, group=False) as pool:
+        for took in pool.run(stores_that_stay, free_port(), seconds=60):
+            assert max(took) < 1, took
 
 
 @pytest.mark.parametrize(("world", "how"), INIT_METHODS)
@@ -289,6 +338,65 @@ def test_timeouts_have_the_words_that_people_search_for(ranks_as):
         for error in pool.run(words_of_timeouts)[0]:
             assert error.kind in ("Timeout", "PeerLost"), error
             assert " timeout " in error.text or " Timed out " in error.text, error
+
+
+def abort_at_once(me: RankContext, rounds: int) -> list[str]:
+    """Ranks abort a group as soon as their call has returned; the others' calls return, too."""
+    errors = []
+    for n in range(rounds):
+        group = dist.new_group()
+        backend = backend_of(group)
+        count = (100, 100_000, 1_000_000)[n % 3]
+        x = torch.full((count,), float(me.rank))
+        if n % 2 and ("threads" not in me.spec.ranks_as):  # read in place, without staging
+            x = pycollect_empty(count, group).fill_(me.rank)
+        call = caught(dist.all_reduce, x, group=group)
+        backend.abort()
+        late = caught(dist.all_reduce, torch.ones(3), group=group)
+        if call.kind or late.kind != "PeerLost":
+            errors.append(f"{n}: {call} {late}")
+        elif not x.eq(sum(range(me.world))).all():
+            errors.append(f"{n}: wrong")
+        dist.barrier()
+    return errors
+
+
+def pycollect_empty(count: int, group: dist.ProcessGroup) -> torch.Tensor:
+    import pycollect
+
+    return pycollect.symmetric_empty(count, group=group)
+
+
+@ours_only
+def test_an_abort_spares_the_calls_that_are_complete(pools):
+    for errors in pools(3).run(abort_at_once, 36, seconds=60):
+        assert not errors
+
+
+def abort_after_send(me: RankContext) -> list[str]:
+    """A message that has been sent arrives, although its sender aborts the group."""
+    errors = []
+    for n in range(10):
+        group = dist.new_group()
+        x = torch.full((100,), float(n if me.rank == 0 else -1))
+        work = dist.irecv(x, 0, group=group) if me.rank == 1 else None
+        dist.barrier()
+        if me.rank == 0:
+            dist.send(x, 1, group=group)
+            backend_of(group).abort()
+        dist.barrier()
+        if me.rank == 1:
+            error = caught(work.wait)
+            if error.kind or not x.eq(n).all():
+                errors.append(f"{n}: {error}")
+        dist.barrier()
+    return errors
+
+
+@ours_only
+def test_an_abort_spares_messages_that_are_there(pools):
+    for errors in pools(3).run(abort_after_send):
+        assert not errors
 
 
 def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:

@@ -243,6 +243,59 @@ def test_too_large_allocations_raise(pools):
         assert str(2**50) in message, message
 
 
+def memory_of_groups(me: RankContext) -> list[list[int]]:
+    """Bytes of shared memory of a group that is new, has made small calls, and a large one."""
+    found = []
+    for _ in range(2):
+        before = shared_bytes()
+        group = dist.new_group()
+        dist.barrier()
+        sizes = [shared_bytes() - before]
+        for count in (1, 256):
+            dist.all_reduce(torch.ones(count), group=group)
+            dist.broadcast(torch.ones(count), 0, group=group)
+            dist.all_gather_into_tensor(
+                torch.ones(count * me.world), torch.ones(count), group=group
+            )
+            dist.all_to_all_single(*torch.ones(2, count * me.world), group=group)
+        peer = dist.isend(torch.ones(10), (me.rank + 1) % me.world, group=group)
+        dist.recv(torch.ones(10), (me.rank - 1) % me.world, group=group)
+        peer.wait()
+        dist.barrier()
+        sizes.append(shared_bytes() - before)
+        dist.barrier()
+        dist.all_reduce(torch.ones(MIB), group=group)
+        dist.barrier()
+        sizes.append(shared_bytes() - before)
+        dist.barrier()
+        found.append(sizes)
+    return found
+
+
+def shared_bytes() -> int:
+    """Bytes of all shared memory of groups that this process has mapped."""
+    files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:pycollect" in target(path)]
+    return sum(512 * path.stat().st_blocks for path in files)
+
+
+def target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # the descriptor of the folder itself
+        return ""
+
+
+@between_processes("threads share their memory anyway")
+@pytest.mark.parametrize("world", [2, 8])
+def test_memory_is_committed_when_it_is_used(world, ranks_as):
+    with fresh(world, ranks_as=ranks_as) as pool:
+        for sizes in pool.run(memory_of_groups, seconds=60):
+            for new, small, large in sizes:
+                assert new < MIB / 4, sizes
+                assert small <= MIB, sizes
+                assert large > 2 * small, sizes
+
+
 def allocate_on_a_gpu(me: RankContext) -> str:
     import pycollect
 

@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, backend_of, pools_of_a_module
+from dist_pool import (
+    BACKEND,
+    OLD_TORCH,
+    OURS,
+    Caught,
+    Pools,
+    RankContext,
+    backend_of,
+    caught,
+    fresh,
+    pools_of_a_module,
+)
 from dist_ranks import between_processes
 from reference import assert_same
 from torch import Tensor
@@ -156,6 +167,122 @@ def many(me: RankContext) -> None:
     assert [t[0].item() for t in tensors] == [n * me.world for n in range(500)]
 
 
+def value(number: int, count: int = 5) -> Tensor:
+    return torch.full((count,), float(number))
+
+
+def calls_of_callbacks(me: RankContext) -> None:
+    """What a callback calls comes directly after the call of its future, however late or early the
+    ranks are. All calls have the same shape, so two that change places are a wrong number."""
+    chance = random.Random(me.rank)
+
+    def called(number: int, how: str) -> tuple[Tensor, Any]:
+        """Start an all_reduce of a number, which is 1000 times as much on the next rank."""
+        x = value(number * 1000**me.rank)
+        return x, dist.all_reduce(x, async_op=how != "now")
+
+    def check(x: Tensor, number: int) -> None:
+        assert_same([x], [value(sum(number * 1000**r for r in range(me.world)))])
+
+    for n, how in enumerate(HOW_CALLBACKS_CALL * 12):
+        results: list[tuple[Tensor, int]] = []
+
+        def call(number: int, results=results, how=how) -> Any:
+            x, work = called(number, how)
+            results.append((x, number))
+            if how == "waits":
+                work.wait()
+            elif how == "waits for the future":
+                work.get_future().wait()
+            elif how == "nested":
+                work.get_future().then(lambda f: call_now(number + 1))
+            return x
+
+        def call_now(number: int, results=results) -> None:
+            x, _ = called(number, "now")
+            results.append((x, number))
+
+        x, work = called(1, "later")
+        future = work.get_future()
+        chained = future.then(lambda f, call=call: call(2)).then(lambda f, call=call: call(4))
+        if chance.random() < 0.5:
+            me.be_late(0.002 * chance.random())
+        y, other = called(6, "now" if n % 2 else "later")
+        z, last = called(7, "later")
+        chained.wait()
+        for work in (other, last):
+            if work is not None:
+                work.wait()
+        dist.barrier()
+        for got, number in [(x, 1), (y, 6), (z, 7), *results]:
+            check(got, number)
+        assert len(results) == (4 if how == "nested" else 2)
+
+
+HOW_CALLBACKS_CALL = ("now", "later", "waits", "waits for the future", "nested")
+
+
+def coalesced_calls_of_callbacks(me: RankContext) -> None:
+    for n in range(20):
+        xs = [value(k) for k in range(3)]
+        works = []
+
+        def call(f, xs=xs, works=works) -> None:
+            with dist._coalescing_manager(async_ops=True) as manager:
+                for x in xs:
+                    dist.all_reduce(x)
+            works.append(manager)
+
+        y = value(n)
+        future = dist.all_reduce(y, async_op=True).get_future().then(call)
+        if (n + me.rank) % 2:
+            me.be_late(0.001)
+        z = value(9)
+        dist.all_reduce(z)
+        future.wait()
+        works[0].wait()
+        assert_same([y, z, *xs], [me.world * value(k) for k in (n, 9, 0, 1, 2)])
+
+
+def callback_waits_for_a_later_call(me: RankContext) -> None:
+    """A callback may wait for a call that was made before it ran."""
+    x, y = value(1), value(2)
+    made, waited = threading.Event(), []
+
+    def wait(f) -> None:
+        made.wait(10)
+        waited.append(later[0].wait())
+
+    later: list[Any] = []
+    if me.rank != 0:
+        time.sleep(0.2)  # rank 0 adds its callback before
+    future = dist.all_reduce(x, async_op=True).get_future()
+    if me.rank == 0:
+        future = future.then(wait)
+    later.append(dist.all_reduce(y, async_op=True))
+    made.set()
+    future.wait()
+    later[0].wait()
+    assert_same([x, y], [me.world * value(1), me.world * value(2)])
+    assert waited == [True] * (me.rank == 0)
+
+
+def callbacks_of_two_groups(me: RankContext) -> None:
+    """Callbacks of one group's calls make calls of another one, and destroy it."""
+    for n in range(5):
+        group = dist.new_group()
+        x, y = value(n), value(n + 1)
+
+        def call(f, y=y, group=group) -> None:
+            dist.all_reduce(y, group=group)
+            dist.destroy_process_group(group)
+
+        future = dist.all_reduce(x, async_op=True).get_future().then(call)
+        dist.all_reduce(z := value(3))
+        future.wait()
+        assert_same([x, y, z], [me.world * value(k) for k in (n, n + 1, 3)])
+
+
 # --- groups and threads ---------------------------------------------------------------------------
 
 
@@ -261,14 +388,17 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
 
 JOBS = (waited, completes_unwaited, completes_without_the_caller, futures, kept_alive, sequence)
 JOBS += (in_order, mixed_order, many, cycle, threads, threads_of_one_group)
-JOBS += (messages_and_collectives,)
+JOBS += (messages_and_collectives, calls_of_callbacks, coalesced_calls_of_callbacks)
+JOBS += (callback_waits_for_a_later_call, callbacks_of_two_groups)
 GLOO_LACKS = {
     sequence: "counts otherwise",
     in_order: "runs two collectives of a group at once",
+    calls_of_callbacks: "lets calls of callbacks change places",
+    coalesced_calls_of_callbacks: "lets calls of callbacks change places",
     mixed_order: "runs two collectives of a group at once",
 }
 TURNS = between_processes("while a rank sleeps, no other has its turn")
-MARKS = {completes_without_the_caller: TURNS}
+MARKS = {completes_without_the_caller: TURNS, callback_waits_for_a_later_call: TURNS}
 
 
 def in_worlds(worlds: tuple[int, ...], *jobs: Callable[[RankContext], None]) -> list[Any]:
@@ -291,3 +421,29 @@ def test_work(pools, world, job):
 @pytest.mark.parametrize(("world", "job"), in_worlds((1, 8), waited, futures, many, threads))
 def test_one_and_eight_ranks(pools, world, job):
     pools(world).run(job, seconds=40)
+
+
+def late_callback(me: RankContext) -> Caught:
+    """Rank 0 adds its callback before it makes the next call, the others after."""
+    x, y = torch.ones(3), torch.ones(4)
+    if me.rank == me.world - 1:
+        time.sleep(0.3)
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    if me.rank == 0:
+        future.then(lambda f: dist.all_reduce(torch.ones(5)))
+    error = caught(dist.all_reduce, y)
+    future.wait()
+    if me.rank != 0:
+        caught(dist.all_reduce, torch.ones(5))
+    return error
+
+
+@between_processes("ranks that take turns have one order")
+def test_a_callback_that_came_too_late_is_named(ranks_as):
+    if not OURS:
+        pytest.skip(f"{BACKEND} does not notice it")
+    with fresh(3, ranks_as=ranks_as) as pool:
+        errors = pool.run(late_callback)
+    assert all(error.kind == "ValueError" for error in errors), errors
+    assert any("callback is added before the next call is made" in e.text for e in errors), errors

@@ -8,6 +8,7 @@
 
 #include "../../group/new_thread.h"
 #include "../../plan/error.h"
+#include "signals.h"
 
 namespace pycollect::dist {
 namespace {
@@ -124,6 +125,7 @@ void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
   } catch (...) {
     error = std::current_exception();
   }
+  interrupted_ = is_raised_by_handler(error);
   {
     const std::lock_guard lock(mutex_);
     --waiting_;

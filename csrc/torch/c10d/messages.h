@@ -27,6 +27,7 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   // aborts the group, which fails them.
   void close(ipc::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
+  bool was_interrupted() const { return interrupted_; }
   const ipc::Group& group() const { return *group_; }
   bool progress();  // returns true if any message has moved
 
@@ -72,8 +73,9 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   std::condition_variable changed_;
   std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked
   std::thread thread_;
-  int waiting_ = 0;  // threads that wait for a message, and move all messages
-  int posting_ = 0;  // threads inside submit()
+  int waiting_ = 0;                       // threads that wait for a message, and move all messages
+  int posting_ = 0;                       // threads inside submit()
+  std::atomic<bool> interrupted_{false};  // the last wait was, by a signal handler
   bool accepting_ = true, closed_ = false, polling_ = false;
   uint64_t next_number_ = 0;
 };

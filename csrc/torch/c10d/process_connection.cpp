@@ -269,7 +269,11 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
+// After Ctrl-C in a wait, pending calls are not waited for again.
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
+  const auto point_to_point = std::static_pointer_cast<Messages>(messages());
+  if (queue_->was_interrupted() || (point_to_point && point_to_point->was_interrupted()))
+    deadline = ipc::Clock::now();
   if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
   const std::exception_ptr raised = queue_->close(deadline);
   const SignalsDeferred deferred;

@@ -200,6 +200,7 @@ void ProcessQueue::run_callbacks(Lock& lock, const CollectiveWorkPtr& work,
                                  c10::intrusive_ptr<Future> future, std::exception_ptr error) {
   CallbackScope& scope =
       callbacks_.emplace_back(CallbackScope{this, work, ++scopes_, ipc::Clock::now()});
+  try_ensure_thread();    // looks whether the callbacks return in time
   changed_.notify_all();  // the work is done
   lock.unlock();
   scope.outer = std::exchange(CallbackScope::innermost, &scope);
@@ -241,6 +242,7 @@ void ProcessQueue::sleep(Lock& lock, ipc::Deadline deadline) {
     raised = std::current_exception();
   }
   lock.lock();
+  interrupted_ = raised != nullptr;
   if (raised) std::rethrow_exception(raised);
 }
 

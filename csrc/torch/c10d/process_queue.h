@@ -40,6 +40,7 @@ class ProcessQueue final : public CallQueue {
   // what the handler has raised, or null.
   std::exception_ptr close(ipc::Deadline deadline);
 
+  bool was_interrupted() const { return interrupted_; }
   bool has_failed() const { return failed_; }  // true: a caller knows that the group has failed
   std::mutex& mutex() override { return mutex_; }
 
@@ -86,8 +87,8 @@ class ProcessQueue final : public CallQueue {
   uint64_t scopes_ = 0;            // number of all CallbackScopes so far
   bool futures_ = false;           // the future of an unfinished call has been taken
   bool passes_callbacks_ = false;  // callbacks no longer hold up the calls behind them
-  std::atomic<bool> failed_{false};
-  int idle_ = 0;  // threads that wait for a call to run
+  std::atomic<bool> failed_{false}, interrupted_{false};  // the last wait was, by a signal handler
+  int idle_ = 0;                                          // threads that wait for a call to run
   std::vector<std::thread> threads_;
 };
 

@@ -33,4 +33,15 @@ inline void check_signals() {
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
+inline bool is_raised_by_handler(const std::exception_ptr& error) {
+  if (!error) return false;
+  try {
+    std::rethrow_exception(error);
+  } catch (const pybind11::error_already_set&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 }  // namespace pycollect::dist
