@@ -41,6 +41,8 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
     throw;
   } catch (const Timeout&) {
     throw;
+  } catch (const Interruption&) {
+    throw;
   } catch (const std::exception& error) {  // published to all ranks below
     mine.failure = error.what();
   }

@@ -119,10 +119,10 @@ bool Group::reserve_pages(std::size_t begin, std::size_t end) {
   return true;
 }
 
-void Group::map_staging(const StagingRegions& regions) const {
+void Group::map_staging(uint64_t ranks, const StagingRegions& regions) const {
   for (Rank r = 0; r < world_; ++r)
     for (const uint64_t buffer : {0, 1})
-      for (std::size_t i = 0; i < regions.count; ++i)
+      for (std::size_t i = 0; (ranks >> r & 1) != 0 && i < regions.count; ++i)
         segment_->touch(layout_.staging_buffer(r, buffer) + regions.begin + i * regions.stride,
                         regions.bytes);
 }
@@ -176,6 +176,11 @@ void Group::abort(const AbortCause& cause, uint64_t first_run) {
   wake_all();
 }
 
+void Group::leave_call() {
+  if (fork_guard_.forked() || is_healthy()) return;
+  abort(abort_cause(), call_begin());  // keeps the cause
+}
+
 uint64_t Group::run_number(Rank r) const {
   const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
   const uint64_t ended = rank_states_[r].ended.load(std::memory_order_acquire);
@@ -186,13 +191,9 @@ void Group::abort_if_died() {
   const uint64_t died = dead() & ~left();
   if (died == 0) return;
   std::vector<Rank> ranks;
-  uint64_t first_run = ~uint64_t{0};
   for (Rank r = 0; r < world_; ++r)
-    if ((died >> r & 1) != 0) {
-      ranks.push_back(world_rank(r));
-      first_run = std::min(first_run, run_number(r));
-    }
-  abort({AbortRecord::lost, text(name(ranks), " died")}, first_run);
+    if ((died >> r & 1) != 0) ranks.push_back(world_rank(r));
+  abort({AbortRecord::lost, text(name(ranks), " died")});
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {

@@ -59,8 +59,8 @@ class Group {
   // write, unless it has done so before. A region grows by doubling, so that calls of growing size
   // commit rarely. Returns whether anything was committed; throws as Segment::commit.
   bool reserve_staging(uint64_t ranks, const StagingRegions& wanted);
-  // Maps regions that the ranks have committed into this process.
-  void map_staging(const StagingRegions& regions) const;
+  // Maps regions that these ranks (a mask) have committed into this process.
+  void map_staging(uint64_t ranks, const StagingRegions& regions) const;
   RankState& rank_state(Rank r) const { return rank_states_[r]; }
   FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const;
   std::byte* staging_buffer(Rank r, uint64_t run) const {
@@ -129,6 +129,8 @@ class Group {
   // rank has finished return on the other ranks, too.
   void abort(const std::string& why);
   void abort(const AbortCause& cause, uint64_t first_run = 0);
+  // Called when this rank's call has failed because the group is aborted: no rank can finish it.
+  void leave_call();
   // Aborts the group if a rank has died without leaving it, although no rank may wait for it.
   void abort_if_died();
   // Aborts the group with a cause that a rank found in an operation, and throws it. `kind`: lost or

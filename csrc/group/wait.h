@@ -18,6 +18,9 @@ struct OpContext {
   Deadline deadline;
 };
 
+// A base of what GroupSettings::check_signals throws. It passes through all handlers of errors.
+struct Interruption {};
+
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -95,7 +95,7 @@ void reserve(Prepared& p, ChunkLoop& loop, const CollectiveRequest& request,
     p.buffers.divide(p.in_buffers.chunks);
     loop.use(p.in_buffers, request.irregular);
     loop.reserve();
-  } catch (const std::runtime_error& error) {
+  } catch (const std::exception& error) {
     refuse_at(transport, request.called(), context,
               text(name(request.called()), ": ", error.what()));
     throw;

@@ -71,6 +71,8 @@ class RankProgramBuilder {
       for (const Slices* side : {&step.dsts, &step.srcs})
         for (const Slice& s : *side) {
           if (is_staged(s)) {
+            const bool own = side == &step.dsts && step.owner() == s.rank;
+            if (own) rank_program_.filled |= uint64_t{1} << s.rank;
             int& region = region_[cell(s)];
             if (region == kNone) region = (is_partial(s) ? used_partial : used)[s.rank]++;
           } else if (s.rank == me_ && !mine) {

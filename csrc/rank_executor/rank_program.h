@@ -62,7 +62,9 @@ struct RankProgram {
   // needs, so that all its ranks compute the same addresses.
   int regions = 0;
   int partial_regions = 0;
-  uint64_t fills = 0;  // mask of the ranks of this host to whose staging buffers this rank writes
+  // Masks of ranks of this host: those to whose staging buffers this rank writes, and those who
+  // write to their own.
+  uint64_t fills = 0, filled = 0;
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 

@@ -3,6 +3,7 @@
 #include "shm_transport.h"
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -86,7 +87,7 @@ void ShmTransport::begin(const CollectiveRequest& request, const OpContext& cont
 void ShmTransport::reserve(const RankProgram& rank_program, const Group::StagingRegions& regions,
                            bool irregular) {
   if (group().reserve_staging(rank_program.fills, regions) && !irregular)
-    unmapped_.push_back(regions);
+    unmapped_.emplace_back(rank_program.filled, regions);
 }
 
 // Without zero-copy, copies the first piece into this rank's staging buffer before the ranks have
@@ -102,8 +103,8 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
   publish(group(), mine, request_);
   group().advance(at_run(first) + tasks);
   const Agreement agreed = agree_or_skip(*this, mine, first, *context_, loop);
-  for (const Group::StagingRegions& regions : std::exchange(unmapped_, {}))
-    group().map_staging(regions);
+  for (const auto& [ranks, regions] : std::exchange(unmapped_, {}))
+    group().map_staging(ranks, regions);
   return agreed;
 }
 
@@ -148,6 +149,7 @@ void ShmTransport::launch(const Rows& rows) {
       run(rows.instruction(), rows[i].at, rows[i].count);
   else
     run_parallel(rows);
+  std::atomic_thread_fence(std::memory_order_acquire);  // after the reads of peers' memory
   group().require_run(*context_);
 }
 

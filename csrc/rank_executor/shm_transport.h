@@ -49,7 +49,8 @@ class ShmTransport : public Transport {
   const OpContext* context_ = nullptr;
   std::optional<cpu::RowRunner> row_;
   bool non_temporal_ = false;
-  std::vector<Group::StagingRegions> unmapped_;  // committed for this call, of all ranks
+  // Regions that the ranks in the mask have committed for this call.
+  std::vector<std::pair<uint64_t, Group::StagingRegions>> unmapped_;
 };
 
 }  // namespace pycollect::ipc

@@ -68,13 +68,16 @@ class RingWriter {
     read_ = ring.counters->read.load();
   }
 
-  // Returns false, without writing, if the ring has no room now. Throws as Segment::commit.
+  // Returns false, without writing, if the ring has no room now, or no memory for more of it.
+  // Throws as Segment::commit if there is no memory for the beginning of the ring.
   bool push(const Record& record, const std::byte* payload = nullptr) {
     const std::size_t need = detail::record_bytes(record.payload);
     const std::size_t tail = ring_.bytes - at();
     const std::size_t skipped = need > tail ? tail : 0;
     if (!has_room(skipped + need)) return false;
-    if (written_ + skipped + need > committed_ && committed_ < ring_.bytes) commit(skipped + need);
+    if (written_ + skipped + need > committed_ && committed_ < ring_.bytes &&
+        !commit(skipped + need))
+      return false;
     if (skipped != 0) {
       const Record filler{.kind = Record::padding};
       std::memcpy(ring_.data + at(), &filler, sizeof filler);
@@ -99,13 +102,19 @@ class RingWriter {
   }
 
   // In its first pass the writer commits the ring in steps that double.
-  void commit(std::size_t more) {
+  bool commit(std::size_t more) {
     const std::size_t end = std::max(std::bit_ceil(written_ + more), kLeastCommitted);
     const std::size_t bytes = std::min(end, ring_.bytes) - committed_;
     const std::size_t offset = ring_.data + committed_ - ring_.segment->data();
-    ring_.segment->commit(offset, bytes);
+    try {
+      ring_.segment->commit(offset, bytes);
+    } catch (const std::runtime_error&) {
+      if (committed_ == 0) throw;
+      return false;
+    }
     ring_.segment->touch(offset, bytes);
     committed_ += bytes;
+    return true;
   }
   static constexpr std::size_t kLeastCommitted = 4096;  // a page
 

@@ -36,6 +36,7 @@ struct Call {
   Collective collective;
   const char* name;                 // operation name in the public API
   uint64_t number = 0;              // sequence number of the call, as torch counts them
+  ipc::Deadline queued = {};        // when it was queued
   uint64_t scope = 0;               // which callbacks have made the call (ProcessQueue); 0: none
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
   DeviceOps* devices = nullptr;     // device operations of the group's collectives

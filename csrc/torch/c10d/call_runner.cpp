@@ -3,7 +3,6 @@
 #include "call_runner.h"
 
 #include <ATen/Parallel.h>
-#include <pybind11/pybind11.h>
 
 #include <algorithm>
 
@@ -59,6 +58,8 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
     ipc::refuse(*host_, call.collective, calls_++, deadline, call.refusal);
+  } catch (const ipc::Interruption&) {
+    throw;
   } catch (const std::exception&) {
     // The group is aborted, and its next call throws that error.
   }
@@ -94,6 +95,8 @@ void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline 
                   {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
                   {pycollect::name(call.collective), calls_, deadline});
   } catch (const CollectiveError&) {
+    throw;
+  } catch (const ipc::Interruption&) {
     throw;
   } catch (const std::exception& error) {
     refuse_for(call, error);
@@ -138,8 +141,11 @@ void CallRunner::fill(Call& call, ipc::Deadline deadline) {
 void CallRunner::run(Call& call) {
   try {
     run(call, ipc::deadline_after(call.timeout));
-  } catch (const pybind11::error_already_set&) {
+  } catch (const ipc::Interruption&) {
     group_->abort(text("a signal interrupted it in ", call.name));
+    throw;
+  } catch (const CollectiveError&) {
+    group_->leave_call();
     throw;
   }
 }

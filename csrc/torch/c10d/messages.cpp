@@ -99,13 +99,20 @@ bool Messages::progress() {
   return mailbox_.progress();
 }
 
+// After a signal the group is aborted: the caller may use the tensors for something else.
 void Messages::await(const std::function<bool()>& done, const MissingRanks& missing,
                      ipc::Transfer* transfer, const ipc::OpContext& context) {
   const auto holds = [&] {
     on_devices_.progress();
     return done();
   };
-  mailbox_.wait({holds, missing, transfer, [this] { return on_devices_.polls(); }}, context);
+  try {
+    mailbox_.wait({holds, missing, transfer, [this] { return on_devices_.polls(); }}, context);
+  } catch (const ipc::Interruption&) {
+    group_->abort(text("a signal interrupted it in ", context.operation));
+    fail_with_group();
+    throw;
+  }
 }
 
 void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
@@ -114,7 +121,7 @@ void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
     const std::lock_guard lock(mutex_);
     ++waiting_;
   }
-  std::exception_ptr error;
+  std::exception_ptr error, raised;
   const auto missing = [&] { return this->missing(work, group_->gone()); };
   try {
     const ipc::OpContext context = work.context(deadline);
@@ -122,19 +129,19 @@ void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
       await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, context);
     if (const auto transfer = work.transfer(); transfer && !transfer->done())
       await([&] { return transfer->done(); }, missing, transfer.get(), context);
+  } catch (const ipc::Interruption&) {
+    raised = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
-  interrupted_ = is_raised_by_handler(error);
   {
     const std::lock_guard lock(mutex_);
     --waiting_;
   }
   work.settle();
-  if (work.is_moved())
-    forget(work);
-  else if (error)
-    std::rethrow_exception(error);
+  if (work.is_moved()) forget(work);
+  if (raised) std::rethrow_exception(raised);
+  if (error && !work.is_moved()) std::rethrow_exception(error);
 }
 
 bool Messages::wait_until(MessageWork& work, ipc::Deadline deadline) {
@@ -268,10 +275,13 @@ void Messages::end_thread() {
     thread.join();
 }
 
-void Messages::close(ipc::Deadline deadline) {
+std::exception_ptr Messages::close(ipc::Deadline deadline) {
   stop_accepting(deadline);
+  std::exception_ptr raised;
   try {
     finish(deadline);
+  } catch (const ipc::Interruption&) {
+    raised = std::current_exception();
   } catch (const std::exception&) {
     // The group is aborted; the pending messages fail with its error below.
   }
@@ -286,6 +296,7 @@ void Messages::close(ipc::Deadline deadline) {
     while (settle_done(lock)) continue;
   }
   on_devices_.close(deadline);
+  return raised;
 }
 
 // Fails all messages if the group is aborted, as Mailbox::wait does.

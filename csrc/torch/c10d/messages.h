@@ -23,11 +23,10 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   WorkPtr send(const P2POp& op) override;
   WorkPtr receive(const P2POp& op) override;
   bool check(const P2POp& op, const char* name, bool receives) const override;
-  // Refuses new messages and lets pending ones finish until the deadline. If any are left then,
-  // aborts the group, which fails them.
-  void close(ipc::Deadline deadline);
+  // Refuses new messages and lets pending ones finish until the deadline, or until a signal handler
+  // raises. If any are left then, aborts the group, which fails them. Returns what it has raised.
+  std::exception_ptr close(ipc::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
-  bool was_interrupted() const { return interrupted_; }
   const ipc::Group& group() const { return *group_; }
   bool progress();  // returns true if any message has moved
 
@@ -73,9 +72,8 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   std::condition_variable changed_;
   std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked
   std::thread thread_;
-  int waiting_ = 0;                       // threads that wait for a message, and move all messages
-  int posting_ = 0;                       // threads inside submit()
-  std::atomic<bool> interrupted_{false};  // the last wait was, by a signal handler
+  int waiting_ = 0;  // threads that wait for a message, and move all messages
+  int posting_ = 0;  // threads inside submit()
   bool accepting_ = true, closed_ = false, polling_ = false;
   uint64_t next_number_ = 0;
 };

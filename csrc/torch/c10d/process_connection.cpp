@@ -269,16 +269,16 @@ void ProcessConnection::connect(const Call& before, at::Device device) {
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
-// After Ctrl-C in a wait, pending calls are not waited for again.
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
-  const auto point_to_point = std::static_pointer_cast<Messages>(messages());
-  if (queue_->was_interrupted() || (point_to_point && point_to_point->was_interrupted()))
-    deadline = ipc::Clock::now();
   if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
-  const std::exception_ptr raised = queue_->close(deadline);
-  const SignalsDeferred deferred;
-  const std::exception_ptr unreported = selector_->close(device_deadline(deadline));
-  devices()->await_held(device_deadline(deadline));
+  std::exception_ptr raised = queue_->close(deadline);
+  if (raised) deadline = ipc::Clock::now();
+  std::exception_ptr unreported;
+  {
+    const SignalsDeferred deferred;
+    unreported = selector_->close(device_deadline(deadline));
+    devices()->await_held(device_deadline(deadline));
+  }
   std::shared_ptr<Messages> messages;
   std::shared_ptr<MirroredRings> remote;
   std::shared_ptr<ipc::Group> group;
@@ -294,7 +294,9 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
     group.swap(group_);
     allocator.swap(allocator_);
   }
-  if (messages) messages->close(deadline);
+  if (messages)
+    if (auto in_messages = messages->close(deadline)) raised = in_messages;
+  const SignalsDeferred deferred;
   monitor.reset();
   if (remote) remote->join();
   if (group) {

@@ -10,6 +10,7 @@
 
 #include "../../group/new_thread.h"
 #include "../../plan/error.h"
+#include "../log.h"
 #include "signals.h"
 
 namespace pycollect::dist {
@@ -68,6 +69,31 @@ bool ProcessQueue::is_next(const CallbackScope* scope) const {
   return callbacks_.empty() ? scope == nullptr : scope == &callbacks_.back();
 }
 
+void ProcessQueue::begin_run() {
+  running_ = true;
+  runner_thread_ = std::this_thread::get_id();
+}
+
+void ProcessQueue::end_run() {
+  running_ = false;
+  runner_thread_ = {};
+}
+
+// A signal handler runs within the call that the signal has interrupted.
+void ProcessQueue::require_not_inside(const char* name) const {
+  if (runs_here())
+    throw CollectiveError(text(name, ": called by a signal handler in a call of the same group, ",
+                               "behind which it would wait for ever"));
+}
+
+// Returns whether a waiting thread may run the next call. The thread that handles signals runs no
+// callbacks: they would swallow what a handler raises.
+bool ProcessQueue::may_run() {
+  Works* const queue = running_ ? nullptr : next();
+  if (queue == nullptr) return false;
+  return !handles_signals() || !queue->front()->has_future() || !try_ensure_thread();
+}
+
 // Returns the current exception. After one of the call's arguments, the group works on. If a signal
 // handler has raised it, sets `raised` to it, and returns an error of the call.
 std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* raised) {
@@ -76,7 +102,7 @@ std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* r
     std::rethrow_exception(error);
   } catch (const CollectiveError&) {
     failed_ = true;
-  } catch (const pybind11::error_already_set&) {
+  } catch (const ipc::Interruption&) {
     failed_ = true;
     if (raised == nullptr) return error;
     *raised = error;
@@ -95,11 +121,12 @@ std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* r
 CollectiveWorkPtr ProcessQueue::run(Call call) {
   Lock lock(mutex_);
   require_open(call);
+  require_not_inside(call.name);
   if (!is_next(scope_of_thread())) {
     lock.unlock();
     return push(std::move(call));
   }
-  running_ = true;
+  begin_run();
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -109,7 +136,7 @@ CollectiveWorkPtr ProcessQueue::run(Call call) {
   }
   call.event.reset();
   lock.lock();
-  running_ = false;
+  end_run();
   if (!try_ensure_thread()) run_queued(lock);
   if (closed_ || !is_empty()) changed_.notify_all();
   lock.unlock();
@@ -127,6 +154,7 @@ std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
   CallbackScope* const scope = scope_of_thread();
   if (scope != nullptr)
     for (const auto& work : works) work->call().scope = scope->id;
+  for (const auto& work : works) work->call().queued = ipc::Clock::now();
   Works& waiting = scope == nullptr ? waiting_ : scope->waiting;
   waiting.insert(waiting.end(), works.begin(), works.end());
   try {
@@ -174,7 +202,7 @@ std::exception_ptr ProcessQueue::run_next(Lock& lock, bool continues) {
   CollectiveWorkPtr work = std::move(queue.front());
   queue.pop_front();
   std::erase_if(callbacks_, [](const auto& s) { return s.returned && s.waiting.empty(); });
-  running_ = true;
+  begin_run();
   lock.unlock();
   std::exception_ptr error, raised;
   try {
@@ -184,7 +212,8 @@ std::exception_ptr ProcessQueue::run_next(Lock& lock, bool continues) {
   }
   work->release();
   lock.lock();
-  running_ = false;
+  end_run();
+  if (!callbacks_.empty()) callbacks_.back().moved = ipc::Clock::now();
   auto future = work->finish(error);
   if (future) run_callbacks(lock, work, std::move(future), error);
   const bool next_is_assigned = continues || try_ensure_thread();
@@ -204,7 +233,11 @@ void ProcessQueue::run_callbacks(Lock& lock, const CollectiveWorkPtr& work,
   changed_.notify_all();  // the work is done
   lock.unlock();
   scope.outer = std::exchange(CallbackScope::innermost, &scope);
-  complete(*future, work->result(), error, work->staging());
+  try {
+    complete(*future, work->result(), error, work->staging());
+  } catch (const std::exception& failed) {
+    warn(text("the future of ", work->name(), " cannot be completed: ", failed.what()));
+  }
   CallbackScope::innermost = scope.outer;
   future.reset();
   lock.lock();
@@ -221,8 +254,9 @@ void ProcessQueue::sleep(Lock& lock, ipc::Deadline deadline) {
     const auto blocked =
         std::ranges::find_if(callbacks_, [](const CallbackScope& s) { return !s.waiting.empty(); });
     const Works& held_up = blocked == callbacks_.end() ? waiting_ : blocked->waiting;
-    const auto age = ipc::Clock::now() - callbacks_.back().began;
-    late = ipc::deadline_after(held_up.front()->limit()) - age;
+    CollectiveWork& first = *held_up.front();
+    const auto age = ipc::Clock::now() - std::max(callbacks_.back().moved, first.call().queued);
+    late = ipc::deadline_after(first.limit()) - age;
   }
   const bool looks = handles_signals();
   ipc::Deadline until = std::min(deadline, late);
@@ -242,7 +276,6 @@ void ProcessQueue::sleep(Lock& lock, ipc::Deadline deadline) {
     raised = std::current_exception();
   }
   lock.lock();
-  interrupted_ = raised != nullptr;
   if (raised) std::rethrow_exception(raised);
 }
 
@@ -277,19 +310,46 @@ void ProcessQueue::wait(CollectiveWork& work) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   const WaitingInCallback in_callback(*this, work);
-  while (!work.is_done())
-    if (!running_ && next() != nullptr) {
-      if (const auto raised = run_next(lock, false)) std::rethrow_exception(raised);
-    } else {
-      sleep(lock, ipc::Deadline::max());
-    }
+  if (!work.is_done()) require_not_inside(work.name());
+  try {
+    while (!work.is_done())
+      if (may_run()) {
+        if (const auto raised = run_next(lock, false)) std::rethrow_exception(raised);
+      } else {
+        sleep(lock, ipc::Deadline::max());
+      }
+  } catch (const ipc::Interruption&) {
+    end_interrupted(lock, work);
+    throw;
+  }
+}
+
+// Aborts the group, and waits until the call no longer uses its tensors.
+void ProcessQueue::end_interrupted(Lock& lock, CollectiveWork& work) {
+  const SignalsDeferred deferred;
+  const std::shared_ptr<CallRunner> runner = runner_;
+  passes_callbacks_ = true;
+  lock.unlock();
+  if (runner) runner->abort(text("a signal interrupted it in ", work.name()));
+  lock.lock();
+  while (!work.is_done() && !closed_)
+    if (!running_ && next() != nullptr)
+      run_next(lock, true);
+    else
+      changed_.wait(lock);
 }
 
 bool ProcessQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
+  if (!work.is_done()) require_not_inside(work.name());
   const WaitingInCallback in_callback(*this, work);
-  while (!work.is_done() && ipc::Clock::now() < deadline) sleep(lock, deadline);
+  try {
+    while (!work.is_done() && ipc::Clock::now() < deadline) sleep(lock, deadline);
+  } catch (const ipc::Interruption&) {
+    end_interrupted(lock, work);
+    throw;
+  }
   return work.is_done();
 }
 
@@ -301,6 +361,7 @@ std::exception_ptr ProcessQueue::close(ipc::Deadline deadline) {
     closed_ = true;
     if (scope_of_thread() != nullptr) passes_callbacks_ = true;
     changed_.notify_all();
+    if (runs_here()) return close_inside(lock);
     const auto empty = [&] { return !running_ && is_empty(); };
     while (!empty() && !raised && ipc::Clock::now() < deadline)
       if (!running_ && idle_ == 0 && next() != nullptr)
@@ -308,7 +369,7 @@ std::exception_ptr ProcessQueue::close(ipc::Deadline deadline) {
       else
         try {
           sleep(lock, deadline);
-        } catch (const pybind11::error_already_set&) {
+        } catch (const ipc::Interruption&) {
           raised = std::current_exception();
         }
     const SignalsDeferred deferred;
@@ -327,6 +388,14 @@ std::exception_ptr ProcessQueue::close(ipc::Deadline deadline) {
     else
       t.join();
   return raised;
+}
+
+// Closes the queue in a signal handler, within a call that this thread runs: that call fails when
+// the handler has returned, and with it the queued ones.
+std::exception_ptr ProcessQueue::close_inside(Lock& lock) {
+  abort_queue(lock, false);
+  for (std::thread& t : std::exchange(threads_, {})) t.detach();  // they hold this queue
+  return nullptr;
 }
 
 void ProcessQueue::abort(const std::string& why) {

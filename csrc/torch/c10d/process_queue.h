@@ -27,7 +27,7 @@ class ProcessQueue final : public CallQueue {
   std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) override;
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
-  // throw what a signal handler raises (see signals.h); the calls then go on.
+  // throw what a signal handler raises (see signals.h), after the group has been aborted.
   void wait(CollectiveWork& work) override;
   bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
 
@@ -40,7 +40,6 @@ class ProcessQueue final : public CallQueue {
   // what the handler has raised, or null.
   std::exception_ptr close(ipc::Deadline deadline);
 
-  bool was_interrupted() const { return interrupted_; }
   bool has_failed() const { return failed_; }  // true: a caller knows that the group has failed
   std::mutex& mutex() override { return mutex_; }
 
@@ -52,7 +51,7 @@ class ProcessQueue final : public CallQueue {
     const ProcessQueue* queue;
     const CollectiveWorkPtr& of;
     uint64_t id;
-    ipc::Deadline began;
+    ipc::Deadline moved;  // when the callbacks began, or the last call that they have made ended
     Works waiting = {};
     bool returned = false;      // the calls that are left come first, all the same
     int waits_outside = 0;      // > 0: the callbacks wait for a call that they have not made
@@ -62,6 +61,12 @@ class ProcessQueue final : public CallQueue {
   class WaitingInCallback;  // defined in process_queue.cpp
 
   std::exception_ptr run_next(Lock& lock, bool continues);
+  void begin_run();
+  void end_run();
+  bool may_run();
+  bool runs_here() const { return running_ && runner_thread_ == std::this_thread::get_id(); }
+  void require_not_inside(const char* name) const;
+  void end_interrupted(Lock& lock, CollectiveWork& work);
   void run_callbacks(Lock& lock, const CollectiveWorkPtr& work, c10::intrusive_ptr<Future> future,
                      std::exception_ptr error);
   void run_queued(Lock& lock);
@@ -76,6 +81,7 @@ class ProcessQueue final : public CallQueue {
   Works* next();
   bool is_empty() const;
   void abort_queue(Lock& lock, bool late);
+  std::exception_ptr close_inside(Lock& lock);
 
   std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
   const ipc::ForkGuard fork_guard_;
@@ -84,11 +90,12 @@ class ProcessQueue final : public CallQueue {
   Works waiting_;                       // calls that no callback has made
   std::list<CallbackScope> callbacks_;  // the last one is of the latest call
   bool running_ = false, closed_ = false;
-  uint64_t scopes_ = 0;            // number of all CallbackScopes so far
-  bool futures_ = false;           // the future of an unfinished call has been taken
-  bool passes_callbacks_ = false;  // callbacks no longer hold up the calls behind them
-  std::atomic<bool> failed_{false}, interrupted_{false};  // the last wait was, by a signal handler
-  int idle_ = 0;                                          // threads that wait for a call to run
+  std::thread::id runner_thread_ = {};  // the thread that runs a call
+  uint64_t scopes_ = 0;                 // number of all CallbackScopes so far
+  bool futures_ = false;                // the future of an unfinished call has been taken
+  bool passes_callbacks_ = false;       // callbacks no longer hold up the calls behind them
+  std::atomic<bool> failed_{false};
+  int idle_ = 0;  // threads that wait for a call to run
   std::vector<std::thread> threads_;
 };
 

@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "../../group/wait.h"
+
 namespace pycollect::dist {
 
 // Within its scope, this thread's waits do not run signal handlers, because they must not throw.
@@ -26,22 +28,14 @@ inline bool handles_signals() {
   return is_main && !SignalsDeferred::any() && Py_IsInitialized() != 0;
 }
 
-// Runs the handlers of signals that have arrived. Throws what a handler raises (KeyboardInterrupt).
+// What a signal handler has raised, such as KeyboardInterrupt.
+struct SignalRaised final : pybind11::error_already_set, ipc::Interruption {};
+
+// Runs the handlers of signals that have arrived. Throws SignalRaised.
 inline void check_signals() {
   if (!handles_signals()) return;
   const pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
-}
-
-inline bool is_raised_by_handler(const std::exception_ptr& error) {
-  if (!error) return false;
-  try {
-    std::rethrow_exception(error);
-  } catch (const pybind11::error_already_set&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
+  if (PyErr_CheckSignals() != 0) throw SignalRaised();
 }
 
 }  // namespace pycollect::dist

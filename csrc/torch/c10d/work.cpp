@@ -180,6 +180,8 @@ bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
           std::chrono::duration_cast<std::chrono::milliseconds>(deadline - ipc::Clock::now()));
     try {
       part->wait(left);
+    } catch (const ipc::Interruption&) {
+      throw;
     } catch (...) {
       if (!error) error = std::current_exception();
     }

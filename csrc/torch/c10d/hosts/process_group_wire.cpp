@@ -152,8 +152,10 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
   };
   awaits(pending);
   try {
-    while (!await_once(pending, deadline))
+    while (!await_once(pending, deadline)) {
+      if (connections_->is_closed()) throw ipc::WireFailure("the connections are closed", false);
       if (looks) check_signals();
+    }
   } catch (const ipc::WireFailure&) {
     awaits(nullptr);
     throw;
@@ -237,6 +239,8 @@ void ProcessGroupWire::abort() {
   std::set<PendingPtr> pending;
   const std::lock_guard lock(mutex_);
   pending.swap(pending_);
+  for (const PendingPtr& p : pending)  // Gloo ends no wait of a connection that has broken before
+    p->begun.carrier->interrupt(*p->begun.work);
   sends_.clear();
   receives_.clear();
 }
