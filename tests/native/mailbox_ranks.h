@@ -59,6 +59,7 @@ inline GroupSettings mailbox_settings(int world) {
   GroupSettings settings;
   settings.buffer_bytes = 64;
   settings.mailbox_bytes = Mailbox::bytes(world);
+  settings.mailbox_header_bytes = Mailbox::header_bytes(world);
   settings.timeout = std::chrono::seconds(60);
   return settings;
 }

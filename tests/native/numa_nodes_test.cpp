@@ -95,10 +95,17 @@ void shares_cores() {
   expect(core_share({}, {all}, 0) == 0, "no nodes");
 }
 
+constexpr std::size_t kBuffer = 64 << 10;
+constexpr Group::StagingRegions kRegions{.count = 2, .stride = kBuffer / 2, .bytes = 5'000};
+constexpr std::size_t kCommitted = 8 << 10;  // of each region: `bytes`, rounded up
+
 // Returns what this rank committed, and a complaint if it touched a page that no rank had.
 std::string join(RankContext& me) {
   committed.clear();
-  const Group group(me.store, me.rank, me.world, me.settings);
+  Group group(me.store, me.rank, me.world, me.settings);
+  for (int n = 0; n < 2; ++n)  // the second one finds all committed
+    if (group.reserve_staging(uint64_t{1} << me.rank, kRegions) != (n == 0))
+      return "committed again";
   if (first_touched != 0) return text(first_touched, " blocks were not committed");
   cpu_set_t own;
   CoreSet cores = {};
@@ -111,13 +118,14 @@ std::string join(RankContext& me) {
   return ranges;
 }
 
-void ranks_commit_their_own_parts() {
+void ranks_commit_what_they_write() {
   constexpr int kWorld = 3;
   constexpr std::size_t kPage = SegmentLayout::kPage;
   GroupSettings settings;
   settings.timeout = 20s;
-  settings.buffer_bytes = 64 << 10;
+  settings.buffer_bytes = kBuffer;
   settings.mailbox_bytes = kWorld * (256 << 10);
+  settings.mailbox_header_bytes = 2 * kPage;
   const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0, 0});
   std::vector<std::set<Rank>> by(layout.heaps / kPage);  // page -> ranks that committed it
   const auto ends = run(kWorld, settings, join);
@@ -129,18 +137,22 @@ void ranks_commit_their_own_parts() {
         by.at(page).insert(r);
     expect(ranges.eof(), ends[r].result);
   }
-  // The pages at both ends of a part may belong to a neighbour, too.
-  const auto expect_own = [&](Rank r, std::size_t begin, std::size_t end, const char* what) {
-    for (std::size_t page = begin / kPage + 1; page < end / kPage; ++page)
-      expect(by[page] == std::set{r}, text(what, " of rank ", r, ": page ", page));
+  std::vector<std::set<Rank>> wanted(by.size());
+  const auto commit = [&](Rank r, std::size_t begin, std::size_t end) {
+    for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
+      wanted[page].insert(r);
   };
+  commit(0, 0, layout.mailboxes + settings.mailbox_header_bytes);
   for (Rank r = 0; r < kWorld; ++r) {
-    const std::size_t buffers = layout.staging_buffer(r, 0);
-    expect_own(r, buffers, buffers + 2 * layout.buffer_stride, "staging buffers");
-    const std::size_t rings = layout.mailboxes + r * (settings.mailbox_bytes / kWorld);
-    expect_own(r, rings, rings + settings.mailbox_bytes / kWorld, "mailboxes");
+    commit(r, 0, sizeof(Control));
+    for (const uint64_t buffer : {0, 1})
+      for (std::size_t i = 0; i < kRegions.count; ++i) {
+        const std::size_t at = layout.staging_buffer(r, buffer) + i * kRegions.stride;
+        commit(r, at, at + kCommitted);
+      }
   }
-  for (const auto& ranks : by) expect(!ranks.empty(), "a page that nobody committed");
+  for (std::size_t page = 0; page < by.size(); ++page)
+    expect(by[page] == wanted[page], text("page ", page));
 }
 
 void a_rank_alone_folds_with_all_cores_of_its_nodes() {
@@ -154,7 +166,7 @@ void a_rank_alone_folds_with_all_cores_of_its_nodes() {
 int main() {
   pycollect::ipc::reads_nodes();
   pycollect::ipc::shares_cores();
-  pycollect::ipc::ranks_commit_their_own_parts();
+  pycollect::ipc::ranks_commit_what_they_write();
   pycollect::ipc::a_rank_alone_folds_with_all_cores_of_its_nodes();
   std::puts("numa_nodes_test: all good");
 }
