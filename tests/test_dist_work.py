@@ -171,55 +171,51 @@ def value(number: int, count: int = 5) -> Tensor:
     return torch.full((count,), float(number))
 
 
+HOW_CALLBACKS_CALL = ("now", "later", "waits", "waits for the future", "nested")
+
+
 def calls_of_callbacks(me: RankContext) -> None:
     """What a callback calls comes directly after the call of its future, however late or early the
     ranks are. All calls have the same shape, so two that change places are a wrong number."""
     chance = random.Random(me.rank)
-
-    def called(number: int, how: str) -> tuple[Tensor, Any]:
-        """Start an all_reduce of a number, which is 1000 times as much on the next rank."""
-        x = value(number * 1000**me.rank)
-        return x, dist.all_reduce(x, async_op=how != "now")
-
-    def check(x: Tensor, number: int) -> None:
-        assert_same([x], [value(sum(number * 1000**r for r in range(me.world)))])
-
     for n, how in enumerate(HOW_CALLBACKS_CALL * 12):
         results: list[tuple[Tensor, int]] = []
-
-        def call(number: int, results=results, how=how) -> Any:
-            x, work = called(number, how)
-            results.append((x, number))
-            if how == "waits":
-                work.wait()
-            elif how == "waits for the future":
-                work.get_future().wait()
-            elif how == "nested":
-                work.get_future().then(lambda f: call_now(number + 1))
-            return x
-
-        def call_now(number: int, results=results) -> None:
-            x, _ = called(number, "now")
-            results.append((x, number))
-
-        x, work = called(1, "later")
-        future = work.get_future()
-        chained = future.then(lambda f, call=call: call(2)).then(lambda f, call=call: call(4))
+        x, work = called(me, 1, "later")
+        chained = (
+            work.get_future()
+            .then(lambda f, to=results, how=how: call(me, 2, how, to))
+            .then(lambda f, to=results, how=how: call(me, 4, how, to))
+        )
         if chance.random() < 0.5:
             me.be_late(0.002 * chance.random())
-        y, other = called(6, "now" if n % 2 else "later")
-        z, last = called(7, "later")
+        y, other = called(me, 6, "now" if n % 2 else "later")
+        z, last = called(me, 7, "later")
         chained.wait()
         for work in (other, last):
             if work is not None:
                 work.wait()
         dist.barrier()
         for got, number in [(x, 1), (y, 6), (z, 7), *results]:
-            check(got, number)
+            assert_same([got], [value(sum(number * 1000**r for r in range(me.world)))])
         assert len(results) == (4 if how == "nested" else 2)
 
 
-HOW_CALLBACKS_CALL = ("now", "later", "waits", "waits for the future", "nested")
+def called(me: RankContext, number: int, how: str) -> tuple[Tensor, Any]:
+    """Start an all_reduce of a number, which is 1000 times as much on the next rank."""
+    x = value(number * 1000**me.rank)
+    return x, dist.all_reduce(x, async_op=how != "now")
+
+
+def call(me: RankContext, number: int, how: str, results: list[tuple[Tensor, int]]) -> None:
+    """A callback: start a call, and wait for it in some way, or call in its callback."""
+    x, work = called(me, number, how)
+    results.append((x, number))
+    if how == "waits":
+        work.wait()
+    elif how == "waits for the future":
+        work.get_future().wait()
+    elif how == "nested":
+        work.get_future().then(lambda f: call(me, number + 1, "now", results))
 
 
 def coalesced_calls_of_callbacks(me: RankContext) -> None:
