@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh
 from dist_waits import (
     AT_ONCE,
     NOTICE_SECONDS,
@@ -204,3 +204,30 @@ def test_a_host_that_leaves_after_a_refused_call_is_no_failure():
         found = pool.run(one_leaves_after_a_refusal, seconds=30)
     assert found[:2] == ["", ""]
     assert "expanded" in found[2]
+
+
+def aborts_after_a_gather(me: RankContext) -> tuple[float, Caught]:
+    """Rank 1 aborts the group when it has finished, while its peers send and receive."""
+    import pycollect
+
+    options = pycollect.distributed.options(buffer_bytes=2**29)
+    group = dist.new_group(pg_options=options, timeout=datetime.timedelta(seconds=20))
+    x = torch.full((48 * 2**20,), float(me.rank))
+    of_all = [torch.empty_like(x) for _ in range(me.world)] if me.rank == 2 else None
+    dist.barrier()
+    start = time.monotonic()
+    error = caught(dist.gather, x, of_all, 2, group=group)
+    if me.rank == 1:
+        backend_of(group).abort()
+    publish(me, "done")
+    wait_published(me, "done", range(me.world))
+    return error.when - start, error
+
+
+@pytest.mark.slow
+def test_large_transfers_end_with_the_group():
+    """Also those that wait for a connection which has broken before."""
+    with fresh(4, placement="abbb") as pool:
+        for seconds, error in pool.run(aborts_after_a_gather, seconds=60):
+            assert error.kind in ("", "PeerLost"), error
+            assert seconds < 10, error
