@@ -251,8 +251,11 @@ at::Tensor ProcessConnection::new_symmetric(at::Device device, int64_t count, at
 }
 
 // Runs the GPU rendezvous as a call of its own, before the call that needs it. If a rank makes
-// another call, the fingerprints differ and all ranks throw.
+// another call, the fingerprints differ and all ranks throw. Calls of callbacks may come before,
+// and need the rendezvous as well.
 void ProcessConnection::connect(const Call& before, at::Device device) {
+  if (!selector_->needs_rendezvous()) return;
+  queue_->await_turn(before);
   const std::lock_guard lock(rendezvous_mutex_);
   if (!selector_->needs_rendezvous()) return;
   Call call{.collective = before.collective,

@@ -324,6 +324,18 @@ void ProcessQueue::wait(CollectiveWork& work) {
   }
 }
 
+void ProcessQueue::await_turn(const Call& call) {
+  const ipc::Deadline deadline = ipc::deadline_after(call.timeout);
+  Lock lock(mutex_);
+  require_not_inside(call.name);
+  while (!is_next(scope_of_thread()) && !closed_) {
+    if (ipc::Clock::now() >= deadline)
+      throw_unfinished(text("the call before ", call.name), call.timeout);
+    try_ensure_thread();
+    sleep(lock, deadline);
+  }
+}
+
 // Aborts the group, and waits until the call no longer uses its tensors.
 void ProcessQueue::end_interrupted(Lock& lock, CollectiveWork& work) {
   const SignalsDeferred deferred;

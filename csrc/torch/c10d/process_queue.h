@@ -31,6 +31,8 @@ class ProcessQueue final : public CallQueue {
   void wait(CollectiveWork& work) override;
   bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
 
+  // Waits until a call that is made now would begin at once. Throws Timeout.
+  void await_turn(const Call& call);
   void abort(const std::string& why) override;
   std::vector<Rank> missing() override;
   std::vector<Rank> behind() override;
