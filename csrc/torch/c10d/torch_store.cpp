@@ -15,7 +15,6 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 
 #include "../../group/system.h"
 #include "../../plan/error.h"
@@ -46,6 +45,12 @@ constexpr std::chrono::milliseconds kServerGrace{10};
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
 std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
 
+// Of the protocol of TCPStore, from torch's TCPStoreBackend.hpp, which only some versions install:
+// the query that opens a connection and its number, and one that the server answers with the same
+// number. A server that does not know them counts as ended.
+constexpr uint8_t kValidate = 0, kPing = 13;
+constexpr uint32_t kMagicNumber = 0x3C85F7CE;
+
 // Connects to the address, with this time limit for connecting and for every transfer.
 ipc::UniqueFd connected(const addrinfo& to, std::chrono::milliseconds limit) {
   ipc::UniqueFd made(socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC, to.ai_protocol));
@@ -59,17 +64,16 @@ ipc::UniqueFd connected(const addrinfo& to, std::chrono::milliseconds limit) {
 // A connection that is only accepted shows nothing: the kernel accepts it for a process that ends,
 // as long as that one's memory is being freed. So the server is asked as by a client of torch.
 bool answers_ping(const ipc::UniqueFd& server) {
-  using c10d::detail::QueryType;
   const auto number = static_cast<uint32_t>(getpid());
-  std::array<char, 2 * (sizeof(QueryType) + sizeof number)> queries;
+  std::array<char, 2 * (sizeof kValidate + sizeof number)> queries;
   char* end = queries.data();
   const auto append = [&end](const auto& value) {
     std::memcpy(end, &value, sizeof value);
     end += sizeof value;
   };
-  append(QueryType::VALIDATE);
-  append(c10d::detail::validationMagicNumber);
-  append(QueryType::PING);
+  append(kValidate);
+  append(kMagicNumber);
+  append(kPing);
   append(number);
   uint32_t answer = 0;
   return send(server.get(), queries.data(), queries.size(), MSG_NOSIGNAL) ==
