@@ -141,7 +141,7 @@ inline constexpr std::array kAllDTypeNames{
     "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz",
     "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
     "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4",
-    "uint5", "uint6", "uint7"};
+    "uint5", "uint6", "uint7", "bcomplex32"};
 inline constexpr std::span kDTypeNames = std::span(kAllDTypeNames).first<DTypes::size>();
 inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
     "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
