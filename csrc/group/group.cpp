@@ -181,9 +181,9 @@ void Group::leave_call() {
   abort(abort_cause(), call_begin());  // keeps the cause
 }
 
-uint64_t Group::run_number(Rank r) const {
-  const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
-  const uint64_t ended = rank_states_[r].ended.load(std::memory_order_acquire);
+uint64_t Group::run_number() const {
+  const uint64_t progress = rank_states_[rank_].progress.load(std::memory_order_acquire);
+  const uint64_t ended = rank_states_[rank_].ended.load(std::memory_order_acquire);
   return (reached(ended, progress) ? ended : progress) >> kTaskBits;
 }
 

@@ -109,10 +109,10 @@ class Group {
   uint64_t gone() const { return dead() | left(); }
 
   bool is_healthy() const { return !abort_state_->is_aborted(); }
-  // Number of a rank's next run, derived from its counters in the shared memory.
-  uint64_t run_number(Rank r) const;
+  // Number of this rank's next run, derived from its counters in the shared memory.
+  uint64_t run_number() const;
   // Called when this rank begins a call, and when it has finished it.
-  void update_call() { call_begin_.store(run_number(rank_), std::memory_order_relaxed); }
+  void update_call() { call_begin_.store(run_number(), std::memory_order_relaxed); }
   // First run of the call that this rank is in, or of its next one.
   uint64_t call_begin() const { return call_begin_.load(std::memory_order_relaxed); }
   // Whether this rank can finish its call: an abort spares the calls that all ranks can finish.

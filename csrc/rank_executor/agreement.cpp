@@ -92,7 +92,7 @@ Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
   Group& group = transport.group();
   group.update_call();
   group.require_run(context);
-  const uint64_t run = group.run_number(group.rank());
+  const uint64_t run = group.run_number();
   begin(group, run, context);
   publish(group, mine, &request);
   group.advance(at_run(run + 1));

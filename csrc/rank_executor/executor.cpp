@@ -62,7 +62,7 @@ struct Prepared {
 void refuse_at(Transport& transport, Collective collective, const OpContext& context,
                std::string_view why) {
   Group& group = transport.group();
-  const uint64_t run = group.run_number(group.rank());
+  const uint64_t run = group.run_number();
   const CallFingerprint refusal{collective, context.call, {.flags = Fingerprint::refused}};
   begin(group, run, context);
   publish_refusal(group, refusal, why);

@@ -18,7 +18,7 @@ class ShmTransport : public Transport {
   bool may_use_tensors(Collective collective, std::size_t bytes) const override;
   std::optional<uint64_t> registered_offset(const std::byte* at, std::size_t bytes) const override;
   std::size_t buffer_bytes() const override { return group().layout().sizes.buffer_bytes; }
-  uint64_t next_run() const override { return group().run_number(group().rank()); }
+  uint64_t next_run() const override { return group().run_number(); }
 
   void begin(const CollectiveRequest& request, const OpContext& context) override;
   void reserve(const RankProgram& rank_program, const Group::StagingRegions& regions,

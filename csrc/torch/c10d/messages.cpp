@@ -8,7 +8,6 @@
 
 #include "../../group/new_thread.h"
 #include "../../plan/error.h"
-#include "signals.h"
 
 namespace pycollect::dist {
 namespace {

@@ -83,12 +83,17 @@ bool answers_ping(const ipc::UniqueFd& server) {
          answer == number;
 }
 
+// Returns the TCPStore that a group of torch uses as it is, or under prefixes; null: another kind.
+c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(
+      prefixed ? prefixed->getUnderlyingNonPrefixStore() : store);
+}
+
 }  // namespace
 
-bool answers(c10d::Store& store, std::chrono::milliseconds limit) {
-  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
-  const auto inner = prefixed ? prefixed->getUnderlyingNonPrefixStore() : nullptr;
-  const auto* const tcp = dynamic_cast<c10d::TCPStore*>(inner ? inner.get() : &store);
+bool answers(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds limit) {
+  const auto tcp = tcp_store(store);
   if (tcp == nullptr) return true;
   addrinfo hints = {}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
@@ -225,12 +230,9 @@ int port_of(int descriptor, NameOf name_of) {
 }  // namespace
 
 StoreServer::StoreServer(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {
-  c10::intrusive_ptr<c10d::Store> inner = store;
-  if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
-    inner = prefixed->getUnderlyingNonPrefixStore();
-  const auto* const found = dynamic_cast<const c10d::TCPStore*>(inner.get());
+  const auto found = tcp_store(store);
   if (found == nullptr) return;
-  store_ = c10::weak_intrusive_ptr<c10d::Store>(inner);
+  store_ = c10::weak_intrusive_ptr<c10d::Store>(found);
   port_ = found->getPort();
 }
 

@@ -11,7 +11,7 @@ namespace pycollect::dist {
 
 // Returns whether the server of a TCPStore answers within the limit; true for other stores. torch
 // logs a stack trace for each access to a server that has ended. Asks on a connection of its own.
-bool answers(c10d::Store& store, std::chrono::milliseconds limit);
+bool answers(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds limit);
 
 class TorchStore final : public ipc::Store {
  public:

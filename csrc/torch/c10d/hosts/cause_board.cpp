@@ -24,7 +24,7 @@ std::optional<T> within_limit(const c10::intrusive_ptr<c10d::Store>& store, F ac
   try {
     ipc::new_thread([store, access = std::move(access), promise = std::move(promise)]() mutable {
       try {
-        promise.set_value(answers(*store, kLimit) ? access(*store) : std::nullopt);
+        promise.set_value(answers(store, kLimit) ? access(*store) : std::nullopt);
       } catch (const std::exception&) {
         promise.set_value(std::nullopt);
       }
