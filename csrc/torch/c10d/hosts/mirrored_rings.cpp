@@ -252,7 +252,9 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   std::vector<SentPacket> confirmed;
   {
     const std::lock_guard lock(peer.mutex);
-    for (; peer.confirmed < header.received; ++peer.confirmed, peer.pending.pop_front()) {
+    // A packet whose send failed because the connections were closed meanwhile may have arrived.
+    const uint64_t received = std::min(header.received, peer.sent);
+    for (; peer.confirmed < received; ++peer.confirmed, peer.pending.pop_front()) {
       peer.pending_data -= peer.pending.front().has_ring_data;
       confirmed.push_back(std::move(peer.pending.front()));
     }
