@@ -415,3 +415,22 @@ def test_calls_on_a_destroyed_group_raise(ranks_as):
         for direct, front in pool.run(use_destroyed_group):
             assert direct.kind, direct
             assert front.kind == "ValueError", front
+
+
+# A FileStore removes its file when the last reference to it goes.
+STORE_OF_A_GROUP = """
+import os, sys, torch, torch.distributed as dist, pycollect
+store = dist.FileStore(sys.argv[1], 1)
+dist.init_process_group("pycollect", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+dist.destroy_process_group()
+del store
+print("left", os.path.exists(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(not OURS, reason="a test of pycollect's groups")
+def test_a_destroyed_group_lets_go_of_its_store(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(STORE_OF_A_GROUP)
+    assert "left False" in own_process([str(program), f"{tmp_path}/store"], 60)

@@ -86,8 +86,10 @@ bool answers_ping(const ipc::UniqueFd& server) {
 // Returns the TCPStore that a group of torch uses as it is, or under prefixes; null: another kind.
 c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(
-      prefixed ? prefixed->getUnderlyingNonPrefixStore() : store);
+  const auto inner = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  // Not torch's dynamic_intrusive_pointer_cast, which keeps a reference if the cast fails.
+  return c10::intrusive_ptr<c10d::TCPStore>::reclaim_copy(
+      dynamic_cast<c10d::TCPStore*>(inner.get()));
 }
 
 }  // namespace
