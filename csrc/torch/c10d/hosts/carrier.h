@@ -38,6 +38,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   virtual void interrupt(c10d::Work& transfer) = 0;
   // Closes the connections to `peers`, which are all that there are.
   virtual void close(const std::set<Rank>& peers) = 0;
+  // Whether close() may be called during connect(), which then throws.
+  virtual bool may_close_in_connect() const = 0;
 };
 
 // Numbers of messages that only a carrier sends.

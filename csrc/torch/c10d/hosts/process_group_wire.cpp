@@ -17,20 +17,29 @@ std::string first_line(std::string_view text) {
   return std::string(text.substr(0, std::min(text.find(". This is"), text.find('\n'))));
 }
 
+// How long a wire that ends waits until all connections are made. Without those of a rank that has
+// died, they never are.
+constexpr std::chrono::seconds kConnectTime{2};
+
 }  // namespace
 
-// The connections of this rank, and the thread that makes them, which may outlive the wire.
+// The connections of this rank, and the thread that makes them, which may outlive the wire. It goes
+// on after the wire has been closed, because the other ranks wait for this one.
 struct ProcessGroupWire::Connections {
   std::mutex mutex;
   std::condition_variable changed;
-  std::shared_ptr<Carrier> carrier;    // null after close()
+  std::shared_ptr<Carrier> carrier;    // null after it has been closed
+  bool is_closed = false;              // for the wire, perhaps before the carrier
+  bool is_made = false;                // every connection is there or has failed
   std::set<Rank> peers;                // to which this rank is connected
   std::map<Rank, std::string> failed;  // to which it cannot be, and why
 
   // Returns the carrier once this rank is connected to `peer`.
   std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
-    const auto is_known = [&] { return !carrier || peers.contains(peer) || failed.contains(peer); };
+    const auto is_known = [&] {
+      return is_closed || peers.contains(peer) || failed.contains(peer);
+    };
     bool known = is_known();
     while (!known && ipc::Clock::now() < deadline) {
       const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
@@ -41,21 +50,26 @@ struct ProcessGroupWire::Connections {
       lock.lock();
     }
     if (!known) throw ipc::WireFailure("not connected in time", true);
-    if (!carrier) throw ipc::WireFailure("the connections are closed", false);
+    if (is_closed) throw ipc::WireFailure("the connections are closed", false);
     if (const auto why = failed.find(peer); why != failed.end())
       throw ipc::WireFailure(text("it did not connect: ", why->second), false);
     return carrier;
   }
 
-  bool is_closed() {
+  // Closes all connections, or lets the thread that makes them do so.
+  void close() {
     const std::lock_guard lock(mutex);
-    return !carrier;
+    is_closed = true;
+    changed.notify_all();
+    if (is_made || (carrier && carrier->may_close_in_connect())) close_carrier();
   }
 
-  std::shared_ptr<Carrier> close() {
-    const std::lock_guard lock(mutex);
-    changed.notify_all();
-    return std::move(carrier);
+  // Closes all connections when they are made, or after a while.
+  void end() {
+    std::unique_lock lock(mutex);
+    is_closed = true;
+    changed.wait_for(lock, kConnectTime, [this] { return is_made; });
+    close_carrier();
   }
 
   void connect(const std::vector<Rank>& all) {
@@ -63,7 +77,7 @@ struct ProcessGroupWire::Connections {
       std::unique_lock lock(mutex);
       const auto open = carrier;
       lock.unlock();
-      if (!open) return;
+      if (!open) break;
       const std::optional<std::string> failure = try_to_connect(*open, peer);
       lock.lock();
       if (failure)
@@ -72,6 +86,10 @@ struct ProcessGroupWire::Connections {
         peers.insert(peer);
       changed.notify_all();
     }
+    const std::lock_guard lock(mutex);
+    is_made = true;
+    changed.notify_all();
+    if (is_closed) close_carrier();
   }
 
  private:
@@ -83,12 +101,22 @@ struct ProcessGroupWire::Connections {
       return first_line(error.what());
     }
   }
+
+  // The caller holds the mutex.
+  void close_carrier() {
+    if (const auto open = std::exchange(carrier, nullptr)) open->close(peers);
+  }
 };
 
 ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers)
     : connections_(std::make_shared<Connections>()) {
   connections_->carrier = std::move(carrier);
   ipc::new_thread([all = connections_, peers = std::move(peers)] { all->connect(peers); }).detach();
+}
+
+ProcessGroupWire::~ProcessGroupWire() {
+  abort();
+  connections_->end();
 }
 
 bool ProcessGroupWire::is_connected(Rank peer) const {
@@ -110,14 +138,9 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Ra
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
   auto pending = std::make_shared<Pending>(peer, std::move(begun), std::move(memory.owner));
-  {
-    const std::lock_guard lock(mutex_);
-    pending_.insert(pending);
-  }
-  if (connections_->is_closed()) {  // perhaps abort() has not seen the transfer
-    close_all(*carrier);
-    throw ipc::WireFailure("the connections are closed", false);
-  }
+  const std::lock_guard lock(mutex_);
+  if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
+  pending_.insert(pending);
   return pending;
 }
 
@@ -153,7 +176,7 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
   awaits(pending);
   try {
     while (!await_once(pending, deadline)) {
-      if (connections_->is_closed()) throw ipc::WireFailure("the connections are closed", false);
+      if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
       if (looks) check_signals();
     }
   } catch (const ipc::WireFailure&) {
@@ -224,23 +247,18 @@ void ProcessGroupWire::await_sends(ipc::Deadline deadline) {
   }
 }
 
-void ProcessGroupWire::close_all(Carrier& carrier) const {
-  std::set<Rank> peers;
-  {
-    const std::lock_guard lock(connections_->mutex);
-    peers = connections_->peers;
-  }
-  carrier.close(peers);
+bool ProcessGroupWire::is_closed() const {
+  const std::lock_guard lock(connections_->mutex);
+  return connections_->is_closed;
 }
 
 void ProcessGroupWire::abort() {
-  const auto carrier = connections_->close();
-  if (carrier) close_all(*carrier);
+  connections_->close();
   std::set<PendingPtr> pending;
   const std::lock_guard lock(mutex_);
   pending.swap(pending_);
-  for (const PendingPtr& p : pending)  // Gloo ends no wait of a connection that has broken before
-    p->begun.carrier->interrupt(*p->begun.work);
+  // Gloo ends no wait of a connection that has broken before, or that is not closed yet.
+  for (const PendingPtr& p : pending) p->begun.carrier->interrupt(*p->begun.work);
   sends_.clear();
   receives_.clear();
 }

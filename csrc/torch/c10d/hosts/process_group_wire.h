@@ -21,7 +21,8 @@ class ProcessGroupWire final : public ipc::Wire {
 
   // `peers`: in an order such that all ranks connect to each other.
   ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers);
-  ~ProcessGroupWire() override { abort(); }
+  // Waits a short time for ranks that still connect to this one.
+  ~ProcessGroupWire() override;
 
   void send(Rank to, int number, const std::byte* at, std::size_t bytes, ipc::Deadline deadline,
             ipc::MemoryOwner owner = {}) override;
@@ -46,7 +47,8 @@ class ProcessGroupWire final : public ipc::Wire {
   // Lets the thread that handles signals look for them, if it waits for a transfer.
   void look_for_signals();
 
-  // Closes all connections: every wait throws, here and at the peers.
+  // Closes all connections: every wait throws, here and at the peers, there perhaps later, when all
+  // connections have been made.
   void abort();
 
  private:
@@ -59,7 +61,7 @@ class ProcessGroupWire final : public ipc::Wire {
   PendingPtr post(Carrier::TransferEnd end, Rank peer, int number, WireBuffer memory,
                   ipc::Deadline deadline);
 
-  void close_all(Carrier& carrier) const;
+  bool is_closed() const;
   bool await_once(const PendingPtr& pending, ipc::Deadline deadline);
 
   const std::shared_ptr<Connections> connections_;
