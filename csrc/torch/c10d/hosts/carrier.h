@@ -36,10 +36,10 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   virtual bool await(c10d::Work& transfer, ipc::Deadline deadline) = 0;
   // Ends a wait of another thread.
   virtual void interrupt(c10d::Work& transfer) = 0;
-  // Closes the connections to `peers`, which are all that there are.
+  // Closes the connections to `peers`, which are all that there are. None: ends what waits for
+  // NCCL, and leaves Gloo's connections, which must be made before they are closed: Gloo ends the
+  // process when a connection comes about after it has been closed.
   virtual void close(const std::set<Rank>& peers) = 0;
-  // Whether close() may be called during connect(), which then throws.
-  virtual bool may_close_in_connect() const = 0;
 };
 
 // Numbers of messages that only a carrier sends.

@@ -60,9 +60,6 @@ class GlooCarrier final : public Carrier {
     }
   }
 
-  // Gloo ends the process when a connection comes about that it has given up.
-  bool may_close_in_connect() const override { return false; }
-
  private:
   const TorchBackendPtr group_;
   std::byte scratch_{};

@@ -47,6 +47,7 @@ class NcclCarrier final : public Carrier {
   void connect(Rank peer) override {
     other_->connect(peer);
     if (!in_column(peer)) return;
+    require_open();
     const bool first = me_ < peer;
     for (const auto end : {first ? TransferEnd::send : TransferEnd::receive,
                            first ? TransferEnd::receive : TransferEnd::send})
@@ -96,7 +97,6 @@ class NcclCarrier final : public Carrier {
     other_->close(peers);
     abort();
   }
-  bool may_close_in_connect() const override { return true; }  // nothing else ends NCCL's waits
 
  private:
   bool in_column(Rank peer) const { return hosts_.index(peer) == hosts_.index(me_); }

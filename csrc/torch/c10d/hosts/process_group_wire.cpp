@@ -6,6 +6,7 @@
 
 #include "../../../group/new_thread.h"
 #include "../../../plan/error.h"
+#include "../gil_release.h"
 #include "../signals.h"
 
 namespace pycollect::dist {
@@ -17,8 +18,8 @@ std::string first_line(std::string_view text) {
   return std::string(text.substr(0, std::min(text.find(". This is"), text.find('\n'))));
 }
 
-// How long a wire that ends waits until all connections are made. Without those of a rank that has
-// died, they never are.
+// How long a wire that ends waits until all connections are made: a process that ended would leave
+// the other ranks waiting. If a rank has died meanwhile, they never are.
 constexpr std::chrono::seconds kConnectTime{2};
 
 }  // namespace
@@ -37,23 +38,15 @@ struct ProcessGroupWire::Connections {
   // Returns the carrier once this rank is connected to `peer`.
   std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
-    const auto is_known = [&] {
-      return is_closed || peers.contains(peer) || failed.contains(peer);
-    };
-    bool known = is_known();
-    while (!known && ipc::Clock::now() < deadline) {
-      const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
-      known = changed.wait_until(lock, std::min(deadline, soon), is_known);
-      if (known || !handles_signals()) continue;
-      lock.unlock();
-      check_signals();
-      lock.lock();
-    }
-    if (!known) throw ipc::WireFailure("not connected in time", true);
-    if (is_closed) throw ipc::WireFailure("the connections are closed", false);
+    await(lock, deadline, [&] { return peers.contains(peer) || failed.contains(peer); });
     if (const auto why = failed.find(peer); why != failed.end())
       throw ipc::WireFailure(text("it did not connect: ", why->second), false);
     return carrier;
+  }
+
+  void await_made(ipc::Deadline deadline) {
+    std::unique_lock lock(mutex);
+    await(lock, deadline, [&] { return is_made; });
   }
 
   // Closes all connections, or lets the thread that makes them do so.
@@ -61,25 +54,23 @@ struct ProcessGroupWire::Connections {
     const std::lock_guard lock(mutex);
     is_closed = true;
     changed.notify_all();
-    if (is_made || (carrier && carrier->may_close_in_connect())) close_carrier();
+    if (is_made)
+      close_carrier();
+    else
+      carrier->close({});
   }
 
-  // Closes all connections when they are made, or after a while.
+  // Waits for the thread, but not long.
   void end() {
     std::unique_lock lock(mutex);
-    is_closed = true;
     changed.wait_for(lock, kConnectTime, [this] { return is_made; });
-    close_carrier();
   }
 
   void connect(const std::vector<Rank>& all) {
+    Carrier& open = *carrier;  // until `is_made`
     for (const Rank peer : all) {
-      std::unique_lock lock(mutex);
-      const auto open = carrier;
-      lock.unlock();
-      if (!open) break;
-      const std::optional<std::string> failure = try_to_connect(*open, peer);
-      lock.lock();
+      const std::optional<std::string> failure = try_to_connect(open, peer);
+      const std::lock_guard lock(mutex);
       if (failure)
         failed.emplace(peer, *failure);
       else
@@ -102,6 +93,23 @@ struct ProcessGroupWire::Connections {
     }
   }
 
+  // Throws at the deadline, when the wire is closed, and what a signal handler raises.
+  template <class Condition>
+  void await(std::unique_lock<std::mutex>& lock, ipc::Deadline deadline, Condition condition) {
+    const auto is_over = [&] { return is_closed || condition(); };
+    bool over = is_over();
+    while (!over && ipc::Clock::now() < deadline) {
+      const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
+      over = changed.wait_until(lock, std::min(deadline, soon), is_over);
+      if (over || !handles_signals()) continue;
+      lock.unlock();
+      check_signals();
+      lock.lock();
+    }
+    if (!over) throw ipc::WireFailure("not connected in time", true);
+    if (is_closed) throw ipc::WireFailure("the connections are closed", false);
+  }
+
   // The caller holds the mutex.
   void close_carrier() {
     if (const auto open = std::exchange(carrier, nullptr)) open->close(peers);
@@ -115,6 +123,7 @@ ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector
 }
 
 ProcessGroupWire::~ProcessGroupWire() {
+  const GilRelease no_gil;
   abort();
   connections_->end();
 }
@@ -126,6 +135,11 @@ bool ProcessGroupWire::is_connected(Rank peer) const {
 
 void ProcessGroupWire::await_connected(Rank peer, ipc::Deadline deadline) {
   connections_->with(peer, deadline);
+}
+
+void ProcessGroupWire::drop(const PendingPtr& pending) {
+  const std::lock_guard lock(mutex_);
+  pending_.erase(pending);
 }
 
 ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Rank peer, int number,
@@ -173,8 +187,10 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
     const std::lock_guard lock(mutex_);
     if (looks) awaited_.swap(now);
   };
-  awaits(pending);
   try {
+    // A wait that runs out of time closes all connections.
+    if (deadline != ipc::Deadline::max()) connections_->await_made(deadline);
+    awaits(pending);
     while (!await_once(pending, deadline)) {
       if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
       if (looks) check_signals();

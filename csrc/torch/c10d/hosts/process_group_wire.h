@@ -44,6 +44,8 @@ class ProcessGroupWire final : public ipc::Wire {
   void await_connected(Rank peer, ipc::Deadline deadline);
   // Throws what a signal handler raises, and then closes all connections.
   void await(const PendingPtr& pending, ipc::Deadline deadline);
+  // Gives up a transfer that nobody awaits; its memory is free when its last pointer is gone.
+  void drop(const PendingPtr& pending);
   // Lets the thread that handles signals look for them, if it waits for a transfer.
   void look_for_signals();
 
