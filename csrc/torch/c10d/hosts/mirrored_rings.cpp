@@ -302,14 +302,15 @@ void MirroredRings::await_data(Peer& peer, uint64_t number) {
 }
 
 void MirroredRings::lose(Peer& peer, const std::string& failure) {
+  decltype(peer.incoming_data) abandoned;  // their memory may be used again once the peer is gone
   {
     const std::lock_guard lock(peer.mutex);
     peer.failure = failure;
-    // Their memory may be used again when the peer is gone.
-    for (const auto& [number, data] : peer.incoming_data) wire_->drop(data);
-    peer.incoming_data.clear();
-    peer.gone = true;
+    abandoned.swap(peer.incoming_data);
   }
+  for (const auto& [number, data] : abandoned) wire_->drop(data);
+  abandoned.clear();  // without the lock: tensors may need the GIL
+  peer.gone = true;
   any_gone_ = true;
   ipc::MailArea(*group_).doorbell(group_->rank()).ring();
 }

@@ -22,6 +22,9 @@ std::string first_line(std::string_view text) {
 // the other ranks waiting. If a rank has died meanwhile, they never are.
 constexpr std::chrono::seconds kConnectTime{2};
 
+// How much later than a `WaitLimit` a wait runs out of time.
+constexpr std::chrono::seconds kGrace{1};
+
 }  // namespace
 
 // The connections of this rank, and the thread that makes them, which may outlive the wire. It goes
@@ -31,45 +34,62 @@ struct ProcessGroupWire::Connections {
   std::condition_variable changed;
   std::shared_ptr<Carrier> carrier;    // null after it has been closed
   bool is_closed = false;              // for the wire, perhaps before the carrier
-  bool is_made = false;                // every connection is there or has failed
+  bool is_made = false;                // every connection is there or has failed; `peers` is final
+  bool has_ended = false;              // the thread
   std::set<Rank> peers;                // to which this rank is connected
   std::map<Rank, std::string> failed;  // to which it cannot be, and why
 
   // Returns the carrier once this rank is connected to `peer`.
   std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
-    await(lock, deadline, [&] { return peers.contains(peer) || failed.contains(peer); });
+    const auto is_known = [&] {
+      return is_closed || peers.contains(peer) || failed.contains(peer);
+    };
+    bool known = is_known();
+    while (!known && ipc::Clock::now() < deadline) {
+      const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
+      known = changed.wait_until(lock, std::min(deadline, soon), is_known);
+      if (known || !handles_signals()) continue;
+      lock.unlock();
+      check_signals();
+      lock.lock();
+    }
+    if (!known) throw ipc::WireFailure("not connected in time", true);
+    if (is_closed) throw ipc::WireFailure("the connections are closed", false);
     if (const auto why = failed.find(peer); why != failed.end())
       throw ipc::WireFailure(text("it did not connect: ", why->second), false);
     return carrier;
   }
 
-  void await_made(ipc::Deadline deadline) {
-    std::unique_lock lock(mutex);
-    await(lock, deadline, [&] { return is_made; });
-  }
-
   // Closes all connections, or lets the thread that makes them do so.
   void close() {
+    std::shared_ptr<Carrier> open;
+    bool all;
+    {
+      const std::lock_guard lock(mutex);
+      is_closed = true;
+      changed.notify_all();
+      all = is_made;
+      open = all ? std::exchange(carrier, nullptr) : carrier;
+    }
+    if (open) open->close(all ? peers : std::set<Rank>());
+  }
+
+  bool are_made() {
     const std::lock_guard lock(mutex);
-    is_closed = true;
-    changed.notify_all();
-    if (is_made)
-      close_carrier();
-    else
-      carrier->close({});
+    return is_made;
   }
 
   // Waits for the thread, but not long.
   void end() {
     std::unique_lock lock(mutex);
-    changed.wait_for(lock, kConnectTime, [this] { return is_made; });
+    changed.wait_for(lock, kConnectTime, [this] { return has_ended; });
   }
 
   void connect(const std::vector<Rank>& all) {
-    Carrier& open = *carrier;  // until `is_made`
+    std::shared_ptr<Carrier> open = carrier;
     for (const Rank peer : all) {
-      const std::optional<std::string> failure = try_to_connect(open, peer);
+      const std::optional<std::string> failure = try_to_connect(*open, peer);
       const std::lock_guard lock(mutex);
       if (failure)
         failed.emplace(peer, *failure);
@@ -77,10 +97,16 @@ struct ProcessGroupWire::Connections {
         peers.insert(peer);
       changed.notify_all();
     }
-    const std::lock_guard lock(mutex);
+    std::unique_lock lock(mutex);
     is_made = true;
+    const bool closes = is_closed;
+    if (closes) carrier.reset();
+    lock.unlock();
+    if (closes) open->close(peers);
+    open.reset();
+    lock.lock();
+    has_ended = true;
     changed.notify_all();
-    if (is_closed) close_carrier();
   }
 
  private:
@@ -92,28 +118,31 @@ struct ProcessGroupWire::Connections {
       return first_line(error.what());
     }
   }
+};
 
-  // Throws at the deadline, when the wire is closed, and what a signal handler raises.
-  template <class Condition>
-  void await(std::unique_lock<std::mutex>& lock, ipc::Deadline deadline, Condition condition) {
-    const auto is_over = [&] { return is_closed || condition(); };
-    bool over = is_over();
-    while (!over && ipc::Clock::now() < deadline) {
-      const auto soon = ipc::Clock::now() + ipc::kSignalInterval;
-      over = changed.wait_until(lock, std::min(deadline, soon), is_over);
-      if (over || !handles_signals()) continue;
-      lock.unlock();
-      check_signals();
-      lock.lock();
+// Interrupts a wait at its deadline, unless it ends before.
+class ProcessGroupWire::WaitLimit {
+ public:
+  WaitLimit(const Pending& pending, ipc::Deadline deadline)
+      : thread_(ipc::new_thread([this, &pending, deadline] {
+          std::unique_lock lock(mutex_);
+          if (!changed_.wait_until(lock, deadline, [this] { return ended_; }))
+            pending.begun.carrier->interrupt(*pending.begun.work);
+        })) {}
+  ~WaitLimit() {
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
     }
-    if (!over) throw ipc::WireFailure("not connected in time", true);
-    if (is_closed) throw ipc::WireFailure("the connections are closed", false);
+    changed_.notify_all();
+    thread_.join();
   }
 
-  // The caller holds the mutex.
-  void close_carrier() {
-    if (const auto open = std::exchange(carrier, nullptr)) open->close(peers);
-  }
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+  std::thread thread_;
 };
 
 ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers)
@@ -187,12 +216,15 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
     const std::lock_guard lock(mutex_);
     if (looks) awaited_.swap(now);
   };
+  awaits(pending);
   try {
-    // A wait that runs out of time closes all connections.
-    if (deadline != ipc::Deadline::max()) connections_->await_made(deadline);
-    awaits(pending);
-    while (!await_once(pending, deadline)) {
+    // A wait of Gloo that runs out of time closes all connections, also those still being made.
+    std::optional<WaitLimit> limit;
+    if (deadline != ipc::Deadline::max() && !connections_->are_made())
+      limit.emplace(*pending, deadline);
+    while (!await_once(pending, limit ? deadline + kGrace : deadline)) {
       if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
+      if (limit && ipc::Clock::now() >= deadline) throw ipc::WireFailure("Timed out", true);
       if (looks) check_signals();
     }
   } catch (const ipc::WireFailure&) {

@@ -55,6 +55,7 @@ class ProcessGroupWire final : public ipc::Wire {
 
  private:
   struct Connections;
+  class WaitLimit;
   struct WireBuffer {
     std::byte* at;
     std::size_t bytes;
