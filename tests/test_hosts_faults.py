@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,35 @@ def test_groups_may_end_while_their_hosts_connect():
     """Gloo ended the process when a connection came about after it had been closed."""
     with fresh(4, placement="abcd", group=False) as pool:
         pool.run(groups_that_end_at_once, seconds=60)
+
+
+def groups_with_a_late_rank(me: RankContext, count: int) -> list[float]:
+    """Seconds in which groups are destroyed while one rank has not begun to connect."""
+    import pycollect.distributed
+
+    took, late = [], 0
+    connect_hosts = pycollect.distributed._gloo
+
+    def connect_hosts_late(*args: Any) -> Any:
+        time.sleep(0.7 if me.rank == late else 0)  # longer than a rank waits with its farewell
+        return connect_hosts(*args)
+
+    pycollect.distributed._gloo = connect_hosts_late
+    for n in range(count):
+        late = n % me.world
+        me.init(f"group {n}")
+        begin = time.monotonic()
+        dist.destroy_process_group()
+        took.append(time.monotonic() - begin)
+    return took
+
+
+@pytest.mark.slow
+def test_groups_may_end_before_a_rank_connects():
+    """A wait that ran out of time closed the connections that were being made."""
+    with fresh(4, placement="abcd", group=False) as pool:
+        for took in pool.run(groups_with_a_late_rank, 40, seconds=100):
+            assert max(took) < 2, took
 
 
 def many_sends(me: RankContext, count: int) -> float:
