@@ -15,7 +15,7 @@ from typing import Any
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect._sizes import binary_size, parse_size, size_range
+from pycollect._sizes import binary_size, size_argument, size_range
 from pycollect._timing import Effort
 from pycollect_bench import environment, scripts, table
 from pycollect_bench.copies import (
@@ -41,8 +41,8 @@ HEAD = (
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("-b", "--minbytes", type=parse_size, default="1M", help="smallest whole tensor (1M)")
-    add("-e", "--maxbytes", type=parse_size, default="256M", help="largest whole tensor (256M)")
+    add("-b", "--minbytes", type=size_argument, default="1M", help="smallest whole tensor (1M)")
+    add("-e", "--maxbytes", type=size_argument, default="256M", help="largest whole tensor (256M)")
     add("-f", "--stepfactor", type=int, default=16, help="from size to size (16)")
     add("--world", type=int, default=4, help="ranks of a scatter (4)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pycollect._command import Interruption
-from pycollect._sizes import binary_size, parse_size
+from pycollect._sizes import binary_size, size_argument
 from pycollect._timing import ratios, shuffled, turns
 from pycollect_bench import environment, mpi, scripts, table
 from pycollect_bench.options import list_of
@@ -181,7 +181,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--world", type=list_of(int), default="2,4", help="numbers of ranks (2,4)")
-    add("-e", "--maxbytes", type=parse_size, default="128M", help="largest size (128M)")
+    add("-e", "--maxbytes", type=size_argument, default="128M", help="largest size (128M)")
     add("--turns", type=int, default=5, help="runs of each program (5)")
     add(
         "--build",

@@ -18,7 +18,7 @@ import torch
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect._sizes import binary_size, parse_size, size_range
+from pycollect._sizes import binary_size, size_argument, size_range
 from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio, ratios, repeated
 from pycollect_bench import environment, gpu, scripts
 from pycollect_bench.cases import COLLECTIVES, Workspace, sized_case
@@ -51,8 +51,8 @@ class Found(NamedTuple):
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("-b", "--minbytes", type=parse_size, default="4K", help="smallest size of a rank (4K)")
-    add("-e", "--maxbytes", type=parse_size, default="64M", help="largest size of a rank (64M)")
+    add("-b", "--minbytes", type=size_argument, default="4K", help="smallest size of a rank (4K)")
+    add("-e", "--maxbytes", type=size_argument, default="64M", help="largest size of a rank (64M)")
     add("-f", "--stepfactor", type=int, default=4, help="from size to size (4)")
     add("--world", type=list_of(int), default="4,8", help="numbers of ranks (4,8)")
     add("--devices", default="cuda:0", help="the device of all ranks (cuda:0)")

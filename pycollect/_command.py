@@ -175,6 +175,16 @@ def _run_with_checked_stdout(work: Callable[[], int]) -> int:
             output.flush()
 
 
+def escaped(text: str, encoding: str | None) -> str:
+    """Return the text with an escape sequence for each character that the encoding has not.
+
+    >>> escaped("grün", "ascii")
+    'gr\\\\xfcn'
+    """
+    known = encoding or "ascii"
+    return text.encode(known, "backslashreplace").decode(known)
+
+
 class _Output:
     """A stream that raises its own failures as StdoutError, unlike those of other files."""
 
@@ -184,6 +194,8 @@ class _Output:
     def write(self, text: str) -> int:
         try:
             return int(self._stream.write(text))
+        except UnicodeEncodeError:  # a letter that the output has not must not end the work
+            return int(self._stream.write(escaped(text, self._stream.encoding)))
         except OSError as error:
             raise StdoutError from error
 

@@ -64,6 +64,8 @@ def check_output_path(
     Traceback (most recent call last):
     ValueError: the log must be a file, and . is a folder
     """
+    if not os.fspath(path):
+        raise ValueError(f"the {what} is '', which names no file")
     try:
         kind = kind_of(path)
     except OSError as error:
@@ -114,7 +116,7 @@ def check_input(what: str, path: Path | str) -> None:
     except OSError as error:
         raise ValueError(f"the {what} {path} cannot be read ({error.strerror})") from None
     if not kind:
-        raise ValueError(f"there is no {what} {path}")
+        raise ValueError(f"there is no {what} {os.fspath(path) or repr(path)}")
     if kind != _REGULAR:
         raise ValueError(f"the {what} must be a regular file, and {path} is {kind}")
 

@@ -1,6 +1,9 @@
-"""Sizes in bytes as text: the suffixes K, M and G are powers of two (4K, 1M, 2G)."""
+"""Sizes in bytes as text: K, M and G, or KiB, MiB and GiB, are powers of two (4K, 1 MiB, 2G)."""
 
 from __future__ import annotations
+
+import argparse
+import re
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -8,20 +11,27 @@ _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def parse_size(text: str) -> int:
     """Return the number of bytes that `text` names.
 
-    >>> parse_size("4K"), parse_size("1m"), parse_size("100")
-    (4096, 1048576, 100)
+    >>> parse_size("4K"), parse_size("1m"), parse_size("1 GiB"), parse_size("100 B")
+    (4096, 1048576, 1073741824, 100)
 
     Raises:
-        ValueError: if `text` is not a positive whole number with at most a suffix K, M or G.
+        ValueError: if `text` is not a positive whole number with at most a suffix: B, K, M or G,
+            KiB, MiB or GiB, in either case.
     """
-    digits, factor = text.strip().upper(), 1
-    if digits and digits[-1] in _SUFFIXES:
-        digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
-    if not (digits.isascii() and digits.isdigit() and int(digits)):
+    found = re.fullmatch(r"\s*([0-9]{1,30})\s*(?:B|([KMG])(?:IB)?)?\s*", text.upper())
+    if found is None or not int(found[1]):
         raise ValueError(
-            f"{text!r} is not a size; pass a number of bytes, such as 100, 4K, 1M or 2G"
+            f"{text!r} is not a size; pass a number of bytes, such as 100, 4K, 1M or 2GiB"
         )
-    return int(digits) * factor
+    return int(found[1]) * _SUFFIXES.get(found[2], 1)
+
+
+def size_argument(text: str) -> int:
+    """`parse_size` as a type for argparse, which then prints its message."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_range(begin: int, end: int, factor: int) -> list[int]:

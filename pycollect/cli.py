@@ -17,7 +17,7 @@ import pycollect
 
 from . import _C, _command, info
 from ._plan_picture import check as check_plot
-from ._sizes import parse_size
+from ._sizes import size_argument
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     option("world", type=_ranks, help="number of ranks, or numbers on each host, such as 8,8,4")
     option("-a", "--algorithm", help="its name (default: as pycollect.plan selects)")
     about = "of a rank's largest buffer, such as 64K (default: 1M)"
-    option("-b", "--bytes", type=_size, default=1 << 20, help=about)
+    option("-b", "--bytes", type=size_argument, default=1 << 20, help=about)
     option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")
     option("--pieces", type=int, help="pieces of a pipeline (4; over hosts: as a group selects)")
     option("--out-of-place", action="store_true", help="outputs have memory of their own")
@@ -108,13 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help=about, description=about)
     _add_bench(command)
     return parser
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ranks(text: str) -> list[int]:

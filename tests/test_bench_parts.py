@@ -41,13 +41,17 @@ def cpus(world):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("4K", 4096), ("1m", 1 << 20), ("2G", 2 << 30), ("12", 12), (" 8k ", 8192)]
+    ("text", "nbytes"),
+    [
+        *(("4K", 4096), ("1m", 1 << 20), ("2G", 2 << 30), ("12", 12), (" 8k ", 8192)),
+        *(("1 GiB", 1 << 30), ("2MiB", 2 << 20), ("4 kib", 4096), ("1000 B", 1000), ("7b", 7)),
+    ],
 )
 def test_size_is_read(text, nbytes):
     assert _sizes.parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "0", "-4K", "4KB", "1.5M", "4 K", "\u00b2"])
+@pytest.mark.parametrize("text", ["", "K", "0", "-4K", "4KB", "1.5M", "4iB", "9" * 31, "\u00b2"])
 def test_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size"):
         _sizes.parse_size(text)

@@ -26,7 +26,7 @@ TIMEOUT = 300
 SHORT_TIMEOUT = 20  # in s; the rest of the work would take far longer
 MODULE = [sys.executable, "-m"]
 TRAIN = [*MODULE, "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
-CLI = [*MODULE, "pycollect.cli"]
+CLI = [*MODULE, "pycollect"]
 # Far more sizes than are measured before the signal comes.
 BENCH = ["-b", "4K", "-e", "1G", "-f", "2", "--world", "2", "--seconds", "0.05"]
 

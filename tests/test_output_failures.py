@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import programs
 import pytest
@@ -74,3 +76,22 @@ def test_an_invalid_variable_is_reported_in_one_sentence() -> None:
     found = ended([*CLI, "info"], subprocess.DEVNULL, PYCOLLECT_LOG="loud")
     sentence = "PYCOLLECT_LOG is 'loud'; allowed are debug, info, warning"
     assert found == (1, f"pycollect: error: {sentence}\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_letter_that_the_output_has_not_is_escaped(tmp_path: Path, encoding: str) -> None:
+    """The work is done when the line is printed: it must not end in an error."""
+    folder = tmp_path / "gr\udcfc\u00fcn"  # a letter, and a byte that is not valid UTF-8
+    folder.mkdir()
+    calls = "from pycollect.train import Data, train; import torch; from torch import nn\n"
+    calls += "data = torch.zeros(2, 1), torch.tensor([0, 1]); data = Data('\u00fc', data, data)\n"
+    calls += "train('cpu', data=data, model=nn.Linear(1, 2), epochs=1)"
+    for command in (
+        [*CLI, "plan", "all_reduce", "2", "--plot", str(folder / "plan.svg")],
+        [*CLI, "bench", "-e", "4K", "--world", "2", "-n", "1", "--json", str(folder / "run.json")],
+        [sys.executable, "-c", calls],
+    ):
+        environ = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, env=environ)
+        assert (done.returncode, done.stderr) == (0, b""), command
+    assert len(list(folder.iterdir())) == 2

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 import pycollect
-from pycollect._sizes import parse_size
+from pycollect._sizes import size_argument
 
 from .baselines import NAMES
 from .cases import COLLECTIVES
@@ -37,13 +37,6 @@ def list_of(one: Callable[[str], T]) -> Callable[[str], list[T]]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:
@@ -106,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = what.add_argument
     collectives = dict.fromkeys((*COLLECTIVES, *between.COLLECTIVES))
     add("--collective", choices=list(collectives), default="all_reduce", help="(all_reduce)")
-    add("-b", "--minbytes", type=_size, help="smallest size of a rank (4K; 4 with --processes)")
-    add("-e", "--maxbytes", type=_size, default="128M", help="largest size of a rank (128M)")
+    add("-b", "--minbytes", type=size_argument, help="smallest size (4K; 4 with --processes)")
+    add("-e", "--maxbytes", type=size_argument, default="128M", help="largest size (128M)")
     add("-f", "--stepfactor", type=_positive, default=4, help="from size to size (4)")
     dtypes = list_of(_dtype)
     add("-d", "--dtype", type=dtypes, default="float32", help="one or more, comma-separated")

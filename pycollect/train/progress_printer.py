@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from .._command import escaped
+
 # Least seconds between two reads of the loss for the bar; each read waits for the GPU.
 _READ_INTERVAL = 0.5
 
@@ -62,8 +64,12 @@ class ProgressPrinter:
 
     def line(self, text: object) -> None:
         """Print one line and flush, so that a pipe gets it at once."""
-        if not self.quiet:
+        if self.quiet:
+            return
+        try:
             print(text, flush=True)
+        except UnicodeEncodeError:  # an output of few letters must not end a run
+            print(escaped(str(text), sys.stdout.encoding), flush=True)
 
     def notice(self, text: str) -> None:
         """Print the notice of a data set, unless it is empty."""
