@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 
 from pycollect import _C
+from pycollect.errors import shown
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class CostModel:
             value = getattr(self, item.name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number:
-                raise TypeError(f"CostModel: {item.name} is {value!r}; pass a number")
+                raise TypeError(f"CostModel: {item.name} is {shown(value)}; pass a number")
             may_be_zero = item.name in ("alpha", "bridge", "latency")
             least = "not negative" if may_be_zero else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0

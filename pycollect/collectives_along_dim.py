@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from . import _C, _in_graph
 from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
+from .errors import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,6 +206,6 @@ def gather(
     """
     target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
-        raise ValueError(f"gather: device {device!r} names {len(target)} devices; pass one")
+        raise ValueError(f"gather: device {shown(device)} names {len(target)} devices; pass one")
     call = _in_graph.gather if is_compiling() else _C.gather
     return call(tensors, target, dim, out, streams, peer_access)

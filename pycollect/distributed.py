@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a s
 from . import _C, _coalescing_patch
 from ._build_check import build_info
 from ._version import __version__
+from .errors import shown
 from .plans import algorithms
 
 __all__ = ["options"]
@@ -144,7 +145,7 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is a {type(value).__name__}; pass one of {listed}")
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed are {listed}")
+        raise ValueError(f"{name} is {shown(value)}; allowed are {listed}")
     return value
 
 
@@ -164,7 +165,7 @@ def _check_algorithm(name: str) -> None:
         )
     known = sorted({a for collective in _C.COLLECTIVES for a in algorithms(collective)})
     if name not in known:
-        raise ValueError(f"algorithm is {name!r}; allowed are {', '.join(known)}")
+        raise ValueError(f"algorithm is {shown(name)}; allowed are {', '.join(known)}")
 
 
 def _bytes(name: str, value: int, least: int) -> int:

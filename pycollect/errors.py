@@ -6,6 +6,9 @@ same cause, and only a new group can be used. Tensors that a failed call would h
 undefined contents.
 """
 
+import reprlib
+from typing import Any
+
 
 class CollectiveError(RuntimeError):
     """Raised when a running collective or message cannot complete, or its group has ended.
@@ -42,3 +45,27 @@ class Deadlock(CollectiveError):
     The message has a line for each rank: the operation for which it waits, its number, group and
     shape, and the line of the program; or that the rank has ended.
     """
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` of limited length, in which a tensor is its shape."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        shape = getattr(x, "shape", None)
+        if isinstance(shape, tuple) and not isinstance(x, type):  # a tensor, or another array
+            return f"{type(x).__name__.lower()}{list(shape)}"
+        return super().repr1(x, level)
+
+
+_short = _ShortRepr()
+_short.maxstring = _short.maxother = 200
+
+
+def shown(value: object) -> str:
+    """Return a value that the user passed as short text for an error message.
+
+    >>> import torch
+    >>> shown("a"), shown([1, torch.ones(2, 3)])
+    ("'a'", '[1, tensor[2, 3]]')
+    """
+    return _short.repr(value)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from .errors import shown
 
 _NAMES = {"cpu": "CPU", "cuda": "CUDA"}
 
@@ -73,7 +74,9 @@ class SymmetricAllocator:
         try:
             self._device = torch.device("cpu" if device is None else device)
         except RuntimeError as error:
-            raise ValueError(f"device is {device!r}; torch has no such device: {error}") from None
+            raise ValueError(
+                f"device is {shown(device)}; torch has no such device: {error}"
+            ) from None
         if self._device.type not in _NAMES:
             raise ValueError(f"device is '{self._device}'; allowed are 'cpu' and GPUs ('cuda:0')")
         self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)

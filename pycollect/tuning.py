@@ -20,6 +20,7 @@ import torch
 from . import _C, collectives, collectives_along_dim
 from ._sizes import binary_size
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
+from .errors import shown
 
 # An algorithm replaces the library's default only if it is faster by this factor, not by noise.
 _GAIN = 1.05
@@ -162,12 +163,12 @@ def measure(
 
 def _checked_collectives(wanted: Sequence[str] | None) -> list[str]:
     if isinstance(wanted, str) or not isinstance(wanted, Iterable | None):
-        raise TypeError(f"tune: collectives is {wanted!r}; pass a list of names, or None")
+        raise TypeError(f"tune: collectives is {shown(wanted)}; pass a list of names, or None")
     chosen = tunable() if wanted is None else list(wanted)
     for collective in chosen:
         if collective not in tunable():
             known = ", ".join(map(repr, tunable()))
-            raise ValueError(f"tune: {collective!r} cannot be tuned; allowed are {known}")
+            raise ValueError(f"tune: {shown(collective)} cannot be tuned; allowed are {known}")
     return chosen
 
 

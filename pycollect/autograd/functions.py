@@ -12,6 +12,7 @@ from .. import _C
 from .._in_graph import name_of
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
+from ..errors import shown
 from . import in_graph
 from .in_graph import ALL, LINEAR, operator_in_graph
 from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
@@ -250,13 +251,13 @@ def _check_algorithm(algorithm: Any, call: str) -> None:
     if algorithm is not None and not isinstance(algorithm, str):
         raise TypeError(f"{call}: algorithm is a {type(algorithm).__name__}; pass {hint}")
     if algorithm == "" or not (algorithm or "").isascii():
-        raise ValueError(f"{call}: algorithm is {algorithm!r}; pass {hint}")
+        raise ValueError(f"{call}: algorithm is {shown(algorithm)}; pass {hint}")
 
 
 def _single(device: torch.device | str, call: str) -> torch.device:
     ranks = ranks_of(device, call)
     if len(ranks) != 1:
-        raise ValueError(f"{call}: device {device!r} names {len(ranks)} devices; pass one")
+        raise ValueError(f"{call}: device {shown(device)} names {len(ranks)} devices; pass one")
     return ranks[0]
 
 
@@ -266,7 +267,7 @@ def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
     if name not in allowed:
         hint = f"; only all_reduce has {name!r}" if name in ALL else ""
         raise ValueError(
-            f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{hint}"
+            f"{call}: op {shown(op)} has no gradient here; allowed are {', '.join(allowed)}{hint}"
         )
     return name
 

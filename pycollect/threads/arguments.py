@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..errors import shown
+
 
 def seconds_of(timeout: float | datetime.timedelta) -> float:
     if isinstance(timeout, datetime.timedelta):
@@ -32,7 +34,7 @@ def _device_of(given: Any) -> torch.device:
         found = torch.device(given)
     except RuntimeError as error:
         raise ValueError(
-            f"launch: device is {given!r}; torch has no such device: {error}"
+            f"launch: device is {shown(given)}; torch has no such device: {error}"
         ) from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"launch: device is '{found}'; pass None, 'cpu' or a GPU ('cuda:0')")

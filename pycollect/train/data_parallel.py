@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from pycollect import autograd
 from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
+from pycollect.errors import shown
 
 from .module_replication import as_copy, check_replicable, copies_of
 from .references import References, parts_of
@@ -77,7 +78,7 @@ class DataParallel(nn.Module):
         outputs = devices(self.device_ids[0] if output_device is None else output_device)
         if len(outputs) != 1:
             raise ValueError(
-                f"DataParallel: output_device {output_device!r} names {len(outputs)} devices; "
+                f"DataParallel: output_device {shown(output_device)} names {len(outputs)} devices; "
                 "pass one"
             )
         (self.output_device,) = outputs

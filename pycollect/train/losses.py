@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import shown
+
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (module output, labels) -> loss
 
 
@@ -46,7 +48,7 @@ def check_reduction(loss: Loss) -> None:
         reduction = None if parameter is None else parameter.default
     if isinstance(reduction, str) and reduction != "sum":
         raise ValueError(
-            f"the loss has reduction={reduction!r}, and must be a sum over the examples: the "
+            f"the loss has reduction={shown(reduction)}, and must be a sum over the examples: the "
             "ranks' gradients are added and divided by the size of the whole batch; use "
             "reduction='sum'"
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import pycollect as pc
 from pycollect.devices import DeviceSpec
+from pycollect.errors import shown
 
 # Weight of a new measurement in the smoothed throughput: one disturbed step changes the shares
 # little, and after ten steps at a new speed the shares contain nine tenths of the change.
@@ -258,7 +259,7 @@ def split_batch(
             raise ValueError(f"weights has shares for {weights.world} ranks, and there are {world}")
         shares = weights.shares(len(X))
     elif isinstance(weights, str):
-        raise ValueError(f"weights is {weights!r}: pass an AutoShares, or one number per rank")
+        raise ValueError(f"weights is {shown(weights)}: pass an AutoShares, or one number per rank")
     elif len(weights) != world:
         raise ValueError(f"there must be one weight per rank, not {len(weights)} for {world}")
     else:
