@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import resource
 import sys
 import tempfile
@@ -27,9 +28,18 @@ from torch import nn
 
 import pycollect as pc
 from pycollect import autograd
-from pycollect.train import GluonTrainer, ReplicaTrainer, sgd_factory
+from pycollect.train import (
+    CheckpointError,
+    GluonTrainer,
+    LoaderOptions,
+    OutputError,
+    ReplicaTrainer,
+    sgd_factory,
+    train,
+)
 
 MEMORY = 3 << 30  # bytes of address space allowed beyond the process's size after initialisation
+CHARACTERS = 1500  # of the longest message, without a long string that was passed
 SECONDS = 120.0  # time limit of one call, on a machine whose cores are shared with other tests
 
 NUMBERS: dict[str, Any] = {
@@ -51,9 +61,14 @@ NUMBERS: dict[str, Any] = {
     "float32(nan)": np.float32(math.nan),
     "bool_(True)": np.True_,
 }
+DIGITS = "9" * 5000
 AWKWARD: dict[str, Any] = NUMBERS | {
-    **{repr(v): v for v in (None, "3", "", "nan", "1e9", "9" * 5000, b"3", [], {}, ...)},
+    **{repr(v): v for v in (None, "3", "", "nan", "1e9", DIGITS, b"3", [], {}, ...)},
     "lone surrogate": "\ud800",
+    "10**20": 10**20,
+    "tensor of 1,600 numbers": torch.rand(40, 40),
+    "list of tensors": [torch.rand(40, 40)] * 8,
+    "pair of tensors": (torch.rand(40, 40), torch.rand(40)),
     "object": object(),
     "type": int,
     "op": dist.ReduceOp.MAX,
@@ -140,6 +155,43 @@ PLAN = {
     "in_place": None,
 }
 OVER_HOSTS = {"world": None, "hosts": [1, 1], "algorithm": None, "pieces": None}
+EXAMPLES = torch.rand(6, 1, 2, 2), torch.arange(6) % 2
+TRAINING = {
+    "devices": "cpu*2",
+    "batch_size": 4,
+    "lr": 0.1,
+    "num_gpus": None,
+    "epochs": 1,
+    "seed": 0,
+    "model": nn.Sequential(nn.Flatten(), nn.Linear(4, 2)),
+    "momentum": 0.5,
+    "weight_decay": 0.0,
+    "weights": "1,1",
+    "microbatch": 2,
+    "sync_batchnorm": False,
+    "strict": False,
+    "shuffle": True,
+    "drop_last": False,
+    "scale_batch": False,
+    "scale_lr": False,
+    "data": EXAMPLES,
+    "test_data": EXAMPLES,
+    "data_dir": None,
+    "image_size": None,
+    "reduce": "naive",
+    "overlap": True,
+    "prefetch": 1,
+    "exact_times": False,
+    "graph": False,
+    "compile": False,
+    "deterministic": False,
+    "checkpoint": None,
+    "resume": None,
+    "init_from": None,
+    "replay_shares": None,
+    "log": None,
+    "plot": None,
+}
 MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9, "network": 1e9, "latency": 1e-6}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
 NOT_CALLED = {"CollectiveError", "Deadlock", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
@@ -184,6 +236,16 @@ def trained(**numbers: Any) -> object:
     return trainer.learning_rate
 
 
+def briefly(**options: Any) -> object:
+    """Train for an epoch; a large number of epochs is right, and takes as long as it says."""
+    if isinstance(options["epochs"], int) and 1 < options["epochs"] < 2**63:
+        options["epochs"] = 1
+    try:
+        return train(quiet=True, **options)
+    except (CheckpointError, OutputError) as error:  # a file: one sentence, as for a bad value
+        raise ValueError(str(error)) from error
+
+
 def cases() -> Iterator[Case]:
     for name, good in COLLECTIVES.items():
         yield name, getattr(pc, name), good
@@ -211,6 +273,9 @@ def cases() -> Iterator[Case]:
     )
     numbers = {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
     yield "train.GluonTrainer", trained, lambda: dict(numbers)
+    yield "train.train", briefly, lambda: dict(TRAINING)
+    loading = {"batch_size": 2, "seed": 0, "shuffle": True, "drop_last": False, "prefetch": 1}
+    yield "train.LoaderOptions", LoaderOptions, lambda: dict(loading)
 
 
 def missing() -> list[str]:
@@ -245,7 +310,11 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
             or "Invoked with" in complaint
             or "Unable to cast" in complaint
         )
-        return f"pybind11's message: {complaint}" if pybinds or not complaint else "refused"
+        if pybinds or not complaint:
+            return f"pybind11's message: {complaint}"
+        if "tensor(" in complaint or len(complaint.replace(DIGITS, "")) > CHARACTERS:
+            return f"a message of {len(complaint)} characters: {complaint}"
+        return "refused"
     except RuntimeError as error:
         # A size that fits 64 bits but not the memory is refused by the allocator or the device.
         wants_memory = "allocate memory" in str(error) or "does not fit into" in str(error)
@@ -258,7 +327,8 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
 def wrong(call: str, argument: str, what: str, result: str, in_list: bool) -> str:
     """Return a description of a wrong outcome, or "" if the outcome is right."""
     is_int = argument in INTS and not call.endswith("copy_")
-    is_int = is_int and not (what == "None" and argument in OPTIONAL_INTS)
+    optional = argument in OPTIONAL_INTS or call == "train.train"
+    is_int = is_int and not (what == "None" and optional)
     if is_int and what in NOT_INTS and not result and (in_list or argument not in LISTS):
         return "was accepted as an int"
     return "" if result == "refused" else result
@@ -275,6 +345,7 @@ def values(argument: str) -> Iterator[tuple[str, Any, bool]]:
 def main() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     torch.set_num_threads(1)
+    os.chdir(FOLDER)  # where a number can be the name of a file
     dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1)
     pc.plan("all_reduce", 2).plot(FOLDER / "a.svg")  # loads matplotlib before the limit is set
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -138,6 +138,8 @@ def test_python_blocks_run(title: str, tmp_path: Path) -> None:
     start = [*TORCHRUN, "2"] if several else [sys.executable]
     ran = programs.run([*start, script], cwd=tmp_path, env=os.environ | ONE_THREAD, timeout=600)
     assert ran.returncode == 0, ran.stderr
+    accuracies = re.findall(r"^test acc: ([\d.]+)", ran.stdout, re.M)
+    assert all(float(accuracy) >= 0.9 for accuracy in accuracies), "an example learns"
     for shown in re.findall(r"^print\(.*\)  # (tensor\(.*\))$", PROGRAMS[title], re.M):
         assert shown in ran.stdout
 

@@ -19,6 +19,7 @@ from pycollect.train import (
     RunResult,
     RunSettings,
     checkpoint,
+    load_model,
     train,
 )
 from pycollect.train.__main__ import main
@@ -296,3 +297,59 @@ def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
     epochs = len(checkpoint.load(path)["run"]["epochs"])
     arguments = ["--resume", str(path), "--epochs", str(epochs + 1)]
     assert main(arguments) == 0
+
+
+def test_a_new_run_starts_with_the_parameters_of_another(tmp_path: Path) -> None:
+    """With other ranks, rate, momentum and data; the user's module stays as it is."""
+    path, model = tmp_path / "run.pt", net()
+    first = run(epochs=1, checkpoint=path)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    options = {"data": (X, Y), "test_data": (X, Y), "momentum": 0.5, "epochs": 1, "quiet": True}
+    again = train("cpu*3", 16, 1e-30, model=model, init_from=path, **options)
+    for mine, theirs in zip(again.parameters, first.parameters, strict=True):
+        assert same_bits(mine, theirs)  # the steps were too small to change a bit
+    assert len(again.steps) == 4
+    assert all(map(same_bits, model.state_dict().values(), before))
+
+
+def test_the_parameters_go_into_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.pt", net()
+    first = run(epochs=1, checkpoint=path)
+    load_model(path, model)
+    expected = first.module.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert same_bits(tensor, expected[name])
+    ReplicaTrainer(model, "cpu*3", optimizer=torch.optim.Adam).step(X, Y)
+
+
+def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
+    run(epochs=1, checkpoint=tmp_path / "run.pt")
+    other = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    before = [tensor.clone() for tensor in other.state_dict().values()]
+    message = (
+        r"run\.pt holds another model \(Sequential\) than this Sequential: 0\.weight is "
+        r"\[4, 1, 3, 3\] in the file and not there in the module, and \d+ more differ"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        run(model=other, init_from=tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "run.pt", other)
+    assert all(map(same_bits, other.state_dict().values(), before))
+
+
+def test_the_refusal_names_the_way_to_take_the_parameters(tmp_path: Path) -> None:
+    run(epochs=1, checkpoint=tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=r"init_from \(--init-from\) starts a new run"):
+        train("cpu*3", 8, 0.05, model=net(), resume=tmp_path / "run.pt", **OPTIONS)
+
+
+def test_a_finished_run_says_that_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, copy = tmp_path / "run.pt", tmp_path / "copy.pt"
+    first = run(epochs=2, checkpoint=path)
+    again = run(epochs=1, resume=path, checkpoint=copy, quiet=False)
+    text = "nothing is left to train: the run has had 2 epochs, of 1; pass more epochs to go on"
+    assert text in capsys.readouterr().out.splitlines()
+    assert all(map(same_bits, again.parameters, first.parameters))
+    assert all(map(same_bits, state(path), state(copy)))

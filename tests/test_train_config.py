@@ -167,6 +167,13 @@ def test_malformed_weights_are_refused(weights: Any) -> None:
         ({"model": "lenet"}, "LeNet takes images of 28 x 28, and noise has 5 x 5; choose"),
         ({"data": "folder", "image_size": 0}, "at least 1 pixel, not 0"),
         ({"data": "digits", "image_size": 28}, "the image size is for image folders"),
+        ({"batch_size": 10**20}, "train: batch_size does not fit 64 bits"),
+        (
+            {"batch_size": 2**62, "scale_batch": True},
+            "batch size must be at most 92233720",
+        ),
+        ({"lr": 10**400}, "train: lr does not fit a float"),
+        ({"resume": "a.pt", "init_from": "b.pt"}, "goes on with a run and init_from starts one"),
     ],
 )
 def test_invalid_options_are_refused_before_a_step(
@@ -177,6 +184,23 @@ def test_invalid_options_are_refused_before_a_step(
         return
     with pytest.raises(ValueError, match=message):
         settings(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("batch_size", 8.0, "train: batch_size is a float; pass an int"),
+        ("epochs", True, "train: epochs is a bool; pass an int"),
+        ("lr", "0.1", "train: lr is a str; pass a number"),
+        ("momentum", torch.rand(99), "train: momentum is a Tensor; pass a number"),
+        ("strict", 1, "train: strict is a int; pass True or False"),
+        ("model", torch.rand(99), "train: model is a Tensor; pass a name"),
+        ("plot", 3, "train: plot is a int; pass a path"),
+    ],
+)
+def test_an_option_of_another_type_is_named(option: str, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        settings(**{option: value})
 
 
 def test_an_unknown_option_is_named() -> None:

@@ -8,11 +8,21 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from pycollect.train import Data, DatasetError, DatasetUnavailable, digits, load_dataset
+from pycollect.train import (
+    Data,
+    DatasetError,
+    DatasetUnavailable,
+    RunResult,
+    digits,
+    load_dataset,
+    train,
+)
 from pycollect.train.data import fashion as fashion_module
 from pycollect.train.data.fashion import FILES, read_idx, require_answer
 
@@ -254,3 +264,74 @@ def test_without_scikit_learn_the_digits_name_the_package_to_install(
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DatasetError, match=r"install pycollect\[train\]"):
         digits()
+
+
+IMAGES, LABELS = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (IMAGES, LABELS),
+        [IMAGES, LABELS],
+        TensorDataset(IMAGES, LABELS),
+        list(zip(IMAGES, LABELS.tolist(), strict=True)),
+    ],
+    ids=["tuple", "list", "data set", "list of pairs"],
+)
+@pytest.mark.parametrize("test", [True, False])
+def test_any_examples_train(given: Any, test: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(**options: Any) -> RunResult:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        return train("cpu*2", 4, 0.1, model=model, epochs=1, **options)
+
+    result = run(data=given, test_data=given if test else None)
+    notice, *lines = capsys.readouterr().out.splitlines()
+    assert ("there is no test set (test_data)" in notice) == (not test)
+    for line in (lines[-3], lines[-1]):  # that of the epoch, and the last
+        assert ("test acc" if test else "train acc") in line
+    pair = Data("mine", (IMAGES, LABELS), (IMAGES, LABELS))
+    assert result.losses == run(data=pair).losses
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"data": (IMAGES, LABELS.numpy())}, TypeError, "data is a pair of Tensor and ndarray"),
+        ({"data": (IMAGES,)}, TypeError, "data has 1 parts; pass two tensors"),
+        ({"data": DataLoader(TensorDataset(IMAGES))}, TypeError, "data is a DataLoader; pass"),
+        ({"data": IMAGES}, TypeError, "data is a Tensor; pass a map-style data set"),
+        ({"data": {"x": 1}}, TypeError, "data is a dict; pass"),
+        ({"data": (IMAGES, LABELS), "test_data": 3}, TypeError, "test_data is a int; pass"),
+        ({"data": TensorDataset(IMAGES)}, TypeError, "example 0 of the data set is a tuple, not a"),
+        ({"data": [{"x": IMAGES[0]}]}, TypeError, "example 0 of the data set is a dict, not"),
+        ({"data": TensorDataset(IMAGES, LABELS / 2)}, TypeError, "label . .* is a Tensor and no"),
+        ({"data": TensorDataset(IMAGES, LABELS - 100)}, ValueError, r"is -\d+; classes are"),
+        ({"data": (IMAGES, LABELS), "data_dir": "x"}, ValueError, "data_dir is for data by name"),
+        ({"data": (IMAGES, LABELS), "image_size": 4}, ValueError, "image_size is for data by name"),
+        ({"data": "digits", "test_data": (IMAGES, LABELS)}, ValueError, "test_data goes with data"),
+        ({"data": "digits", "data_dir": "x"}, ValueError, "have no folder: leave out data_dir"),
+        (
+            {"data": Data("mine", (IMAGES, LABELS), (IMAGES, LABELS)), "test_data": 3},
+            ValueError,
+            "has a test set already",
+        ),
+        ({"data": (IMAGES, LABELS), "model": "lenet"}, ValueError, "LeNet takes images of 28 x 28"),
+        ({"data": (IMAGES[:, 0, 0], LABELS), "model": None}, ValueError, r"float32 \[4\]: convert"),
+        ({"data": (IMAGES.byte(), LABELS), "model": None}, ValueError, r"has uint8 \[1, 4, 4\]"),
+        ({"data": TensorDataset(IMAGES, LABELS), "model": None}, ValueError, "or a model of your"),
+    ],
+)  # fmt: skip
+def test_examples_that_cannot_train_are_named(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    with pytest.raises(error, match=message):
+        train("cpu*2", 4, 0.1, **{"model": model, "epochs": 1, "quiet": True, **options})
+
+
+def test_load_dataset_ignores_no_argument() -> None:
+    with pytest.raises(ValueError, match="have no folder: leave out data_dir"):
+        load_dataset("digits", "x")

@@ -152,6 +152,21 @@ def test_refusals() -> None:
         (lambda: GluonTrainer([shared, alias], "sgd"), ValueError, "several ranks; pass a copy"),
         (lambda: GluonTrainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
         (
+            lambda: GluonTrainer([net()], "nag"),
+            ValueError,
+            "'nag' is unknown; pass 'sgd' with",
+        ),
+        (
+            lambda: GluonTrainer([net()], "sgd", {"clip_gradient": 1.0}),
+            TypeError,
+            r"SGD has no argument 'clip_gradient'; clamp_ the gradients between allreduce_grads",
+        ),
+        (
+            lambda: GluonTrainer([net()], "adam", {"epsilon": 1e-8}),
+            TypeError,
+            "Adam has no argument 'epsilon'; it has lr, betas, eps, weight_decay",
+        ),
+        (
             lambda: GluonTrainer([net()], torch.optim.SGD(net().parameters(), 0.1)),
             TypeError,
             "optimizer is a SGD; pass a name or a class",

@@ -221,3 +221,12 @@ def test_a_part_gets_the_number_of_steps_before_its_own(prefetch: int) -> None:
     assert [first for first, _, _ in calls] == [0, 2, 4, 6, 8, 10]
     assert all(first // 2 == before + steps for first, before, steps in calls)
     assert max(steps for _, _, steps in calls) == prefetch
+
+
+def test_more_batches_than_there_are_cost_nothing() -> None:
+    for size in (1, 2**62):
+        loader = Loader(PAIR, LoaderOptions(size, prefetch=2**62))
+        assert sum(len(batch.y) for batch in loader.epoch(1)) == len(PAIR[1])
+    for name in ("batch_size", "prefetch"):
+        with pytest.raises(ValueError, match=f"LoaderOptions: {name} does not fit 64 bits"):
+            LoaderOptions(**{"batch_size": 1, name: 10**20})

@@ -11,7 +11,7 @@ nn.Module. Two read-only mappings hold the named choices: `MODELS` has the funct
 """
 
 from .._files import OutputError
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, load_model
 from .comparison import ReductionComparison, compare_reductions
 from .data import (
     Data,
@@ -85,6 +85,7 @@ __all__ = [
     "lenet",
     "linear_lr",
     "load_dataset",
+    "load_model",
     "lockstep_exchange",
     "lockstep_size",
     "naive_all_reduce",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._files import check_input, replace
 from .data.dataset import first_line
@@ -70,6 +70,31 @@ def load(path: Path | str) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} is an incomplete checkpoint: it lacks {', '.join(missing)}")
     return state
+
+
+def load_model(path: Path | str, module: nn.Module) -> None:
+    """Set a module's parameters and buffers to those of rank 0 in a checkpoint of `train`.
+
+    The file says nothing about what trains the module afterwards: it may have another optimizer or
+    number of ranks. Raises CheckpointError for a file that is no checkpoint, and if its model has
+    other parameters or buffers, by name or shape; the module is then unchanged.
+    """
+    state = load(path)
+    model, own = state["run"]["engine"]["replicas"]["model"], module.state_dict()
+    theirs, mine = ({name: _shape(v) for name, v in kept.items()} for kept in (model, own))
+    unlike = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+    if unlike:
+        name, more = unlike[0], f", and {len(unlike) - 1} more differ" if unlike[1:] else ""
+        raise CheckpointError(
+            f"{path} holds another model ({state['settings']['model']}) than this "
+            f"{type(module).__name__}: {name} is {theirs.get(name, 'not there')} in the file and "
+            f"{mine.get(name, 'not there')} in the module{more}"
+        )
+    module.load_state_dict(model)
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
 
 
 def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:

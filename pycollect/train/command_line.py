@@ -137,6 +137,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
         ("--checkpoint", "write the state to FILE after every epoch, and at Ctrl-C or SIGTERM"),
         ("--resume", "continue the run of a checkpoint, with its options unless they are given"),
+        ("--init-from", "start a new run with the parameters and buffers of a checkpoint"),
         ("--replay-shares", "split every batch by the measured shares of a checkpoint"),
         ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
     )

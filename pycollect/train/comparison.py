@@ -4,18 +4,22 @@ Runs of one process alternate at every step. Times are medians, of all steps for
 and of all epochs for the epoch; a ratio above 1 means faster than the first run.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pycollect.devices import DeviceSpec
 
+from ..errors import shown
 from .config import Config
 from .curves import plot
 from .log import Log
 from .module_check import unused_parameters
 from .prepared_run import PreparedRun, prepare
-from .processes import check_available, run_spawned
+from .processes import check_available, run_spawned, threads_per_rank
 from .progress_printer import ProgressPrinter
 from .reduce import GRADIENT_REDUCTIONS
 from .run_result import RunResult
@@ -35,9 +39,11 @@ class ReductionComparison:
     epoch, and their ratios: the baseline's time divided by the other's, so above 1 is faster than
     the baseline. For more runs it is a table, with the time of a step and the test accuracy
     (0..1) as well. The last line tells whether the trained parameters have the same bits.
+    `rounding` is why those of "ddp" may not, "" if they should.
     """
 
     run_results: Sequence[RunResult]
+    rounding: str = ""
 
     @property
     def identical(self) -> bool:
@@ -87,12 +93,16 @@ class ReductionComparison:
         first, others = self.run_results[0], self.run_results[1:]
         if self.identical:
             return f"parameters after {steps} steps: the same bits"
-        found = ", ".join(
-            f"{e.name} {'the same bits' if d == 0 else f'DIFFERENT BITS, by up to {d:.1e}'}"
-            for e in others
-            for d in [e.difference(first)]
-        )
+        found = ", ".join(f"{other.name} {self._verdict(first, other)}" for other in others)
         return f"parameters after {steps} steps, against {first.name}: {found}"
+
+    def _verdict(self, first: RunResult, other: RunResult) -> str:
+        difference = other.difference(first)
+        if difference == 0:
+            return "the same bits"
+        if self.rounding and "ddp" in (first.name, other.name) and math.isfinite(difference):
+            return f"by up to {difference:.1e} different, as rounding may be: {self.rounding}"
+        return f"DIFFERENT BITS, by up to {difference:.1e}"
 
 
 def _reduction(run_result: RunResult) -> float:
@@ -116,7 +126,7 @@ def parse_names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     unknown = [name for name in names if name not in NAMES]
     if unknown or len(set(names)) != len(names) or len(names) < 2:
-        raise ValueError(f"a comparison takes two or more of {','.join(NAMES)}, not {text!r}")
+        raise ValueError(f"a comparison takes two or more of {','.join(NAMES)}, not {shown(text)}")
     return names
 
 
@@ -214,7 +224,8 @@ def run(
     run_results = {run_result.name: run_result for run_result in in_turns}
     if "ddp" in names:
         run_results["ddp"] = run_spawned(prepared, backend or DDP_BACKEND, printer)
-    comparison = ReductionComparison([run_results[name] for name in names])
+    rounding = _rounding(prepared, backend or DDP_BACKEND)
+    comparison = ReductionComparison([run_results[name] for name in names], rounding)
     printer.line(comparison)
     for run_result in comparison.run_results:
         if lost := run_result.divergence:
@@ -222,6 +233,18 @@ def run(
     if prepared.config.plot is not None:
         plot(comparison.run_results, prepared.config.plot, str(prepared))
     return comparison
+
+
+def _rounding(prepared: PreparedRun, backend: str) -> str:
+    """Return why a run of ddp over this backend may round differently; "" if it should not."""
+    devices, threads = prepared.settings.devices, torch.get_num_threads()
+    why = []
+    if any(d.type == "cpu" for d in devices) and threads_per_rank(len(devices)) != threads:
+        each = threads_per_rank(len(devices))
+        why.append(f"a rank of ddp has {each} of the {threads} threads, and torch splits its sums")
+    if not all(name.rpartition(":")[2] == "pycollect" for name in backend.split(",")):
+        why.append(f"{backend} adds the ranks in an order of its own")
+    return "; ".join(why)
 
 
 def _in_turns(

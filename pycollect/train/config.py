@@ -3,8 +3,10 @@
 Options that are not given come from the resumed checkpoint or from defaults; sizes are scaled.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,27 @@ import torch
 from torch import nn
 
 import pycollect as pc
+from pycollect import _C
 from pycollect.devices import DeviceSpec
 
 from .._files import check_output_path, check_picture
+from ..errors import shown
 from . import data as data_sets
+from .checkpoint import load_model
 from .data import Data, DefaultHyperparameters
 from .models import MODELS
+from .module_replication import replicate_module
 from .optimizers import linear_lr
 from .reduce import GRADIENT_REDUCTIONS
 from .settings import RunSettings, parse_weights
 
+_INTS = ("batch_size", "num_gpus", "epochs", "seed", "microbatch", "image_size", "prefetch")
+_NUMBERS = ("lr", "momentum", "weight_decay")
+_FLAGS = (
+    *("sync_batchnorm", "strict", "shuffle", "drop_last", "scale_batch", "scale_lr"),
+    *("overlap", "exact_times", "graph", "deterministic"),
+)
+_PATHS = ("data_dir", "checkpoint", "resume", "init_from", "replay_shares", "log", "plot")
 # Default number of batches prepared ahead: one takes the work off the step, the second evens out
 # slow batches.
 PREFETCH = 2
@@ -42,9 +55,10 @@ class Config:
     backward pass runs (default: yes, but not in a comparison, which measures the reduction).
     `prefetch` is the number of batches prepared ahead; by default 2 if files are
     decoded or a GPU is used, otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C
-    or SIGTERM after the current step; `resume` names a checkpoint to continue, and `replay_shares`
-    one whose measured shares are used again, step for step. Raises ValueError for a value out of
-    range.
+    or SIGTERM after the current step; `resume` names a checkpoint to continue, `init_from` one with
+    whose parameters and buffers a new run starts, and `replay_shares` one whose measured shares are
+    used again, step for step. Raises TypeError for a value of another type, ValueError for one out
+    of range.
 
     >>> Config(prefetch=-1)
     Traceback (most recent call last):
@@ -68,7 +82,8 @@ class Config:
     drop_last: bool | None = None
     scale_batch: bool = False
     scale_lr: bool = False
-    data: Data | str | None = None
+    data: Any = None  # a name, or what `Data.of` takes
+    test_data: Any = None
     data_dir: Path | str | None = None
     image_size: int | None = None
     reduce: str = "pycollect"
@@ -80,14 +95,18 @@ class Config:
     deterministic: bool = False
     checkpoint: Path | str | None = None
     resume: Path | str | None = None
+    init_from: Path | str | None = None
     replay_shares: Path | str | None = None
     log: Path | str | None = None
     plot: Path | str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
+        if self.resume is not None and self.init_from is not None:
+            raise ValueError("resume goes on with a run and init_from starts one: choose one")
         if self.reduce not in GRADIENT_REDUCTIONS:
             known = ", ".join(GRADIENT_REDUCTIONS)
-            raise ValueError(f"unknown reduction {self.reduce!r}; allowed are {known}")
+            raise ValueError(f"unknown reduction {shown(self.reduce)}; allowed are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
         if self.checkpoint is not None:
@@ -96,6 +115,37 @@ class Config:
             check_output_path("log", self.log, streamed=True)
         if self.plot is not None:
             check_picture(self.plot)
+
+    def _check_types(self) -> None:
+        """Replace numbers by Python's own; TypeError for a value of another type."""
+
+        def replace(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # the class is frozen
+
+        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        for name in given.keys() & {*_INTS}:
+            replace(name, _C.int_from(given[name], "train", name))
+        for name in given.keys() & {*_FLAGS}:
+            replace(name, _C.flag_from(given[name], "train", name))
+        for name in given.keys() & {*_NUMBERS}:
+            if isinstance(given[name], bool) or not isinstance(given[name], Real):
+                raise TypeError(f"train: {name} is a {type(given[name]).__name__}; pass a number")
+            replace(name, _float(name, given[name]))
+        kinds: dict[str, tuple[Any, str]] = {
+            **dict.fromkeys(_PATHS, (str | os.PathLike, "a path")),
+            "reduce": (str, "a name"),
+            "model": (str | nn.Module, "a name or an nn.Module"),
+            "compile": (str | bool, "True, False or the name of a backend"),
+        }
+        for name in given.keys() & kinds.keys():
+            kind, wanted = kinds[name]
+            if not isinstance(given[name], kind):
+                raise TypeError(f"train: {name} is a {type(given[name]).__name__}; pass {wanted}")
+
+    @property
+    def own_data(self) -> bool:
+        """Whether the data is the user's own, not the name of a data set."""
+        return not (self.data is None or isinstance(self.data, str))
 
     def batches_ahead(self, data: Data, devices: tuple[torch.device, ...]) -> int:
         """Return the number of batches to prepare ahead: `prefetch` or its default."""
@@ -111,7 +161,7 @@ class Config:
         unknown = sorted(options.keys() - known)
         if unknown:
             allowed = ", ".join(sorted(known))
-            raise TypeError(f"unknown option {unknown[0]!r}; allowed are {allowed}")
+            raise TypeError(f"unknown option {shown(unknown[0])}; allowed are {allowed}")
         return cls(**options)
 
     def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> RunSettings:
@@ -148,28 +198,54 @@ class Config:
         """Return the model's name, for a module its class name; ValueError if unknown."""
         if isinstance(self.model, nn.Module):
             return type(self.model).__name__
-        name = self.model or stored.get("model") or (data.model if data else RunSettings.model)
+        name = (
+            self.model
+            if self.model is not None
+            else stored.get("model") or (data.model if data else RunSettings.model)
+        )
         if name not in MODELS:
-            what = f"unknown model {name!r}; allowed are {', '.join(MODELS)}"
+            what = f"unknown model {shown(name)}; allowed are {', '.join(MODELS)}"
             raise ValueError(f"{what}, and any torch.nn.Module")
         return str(name)
 
     def module(self, data: Data, settings: RunSettings) -> nn.Module:
-        """Return a new model for the data, or the module that the user passed."""
+        """Return a new model for the data, or the module that the user passed.
+
+        With `init_from` it has the parameters and buffers of that checkpoint. Raises ValueError for
+        images that the named model does not take, CheckpointError for those of another model.
+        """
         if isinstance(self.model, nn.Module):
-            return self.model
-        build = MODELS[settings.model]
-        return build(data.image_shape[0], data.num_classes, settings.seed)
+            module = self.model
+            first = next(module.parameters(), torch.empty(0))
+            if self.init_from is not None:  # the user's own module stays as it is
+                (module,) = replicate_module(module, [first.device])
+        else:
+            image = data.first_image
+            if image.dim() != 3 or image.dtype != torch.float32:
+                kind = str(image.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"the model {settings.model} takes float32 images [C, H, W], and {data.name} "
+                    f"has {kind} {list(image.shape)}: convert them, or pass a model of your own"
+                )
+            module = MODELS[settings.model](image.shape[0], data.num_classes, settings.seed)
+        if self.init_from is not None:
+            load_model(self.init_from, module)
+        return module
 
     def source(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the arguments of `load_dataset` as plain values; None if the user passed a `Data`.
 
-        Raises ValueError for arguments that `load_dataset` would refuse, and for a run to resume on
+        Raises ValueError for arguments that do not belong to the data, and for a run to resume on
         the user's own data without that data.
         """
-        if isinstance(self.data, Data):
+        if self.own_data:
+            for name in ("data_dir", "image_size"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for data by name, not for data of your own")
             return None
-        known: Mapping[str, Any] = {"name": "auto", "data_dir": "data", "image_size": None}
+        if self.test_data is not None:
+            raise ValueError("test_data goes with data of your own; data by name has a test set")
+        known: Mapping[str, Any] = {"name": "auto", "data_dir": None, "image_size": None}
         if stored is not None and stored["source"] is not None:
             known = stored["source"]
         elif stored is not None and self.data is None:
@@ -177,8 +253,17 @@ class Config:
         folder = None if self.data_dir is None else str(self.data_dir)
         asked = {"name": self.data, "data_dir": folder, "image_size": self.image_size}
         source = {**known, **{key: value for key, value in asked.items() if value is not None}}
-        data_sets.check(source["name"], source["image_size"])
+        data_sets.check(source["name"], folder, source["image_size"])
+        if source["name"] == "digits":  # they have no folder; the stored run may have had one
+            source["data_dir"] = None
         return source
+
+
+def _float(name: str, number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"train: {name} does not fit a float") from None
 
 
 def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._command import escaped
 from .._files import write_picture
 from .records import PARTS
 from .run_result import RunResult
@@ -56,7 +57,9 @@ def plot(runs: Sequence[RunResult], path: Path | str, caption: str = "") -> None
         _legend(accuracy, accuracy.get_legend_handles_labels()[0])
     _bars(bars, timed)
     if caption:
-        figure.suptitle(caption, fontsize=9, color=_GREY)
+        # The name of a folder may have bytes that are no letters, and dollars that are no formula.
+        text = escaped(caption, "utf-8")
+        figure.suptitle(text, fontsize=9, color=_GREY, parse_math=False)
     write_picture(figure, path)
 
 
@@ -75,7 +78,7 @@ def _format_axes(axes: Axes, title: str, ylabel: str) -> None:
 
 def _loss(axes: Axes, run: RunResult, style: Mapping[str, Any], *, fine: bool) -> None:
     """Draw the loss of every epoch, over a fainter line with the loss of every step."""
-    _format_axes(axes, "training loss", "mean cross-entropy per example")
+    _format_axes(axes, "training loss", "cross-entropy per example")
     if fine and run.steps:
         last = {step.epoch: step.number for step in run.steps}
         every = -(-len(run.steps) // _MOST_POINTS)
@@ -89,7 +92,8 @@ def _loss(axes: Axes, run: RunResult, style: Mapping[str, Any], *, fine: bool) -
 
 def _accuracy(axes: Axes, run: RunResult, style: Mapping[str, Any], *, last: bool) -> None:
     values = [100 * epoch.accuracy for epoch in run.epochs]
-    title = f"test accuracy: {values[-1]:.1f} % at the end" if last and values else "test accuracy"
+    title = f"{run.epochs[-1].evaluated if values else 'test'} accuracy"
+    title += f": {values[-1]:.1f} % at the end" if last and values else ""
     _format_axes(axes, title, "classified correctly (%)")
     _epochs(axes, run, values, style, run.name)
     axes.set_ylim(0, 102)
@@ -116,6 +120,7 @@ def _bars(axes: Axes, runs: Sequence[RunResult]) -> None:
         axes.text(left, row, whole, va="center", fontsize=9)
     axes.set_title("time per step (median)", loc="left", fontsize=11)
     axes.set_xlabel(f"time ({unit})")
+    axes.set_ylabel("gradients reduced by")
     axes.margins(x=0.14)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)
     axes.set_yticks(range(len(runs)), [run.name for run in runs])

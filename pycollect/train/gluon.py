@@ -7,6 +7,7 @@ update clears them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 import pycollect as pc
 from pycollect import _C
+from pycollect.errors import shown
 
 from .module_replication import memory_blocks
 from .optimizers import check_step
@@ -24,6 +26,13 @@ from .replica_trainer import ReplicaTrainer
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
+# Gluon's other names, and what does the same here.
+_INSTEAD = {
+    "clip_gradient": "clamp_ the gradients between allreduce_grads() and update()",
+    "lr_scheduler": "call set_learning_rate() when the rate changes",
+    "nag": "pass 'sgd' with nesterov=True",
+    "rescale_grad": "step(batch_size) divides the gradients",
+}
 
 
 class GluonTrainer:
@@ -32,10 +41,14 @@ class GluonTrainer:
     ``replicas`` has a module or a list of parameters per rank, alike on all in number, shape, dtype
     and requires_grad, or is a ``ReplicaTrainer``. ``optimizer`` is the name of a torch.optim class
     ("sgd", "adam") or a callable that makes an optimizer from parameters, and ``optimizer_params``
-    are its arguments under torch's or Gluon's names (learning_rate, wd). Each rank has its own
-    optimizer, so equal replicas stay equal to the bit. Raises ValueError for replicas that differ,
-    share a parameter or have none, for an unknown name, and for an optimizer whose step needs a
-    closure; TypeError without an optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
+    are its arguments, with torch's names and defaults; of Gluon's names, learning_rate and wd are
+    known as well. Gluon's "nag" is "sgd" with nesterov=True, its rescale_grad is ``batch_size``,
+    clip_gradient is a ``clamp_`` between ``allreduce_grads`` and ``update``, and an lr_scheduler
+    calls ``set_learning_rate``. Each rank has its own optimizer, so equal replicas stay equal to
+    the bit. Raises ValueError for replicas that differ, share a parameter or have none, for an
+    unknown name, and for an optimizer whose step needs a closure; TypeError for an argument that
+    the optimizer does not have, and without an optimizer, unless ``replicas`` is a
+    ``ReplicaTrainer``.
 
     A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
     also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
@@ -65,7 +78,7 @@ class GluonTrainer:
             self.optimizers = whole.optimizers
         else:
             make = _optimizer(optimizer)
-            options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
+            options = _options(make, optimizer_params or {})
             self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
         if whole is not None:
             _take_over(whole, self.optimizers)
@@ -164,6 +177,22 @@ class GluonTrainer:
                 )
 
 
+def _options(make: MakeOptimizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's arguments under torch's names; TypeError for one it does not have."""
+    options = {_NAMES.get(name, name): value for name, value in given.items()}
+    try:
+        known = inspect.signature(make).parameters
+    except ValueError:  # a compiled function may have none
+        return options
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return options
+    for name in options.keys() - known.keys():
+        instead = _INSTEAD.get(name, f"it has {', '.join(n for n in known if n != 'params')}")
+        what = getattr(make, "__name__", type(make).__name__)
+        raise TypeError(f"GluonTrainer: {what} has no argument {shown(name)}; {instead}")
+    return options
+
+
 def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
     if not isinstance(asked, str):
         if not callable(asked):
@@ -179,8 +208,8 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
     }
     found = classes.get(asked.lower())
     if found is None:
-        known = ", ".join(sorted(classes))
-        raise ValueError(f"GluonTrainer: optimizer {asked!r} is unknown; allowed are {known}")
+        instead = _INSTEAD.get(asked.lower(), f"allowed are {', '.join(sorted(classes))}")
+        raise ValueError(f"GluonTrainer: optimizer {shown(asked)} is unknown; {instead}")
     return found
 
 

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pycollect import _C
+
 from .data import Examples, count, fetch
 
 # Largest number of loader threads. A thread prepares whole batches; more threads than cores would
@@ -30,7 +32,8 @@ class LoaderOptions:
     shuffled by `seed` (any integer, default 0) and the number of the epoch, or with `shuffle=False`
     taken in order. With `drop_last` (default False) a last batch that is smaller is left out.
     `prefetch` is the number of batches prepared ahead in threads; 0, the default, prepares each
-    batch on demand. Raises ValueError for a batch size below 1 or a prefetch below 0.
+    batch on demand. Raises ValueError for a batch size below 1, a prefetch below 0, and for either
+    beyond 64 bits.
 
     >>> LoaderOptions(batch_size=0)
     Traceback (most recent call last):
@@ -44,6 +47,9 @@ class LoaderOptions:
     prefetch: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "prefetch"):
+            number = _C.int_from(getattr(self, name), "LoaderOptions", name)
+            object.__setattr__(self, name, number)  # a frozen class
         if self.batch_size < 1:
             raise ValueError(f"the batch size must be at least 1, not {self.batch_size}")
         if self.prefetch < 0:
@@ -173,7 +179,7 @@ class Loader:
             yield _Prepared(batch).take(time.perf_counter() - begin)
 
     def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
-        prefetch = self.loading.prefetch
+        prefetch = min(self.loading.prefetch, len(order))
         # Examples in memory need one thread; decoding files benefits from several.
         workers = 1 if isinstance(self._examples, tuple) else min(prefetch, _MOST_WORKERS)
         pending: deque[Future[_Prepared]] = deque()

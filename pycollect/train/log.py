@@ -3,7 +3,8 @@
     start    the options: data, model, devices, batch_size, lr, ..., and the versions
     step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
              split_seconds, compute_seconds, reduction_seconds, update_seconds
-    epoch    epoch, seconds, data_seconds, loss, accuracy
+    epoch    epoch, seconds, data_seconds, loss, accuracy, evaluated: "test", or "train" if there
+             is no test set, for the set of which the accuracy is
     end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds,
              diverged: null, or a sentence if the loss or the model is not finite at the end
     stopped  why: "interrupted", or the message of an error
@@ -91,6 +92,7 @@ class Log:
             data_seconds=epoch.data_seconds,
             loss=epoch.loss,
             accuracy=epoch.accuracy,
+            evaluated=epoch.evaluated,
         )
 
 

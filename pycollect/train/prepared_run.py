@@ -146,6 +146,7 @@ class PreparedRun:
             "test_examples": count(self.data.test),
             "reduce": self.reducer,
             "prefetch": self.loading.prefetch,
+            "init_from": self.config.init_from,
             "versions": {
                 "pycollect": __version__,
                 "torch": torch.__version__,
@@ -207,8 +208,8 @@ def prepare(config: Config, backend: str | None = None) -> PreparedRun:
     # batch size strictness is checked only after loading.
     (config if config.batch_size else replace(config, strict=None)).settings(None, stored)
     source = config.source(stored)
-    if isinstance(config.data, Data):
-        data = config.data
+    if config.own_data:
+        data = Data.of(config.data, config.test_data)
     else:
         assert source is not None
         data = load_dataset(**source)
@@ -219,7 +220,8 @@ def prepare(config: Config, backend: str | None = None) -> PreparedRun:
     found = checkpoint.differences(stored["identity"], prepared.identity()) if stored else []
     if found:
         raise checkpoint.CheckpointError(
-            f"{config.resume} cannot be continued with other settings: it has {'; '.join(found)}"
+            f"{config.resume} cannot be continued with other settings: it has {'; '.join(found)}; "
+            "init_from (--init-from) starts a new run from its parameters"
         )
     return prepared
 

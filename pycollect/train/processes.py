@@ -179,13 +179,18 @@ def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
     dist.destroy_process_group()
 
 
+def threads_per_rank(world: int) -> int:
+    """Return the number of torch's threads for each of `world` spawned ranks, at least 1."""
+    return max(1, torch.get_num_threads() // world)
+
+
 def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
     Raises ValueError if data or model cannot be pickled for another process.
     """
     world = len(prepared.settings.devices)
-    threads = max(1, torch.get_num_threads() // world)
+    threads = threads_per_rank(world)
     with tempfile.TemporaryDirectory() as folder:
         config = replace(prepared.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
         config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself

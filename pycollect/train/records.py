@@ -52,7 +52,8 @@ class EpochRecord:
 
     `number` counts from 1. `seconds` are those of the training steps, without evaluation and
     without `data_seconds`, in which they waited for batches. `loss` is the mean per training
-    example, `accuracy` the fraction of test examples that are classified correctly, 0..1.
+    example, `accuracy` the fraction of examples that are classified correctly, 0..1, of the set
+    `evaluated`: "test", or "train" if there is no test set.
 
     >>> print(EpochRecord(3, 1.94, 0.4118, 0.8712))
     epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
@@ -63,11 +64,12 @@ class EpochRecord:
     loss: float
     accuracy: float
     data_seconds: float = 0.0
+    evaluated: str = "test"
 
     def __str__(self) -> str:
         return (
             f"epoch {self.number}, time {self.seconds:.1f} sec, loss {self.loss:.3f}, "
-            f"test acc {self.accuracy:.2f}"
+            f"{self.evaluated} acc {self.accuracy:.2f}"
         )
 
 

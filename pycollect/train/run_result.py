@@ -57,7 +57,7 @@ class RunResult:
 
     @property
     def accuracy(self) -> float:
-        """The test accuracy after the last epoch, 0..1."""
+        """The accuracy after the last epoch, 0..1: of the test set, or of training without one."""
         return self.epochs[-1].accuracy
 
     @property
@@ -118,4 +118,5 @@ class RunResult:
     def __str__(self) -> str:
         where = device_list(self.settings.devices)
         seconds, _ = self.seconds_per_epoch
-        return f"test acc: {self.accuracy:.2f}, {seconds:.1f} sec/epoch on {where}"
+        acc = f"{self.epochs[-1].evaluated} acc: {self.accuracy:.2f}"
+        return f"{acc}, {seconds:.1f} sec/epoch on {where}"

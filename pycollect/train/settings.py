@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ..errors import shown
 from .shares import check_strict, shares_of
 
 Weights: TypeAlias = "tuple[float, ...] | Literal['auto'] | None"
@@ -107,6 +108,8 @@ class RunSettings:
         for name, value in (("batch size", self.batch_size), ("number of epochs", self.epochs)):
             if value < 1:
                 raise ValueError(f"the {name} must be at least 1, not {value}")
+            if value >= 2**63:
+                raise ValueError(f"the {name} must be at most {2**63 - 1}, not {value}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"the learning rate must be a positive number, not {self.lr:g}")
         if not 0 <= self.momentum < 1:
@@ -174,7 +177,7 @@ def parse_weights(text: str | Sequence[float] | None) -> Weights:
         return tuple(map(float, text.split(",") if isinstance(text, str) else text))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"weights are 'auto' or one number per rank such as '80,20', not {text!r}"
+            f"weights are 'auto' or one number per rank such as '80,20', not {shown(text)}"
         ) from error
 
 

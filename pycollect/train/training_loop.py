@@ -63,7 +63,7 @@ def fit(
         done = 0
         for run in runs:
             with closing(test.epoch()) as batches:
-                run.finish_epoch(epoch, batches)
+                run.finish_epoch(epoch, batches, prepared.data.evaluated)
         yield runs
 
 
@@ -94,6 +94,14 @@ def train_epochs(
     If a checkpoint is to be written, Ctrl-C takes effect after the current step. Several processes
     need `consensus` for this, which makes them stop at the same step.
     """
+    first, _ = run.next_step
+    if first > prepared.settings.epochs:
+        printer.notice(
+            f"nothing is left to train: the run has had {first - 1} epochs, of "
+            f"{prepared.settings.epochs}; pass more epochs to go on"
+        )
+        save(prepared, run)
+        return
     alone = prepared.backend is None
     enabled = prepared.config.checkpoint is not None and (alone or consensus is not None)
     with Interrupt(enabled, consensus) as interrupt:
@@ -195,7 +203,9 @@ def train(
     batch_size: examples of all ranks together; default: that of data set and model
     lr, epochs: learning rate on the mean loss and passes over the data; default: as for batch_size
     scale_batch, scale_lr: multiply batch size or learning rate by the number of ranks (False)
-    data: "auto", "digits", "fashion-mnist" or "folder", as in `load_dataset`, or a `Data` ("auto")
+    data: "auto", "digits", "fashion-mnist" or "folder", as in `load_dataset`; or examples of your
+        own: a map-style data set, a pair of tensors (images and labels), or a `Data` ("auto")
+    test_data: the test set of your own examples; without it the accuracy is that of training
     data_dir, image_size: further arguments of `load_dataset` ("data"; 320 pixels)
     model: a name in `MODELS` or an nn.Module; default: that of the data set
     seed, momentum, weight_decay, weights, microbatch, sync_batchnorm, strict, shuffle, drop_last:
@@ -213,6 +223,8 @@ def train(
     exact_times: wait for the GPUs at every time measurement (False)
     checkpoint: a file to write after every epoch, and at Ctrl-C or SIGTERM after the current step
     resume: a checkpoint to continue
+    init_from: a checkpoint whose parameters and buffers a new run starts with; ranks, learning rate
+        and all else may differ. `load_model` does the same for a module of yours
     replay_shares: a checkpoint whose measured shares are used again, step for step
     log: a file for JSON lines with every step and epoch
     plot: a picture of loss, accuracy and times to write (.png, .svg or .pdf)

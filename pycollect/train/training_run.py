@@ -68,8 +68,8 @@ class TrainingRun:
             self.log.step(self.steps[-1])
         self._unread = []
 
-    def finish_epoch(self, number: int, test: Iterable[Batch]) -> None:
-        """Evaluate the model on `test`, and record and log the epoch."""
+    def finish_epoch(self, number: int, test: Iterable[Batch], evaluated: str) -> None:
+        """Evaluate the model on `test`, the set `evaluated`, and record and log the epoch."""
         start = time.perf_counter()
         wait_for(self.engine.devices)
         tail = time.perf_counter() - start
@@ -78,7 +78,8 @@ class TrainingRun:
         seconds = sum(step.seconds.total for step in steps) + tail
         waited = sum(step.waited for step in steps)
         accuracy = self.engine.evaluate(test)
-        self.epochs.append(EpochRecord(number, seconds, mean_loss(steps), accuracy, waited))
+        loss = mean_loss(steps)
+        self.epochs.append(EpochRecord(number, seconds, loss, accuracy, waited, evaluated))
         self.log.epoch(self.epochs[-1])
 
     def state_dict(self) -> dict[str, Any]:

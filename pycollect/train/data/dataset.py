@@ -4,11 +4,12 @@ Examples in memory are one pair of tensors, images [n, C, H, W] and labels [n]. 
 is indexed one example at a time, and decodes the example's file then.
 """
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -85,7 +86,8 @@ class Data:
     this data set replaces another. `classes` names the classes; by default their number comes from
     the `classes` of the training set, or from the largest label of tensors. `model` is the default
     model (lenet). `defaults` applies to every model that is not a key of `tuned`; by default it is
-    a batch size of 256, a learning rate of 0.2 and 10 epochs.
+    a batch size of 256, a learning rate of 0.2 and 10 epochs. `evaluated` names the set that
+    `test` is, "test" (the default), or "train" if there is no other.
 
     Raises ValueError for an empty set, for numbers of images and labels that differ, and for label
     tensors of another shape or dtype, below 0, or not below the number of `classes`. The labels of
@@ -105,9 +107,33 @@ class Data:
     tuned: Mapping[str, DefaultHyperparameters] = field(default_factory=dict)
     model: str = "lenet"  # the default model for this data set
     notice: str = ""
+    evaluated: str = "test"
+
+    @classmethod
+    def of(cls, train: Any, test: Any = None) -> "Data":
+        """Return the `Data` of a training set and a test set: pairs of tensors or map-style sets.
+
+        Without a test set the model is evaluated on the training set. A `Data` is returned as it
+        is. Raises TypeError for anything else, ValueError for a `Data` with a test set.
+
+        >>> pair = torch.zeros(3, 1, 28, 28), torch.tensor([0, 1, 2])
+        >>> Data.of(pair).notice
+        'there is no test set (test_data): the accuracy is that of the training set'
+        """
+        if isinstance(train, Data):
+            if test is not None:
+                raise ValueError("this data has a test set already: leave out test_data")
+            return train
+        first = _examples("data", train)
+        name = "tensors" if isinstance(first, tuple) else type(first).__name__
+        if test is not None:
+            return cls(name, first, _examples("test_data", test))
+        notice = "there is no test set (test_data): the accuracy is that of the training set"
+        return cls(name, first, first, notice=notice, evaluated="train")
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
+            _examples(part, examples)
             images = labels = count(examples)
             if isinstance(examples, tuple):
                 images, labels = len(examples[0]), len(examples[1])
@@ -136,18 +162,22 @@ class Data:
             )
 
     def __str__(self) -> str:
-        return f"{self.name} ({count(self.train)} train, {count(self.test)} test)"
+        test = "no" if self.evaluated == "train" else count(self.test)
+        return f"{self.name} ({count(self.train)} train, {test} test)"
 
     def defaults_for(self, model: str) -> DefaultHyperparameters:
         """Return the hyperparameters for a model by name, `defaults` if it is not in `tuned`."""
         return self.tuned.get(model, self.defaults)
 
     @cached_property
+    def first_image(self) -> Tensor:
+        """The first image of the training set."""
+        return fetch(self.train, torch.tensor([0]))[0][0]
+
+    @property
     def image_shape(self) -> tuple[int, ...]:
         """The shape of the first image of the training set."""
-        if isinstance(self.train, tuple):
-            return tuple(self.train[0].shape[1:])
-        return tuple(fetch(self.train, torch.tensor([0]))[0].shape[1:])
+        return tuple(self.first_image.shape)
 
     @cached_property
     def num_classes(self) -> int:
@@ -158,7 +188,29 @@ class Data:
         known = [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]
         if known:
             return 1 + max(int(labels.max()) for labels in known)
-        raise ValueError(f"{self.name}: the number of classes is not known; pass classes=[...]")
+        raise ValueError(
+            f"{self.name}: the number of classes is not known; give the training set a list "
+            "`classes`, pass Data(..., classes=[...]), or a model of your own"
+        )
+
+
+def _examples(what: str, given: Any) -> Examples:
+    """Return a pair of tensors or a map-style data set as it is; TypeError for anything else."""
+    if isinstance(given, tuple | list) and len(given) == 2:
+        if all(isinstance(part, Tensor) for part in given):
+            return given[0], given[1]
+        if isinstance(given, tuple):
+            kinds = " and ".join(type(part).__name__ for part in given)
+            raise TypeError(f"{what} is a pair of {kinds}; pass two tensors, images and labels")
+    elif isinstance(given, tuple):
+        raise TypeError(f"{what} has {len(given)} parts; pass two tensors, images and labels")
+    is_text = isinstance(given, str | bytes | Mapping | Tensor)
+    if is_text or not all(hasattr(type(given), name) for name in ("__len__", "__getitem__")):
+        raise TypeError(
+            f"{what} is a {type(given).__name__}; pass a map-style data set, with a length and "
+            "(image, label) at every index, or a pair of tensors, images and labels"
+        )
+    return given  # type: ignore[no-any-return]
 
 
 def count(examples: Examples) -> int:
@@ -171,7 +223,10 @@ def count(examples: Examples) -> int:
 
 
 def fetch(examples: Examples, indices: Tensor) -> Pair:
-    """Return the images [k, C, H, W] and labels [k] of k examples; TypeError for non-tensor images.
+    """Return the images [k, C, H, W] and labels [k] of k examples.
+
+    Raises TypeError for an example that is not an image tensor and a whole number, and ValueError
+    for a label below 0 and for images of different shapes.
 
     >>> fetch((torch.arange(4.0)[:, None], torch.tensor([7, 8, 9, 6])), torch.tensor([2, 0]))
     (tensor([[2.],
@@ -180,16 +235,35 @@ def fetch(examples: Examples, indices: Tensor) -> Pair:
     if isinstance(examples, tuple):
         images, labels = examples
         return images[indices], labels[indices]
-    found = [examples[i] for i in indices.tolist()]
-    for i, (image, _) in zip(indices.tolist(), found, strict=True):
-        if not isinstance(image, Tensor):
-            raise TypeError(
-                f"image {i} of the data set is a {type(image).__name__}, not a tensor; give the "
-                "data set a transform that makes one, such as torchvision.transforms.ToTensor()"
-            )
+    found = [_checked(i, examples[i]) for i in indices.tolist()]
     try:
         images = torch.stack([image for image, _ in found])
     except RuntimeError as error:
         shapes = sorted({tuple(image.shape) for image, _ in found})
         raise ValueError(f"the images of a batch must have one shape, not {shapes}") from error
-    return images, torch.tensor([int(label) for _, label in found], dtype=torch.int64)
+    return images, torch.tensor([label for _, label in found], dtype=torch.int64)
+
+
+def _checked(index: int, example: Any) -> tuple[Tensor, int]:
+    """Return the image and the label of an example of a map-style data set."""
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise TypeError(
+            f"example {index} of the data set is a {type(example).__name__}, not a pair: an image "
+            "tensor and its class number"
+        )
+    image, label = example
+    if not isinstance(image, Tensor):
+        raise TypeError(
+            f"image {index} of the data set is a {type(image).__name__}, not a tensor; give the "
+            "data set a transform that makes one, such as torchvision.transforms.ToTensor()"
+        )
+    try:
+        number = operator.index(label)
+    except TypeError as error:
+        raise TypeError(
+            f"label {index} of the data set is a {type(label).__name__} and no whole number, the "
+            "number of the image's class"
+        ) from error
+    if number < 0:  # torch's loss would skip the example at -100
+        raise ValueError(f"label {index} of the data set is {number}; classes are numbered from 0")
+    return image, number
