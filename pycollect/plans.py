@@ -225,8 +225,8 @@ def algorithms(collective: str = "all_reduce") -> list[str]:
     Raises ValueError for an unknown collective, and TypeError for one that is not a string.
 
     >>> import pycollect as pc
-    >>> pc.algorithms("broadcast")
-    ['chain', 'direct']
+    >>> "chain" in pc.algorithms("broadcast")
+    True
     """
     return [a.name for a in _C.algorithms(collective)]
 
