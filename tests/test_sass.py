@@ -1,7 +1,7 @@
 """The compiler's machine code for the kernels; needs a CUDA toolkit, but no GPU.
 
-Two defects show only here: packets that are stored in parts, and additions between the loads, which
-then wait for each other.
+Three defects show only here: packets that are stored in parts, additions between the loads, which
+then wait for each other, and registers that are kept in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,10 +29,13 @@ template __global__ void copy_level(const __grid_constant__ SmallKernelArgs);
 }}
 """
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+# Of each kernel in ptxas' output: its name, the compute capability, and its memory for registers.
+FRAME = re.compile(r"entry function '(\w+)' for 'sm_(\d+)'\n.*\n +(.*spill loads)")
+NO_FRAME = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 SUMS = {"float, Avg": 4, "BFloat16, Avg": 8}  # elements per packet
 
 
-def tools() -> dict[str, str]:
+def tools(*names: str) -> list[str]:
     """Find nvcc and cuobjdump, also in the packages of Triton and NVIDIA."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin", "/usr/local/cuda/bin"]
@@ -39,32 +43,34 @@ def tools() -> dict[str, str]:
         spec = importlib.util.find_spec(package)
         for place in (spec and spec.submodule_search_locations) or []:
             folders += [str(p.parent) for p in Path(place).glob("**/bin/cuobjdump")]
-    found = {}
-    for tool in ("nvcc", "cuobjdump"):
+    found = []
+    for tool in names:
         path = shutil.which(tool, path=os.pathsep.join(folders))
         if path is None:
             pytest.skip(f"no {tool} on PATH, in CUDA_HOME, or in the packages of Triton and NVIDIA")
-        found[tool] = path
+        found.append(path)
     return found
+
+
+def build_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "build_backend" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The operations of each kernel with small arguments, in code order."""
-    found, folder = tools(), tmp_path_factory.mktemp("sass")
-    spec = importlib.util.spec_from_file_location(
-        "pycollect_native", ROOT / "build_backend" / "pycollect_native.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    native = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(native)
-    flags = native.kernel_flags({}, ["-arch=sm_90"])
+    (nvcc, cuobjdump), folder = tools("nvcc", "cuobjdump"), tmp_path_factory.mktemp("sass")
+    flags = build_module("pycollect_native").kernel_flags({}, ["-arch=sm_90"])
     (folder / "probe.cu").write_text(SOURCE)
-    compile_it = [found["nvcc"], *flags, "-cubin", "-o", "probe.cubin", "probe.cu"]
+    compile_it = [nvcc, *flags, "-cubin", "-o", "probe.cubin", "probe.cu"]
     subprocess.run(compile_it, cwd=folder, check=True)
     sass = subprocess.run(
-        [found["cuobjdump"], "-sass", folder / "probe.cubin"],
+        [cuobjdump, "-sass", folder / "probe.cubin"],
         check=True,
         capture_output=True,
         text=True,
@@ -149,11 +155,35 @@ def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
 
 
 @pytest.mark.slow
-def test_no_spills_contractions_or_cached_loads(kernels: dict[str, list[str]]):
+def test_no_contractions_or_cached_loads(kernels: dict[str, list[str]]):
     assert sorted(kernels) == ["BFloat16, Avg", "Complex, Prod", "copy", "float, Avg"]
     for name, operations in kernels.items():
-        bad = [op for op in operations if op.startswith(("LDL", "STL", "FFMA", "DFMA"))]
+        bad = [op for op in operations if op.startswith(("FFMA", "DFMA"))]
         bad += [op for op in operations if op.startswith("LD") and "CONSTANT" in op]
         assert not bad, f"{name}: {set(bad)}"
         generic = {op for op in operations if re.match(r"(LD|ST)\.", op)}
         assert not generic, f"{name}: not known to be global memory: {generic}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source", sorted(ROOT.glob("csrc/cuda/kernels_*.cu")), ids=lambda p: p.stem
+)
+def test_all_values_are_kept_in_registers(source: Path, tmp_path: Path):
+    """In every kernel, for the oldest capability and for those that are built without a GPU."""
+    toolkit = build_module("pycollect_toolkit")
+    built = sorted({toolkit.OLDEST_CAPABILITY, *toolkit.USUAL})
+    targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in built]
+    flags = build_module("pycollect_native").kernel_flags({}, targets)
+    compile_it = [*tools("nvcc"), *flags, "-Xptxas=-v", "-fatbin", "-o", "kernels.fatbin", source]
+    done = subprocess.run(compile_it, cwd=tmp_path, check=True, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    found = FRAME.findall(output)
+    assert len(found) == output.count("entry function")
+    assert {capability for _, capability, _ in found} == {str(n) for n in built}
+    wrong = {
+        f"{kernel} for {capability}": frame
+        for kernel, capability, frame in found
+        if frame != NO_FRAME
+    }
+    assert not wrong

@@ -48,6 +48,9 @@ struct NumericOps {
   // memory, and not of 8-byte integers, whose division needs the registers.
   static constexpr bool kHot =
       std::same_as<Op, Avg> && sizeof(T) > 1 && !(std::integral<T> && sizeof(T) == 8);
+  // True if the loop over destinations is not unrolled: the 16 accumulators of a packet leave no
+  // registers for several addresses.
+  static constexpr bool kRolled = sizeof(T) == 1;
 
   Factor inverse;
   int world;
@@ -127,7 +130,7 @@ struct NumericOps {
 template <class Op, bool kBools>
 struct BitwiseOps {
   using Acc = uint32_t;
-  static constexpr bool kHot = false;
+  static constexpr bool kHot = false, kRolled = false;
   template <class V>
   using Lane = std::conditional_t<std::same_as<V, Packet>, uint32_t, uint8_t>;
 

@@ -107,7 +107,11 @@ struct Folder {
       });
     }
     const V result = sums.finish(kernel, accessor);
-    for (int d = 0; d < dsts.n; ++d) store(accessor, dsts.at(d, bytes), result);
+    const auto store_at = [&](int d) { store(accessor, dsts.at(d, bytes), result); };
+    if constexpr (K::kRolled)
+      accessor.repeat(dsts.n, store_at);
+    else
+      for (int d = 0; d < dsts.n; ++d) store_at(d);
   }
 };
 

@@ -50,6 +50,13 @@ struct GpuAccessor {
     }
   }
 
+  // Calls body(0), ..., body(n - 1) in a loop that is not unrolled.
+  template <class Body>
+  __host__ __device__ __forceinline__ static void repeat(int n, Body body) {
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) body(i);
+  }
+
   __host__ __device__ __forceinline__ static float widened(uint16_t half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));

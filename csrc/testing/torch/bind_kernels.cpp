@@ -44,6 +44,10 @@ struct Watched {
     stores.push_back(checked<V>(at));
     std::memcpy(reinterpret_cast<void*>(at), &v, sizeof v);
   }
+  template <class Body>
+  static void repeat(int n, Body body) {
+    for (int i = 0; i < n; ++i) body(i);
+  }
   static float widened(uint16_t half) { return c10::Half(half, c10::Half::from_bits()); }
   static uint16_t narrowed(float value) { return c10::Half(value).x; }
 
