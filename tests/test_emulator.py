@@ -178,7 +178,10 @@ def test_host_waits_and_allocations_in_a_capture_fail() -> None:
 
 def test_streams_join_a_capture_by_events_and_are_joined_to_its_origin() -> None:
     pair = TwoDevices()
+    pair.launch(1, pair.memory[1])  # loads the kernel
     pair.cuda.begin_capture(pair.streams[0])
+    with fails("load is not permitted while a stream is capturing"):
+        pair.launch(0, pair.memory[0])
     with fails("on a stream that has not joined the capture"):
         pair.launch(1, pair.memory[1])
     pair.order(0, 1)

@@ -17,6 +17,23 @@ import pycollect as pc
 WORLD = 4
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_kernels_are_loaded_before_their_first_launch(gpus: Gpus, async_op: bool) -> None:
+    """The launch itself must not load them, because a capture forbids that."""
+    tensors = [on_ranks(gpus, values(2), devices) for devices in (1, 1, 2)]
+    of = iter(tensors)
+
+    def call() -> None:
+        work = gpus.all_reduce(next(of), "max", async_op=async_op)
+        if async_op:
+            work.wait()
+
+    with gpus.capture(gpus.stream()):
+        counts = [gpus.count(call) for _ in range(2)]
+    counts.append(gpus.count(call))  # also on a second device
+    assert [counted["load"] for counted in counts] == [1, 0, 1]
+
+
 def test_a_capture_has_streams_of_its_own(gpus: Gpus) -> None:
     """Meanwhile another thread may call, with streams that are not captured."""
     of = values(2)

@@ -105,9 +105,9 @@ class Api {
   virtual bool query(Event event) = 0;
   virtual void synchronize(Event event) = 0;  // blocks the host until that work is done
 
-  // Loads the kernels of launches with this type and op on the current device `device`, unless they
-  // are loaded. May wait for all streams of the process, as the first launch of a kernel that is
-  // not loaded does.
+  // Loads the kernels of launches with this type and op on any device, unless they are loaded. May
+  // wait for all streams of the process, as the first launch of a kernel that is not loaded does.
+  // Unlike that launch, it is permitted whatever any thread captures.
   virtual void load(Device device, DType dtype, ReduceOp op) = 0;
   // These five functions enqueue work on the stream.
   virtual void launch(Stream stream, const Launch& launch) = 0;

@@ -273,6 +273,10 @@ uint64_t capture_of(Api& api, DeviceGuard& device, std::span<const Stream> calle
 void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks,
                    DeviceGuard& device) {
   check_call(call, streams_of_ranks);
+  Device loaded = kHost;
+  for (const RankStreams& r : streams_of_ranks.ranks)
+    if (std::exchange(loaded, r.worker.device) != r.worker.device)
+      events_.api().load(r.worker.device, call.dtype, call.op);
   ExecutorRun executor_run(events_, rings_, call, streams_of_ranks, device);
   executor_run.run(*scheduled(call.compiled, executor_run.stream_map()));
 }

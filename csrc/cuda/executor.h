@@ -56,10 +56,11 @@ class Executor {
   Executor(Api& api, HostMemoryOps& host, PinnedRingSize size = {})
       : events_(api), rings_(api, host, size) {}
 
-  // Enqueues the run and returns. On each rank's caller stream, earlier work comes before the run,
-  // and later work finds its results. During a capture no memory may be pageable. Throws ValueError
-  // and TypeError before anything is enqueued. Passes errors of the Api through, after it has
-  // ordered the caller streams behind all enqueued work. Changes the current device.
+  // Loads the run's kernels, enqueues the run and returns. On each rank's caller stream, earlier
+  // work comes before the run, and later work finds its results. During a capture no memory may be
+  // pageable. Throws ValueError and TypeError before anything is enqueued. Passes errors of the Api
+  // through, after it has ordered the caller streams behind all enqueued work. Changes the current
+  // device.
   void run(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device);
 
   EventPool& events() { return events_; }

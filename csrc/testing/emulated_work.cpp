@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "../cuda/device_guard.h"
 #include "../cuda/kernel_table.h"
 #include "../group/segment_layout.h"
 #include "emulator.h"
@@ -59,26 +60,28 @@ void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work wo
 }
 
 // The copy kernel, and that of a dtype and op.
-void Emulator::load(Device, DType dtype, ReduceOp op) {
+void Emulator::load(Device device, DType dtype, ReduceOp op) {
   {
     const Lock lock = locked();
-    const bool copies = loaded_.insert({-1, -1}).second;
-    if (!loaded_.insert({static_cast<int>(dtype), static_cast<int>(op)}).second && !copies) return;
+    const bool copies = loaded_.insert({device, -1, -1}).second;
+    if (!loaded_.insert({device, static_cast<int>(dtype), static_cast<int>(op)}).second && !copies)
+      return;
   }
+  const CaptureModeGuard guard(*this, device);
   synchronize_all("load");
 }
 
 // Waits for all streams at the first launch of a kernel: CUDA may load the kernel there, and
-// synchronizes to do so. That is a violation behind a wait for another process.
+// synchronizes to do so. That is forbidden during a capture, and a violation behind a wait for
+// another process.
 void Emulator::load(Stream stream, const Launch& launch) {
   const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
                                   [](const LaunchWork& work) { return work.srcs.size() == 1; });
-  const std::pair<int, int> kernel =
-      copies ? std::pair(-1, -1)
-             : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
+  const int dtype = copies ? -1 : static_cast<int>(launch.dtype);
+  const int op = copies ? -1 : static_cast<int>(launch.op);
   {
     const Lock lock = locked();
-    if (records_ || !loaded_.insert(kernel).second) return;
+    if (!loaded_.insert({stream.device, dtype, op}).second) return;
     if (states_[number(stream)].has_waited)
       violation("a kernel is loaded by a launch behind a wait for a value");
   }

@@ -3,6 +3,7 @@
 // work of its streams, in host memory that processes share. A recording emulator only records a
 // trace, which can be checked for races and run in any order.
 #pragma once
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -205,7 +206,7 @@ class Emulator final : public Api, public HostMemoryOps {
   std::map<const std::byte*, EmulatedAllocation> regions_;
   std::map<std::byte*, SharedAllocation> shared_;
   std::map<std::byte*, std::size_t> registered_;
-  std::set<std::pair<int, int>> loaded_;  // kernels loaded so far, as (dtype, op)
+  std::set<std::array<int, 3>> loaded_;  // kernels loaded so far, as (device, dtype, op)
   Trace trace_;
   std::map<std::string, int> counters_, failing_, killing_;
   std::map<std::string, std::chrono::duration<double>> delays_;

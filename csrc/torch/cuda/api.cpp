@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "../../cuda/check.h"
+#include "../../cuda/device_guard.h"
 #include "../../cuda/launch_level.h"
 #include "driver.h"
 #include "shareable_memory.h"
@@ -217,10 +218,14 @@ class CudaApi final : public cuda::Api {
   void synchronize(Event event) override { check(cudaEventSynchronize(handle(event))); }
 
   void load(Device device, DType dtype, ReduceOp op) override {
-    const std::lock_guard lock(loading_);
     const std::tuple kernels(device, dtype, op);
-    if (loaded_.contains(kernels)) return;
-    cuda::load_kernels(dtype, op);
+    {
+      const std::lock_guard lock(loading_);
+      if (loaded_.contains(kernels)) return;
+    }
+    const cuda::CaptureModeGuard guard(*this, device);
+    cuda::load_kernels(dtype, op);  // without the lock, because it may wait for streams
+    const std::lock_guard lock(loading_);
     loaded_.insert(kernels);
   }
   void launch(Stream stream, const Launch& launch) override {
