@@ -79,17 +79,23 @@ struct CaptureInfo {
   cudaGraph_t graph = nullptr;
 };
 
-// A capture that has been invalidated counts as one: work on the stream fails then.
+// A capture that has been invalidated counts as one: work on the stream fails then. The legacy
+// stream is never captured, but while a blocking stream is, CUDA answers with an error.
 CaptureInfo capture_info(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
 #if CUDART_VERSION >= 13000
-  check(cudaStreamGetCaptureInfo(handle(stream), &status, &id, &graph, nullptr, nullptr, nullptr));
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(handle(stream), &status, &id, &graph, nullptr, nullptr, nullptr);
 #else
-  check(cudaStreamGetCaptureInfo_v2(handle(stream), &status, &id, &graph, nullptr, nullptr));
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo_v2(handle(stream), &status, &id, &graph, nullptr, nullptr);
 #endif
-  if (status == cudaStreamCaptureStatusNone) return {};
+  const bool is_legacy = error == cudaErrorStreamCaptureImplicit;
+  if (is_legacy) static_cast<void>(cudaGetLastError());  // torch checks it after its launches
+  if (!is_legacy) check(error);
+  if (is_legacy || status == cudaStreamCaptureStatusNone) return {};
   return {std::max<uint64_t>(id, 1), graph};
 }
 
