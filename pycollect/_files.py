@@ -97,6 +97,8 @@ def check_picture(path: Path | str, endings: Sequence[str] = (".png", ".svg", ".
     Traceback (most recent call last):
     ValueError: a picture ends in .png, .svg, .pdf, and run.gif does not
     """
+    if not os.fspath(path):
+        raise ValueError("the picture is '', which names no file")
     if Path(path).suffix.lower() not in endings:
         raise ValueError(f"a picture ends in {', '.join(endings)}, and {path} does not")
     check_output_path("picture", path)

@@ -48,13 +48,17 @@ class Deadlock(CollectiveError):
 
 
 class _ShortRepr(reprlib.Repr):
-    """`repr` of limited length, in which a tensor is its shape."""
+    """`repr` in one line of limited length, without the numbers of tensors and arrays."""
 
     def repr1(self, x: Any, level: int) -> str:
-        shape = getattr(x, "shape", None)
-        if isinstance(shape, tuple) and not isinstance(x, type):  # a tensor, or another array
-            return f"{type(x).__name__.lower()}{list(shape)}"
-        return super().repr1(x, level)
+        try:
+            shape = getattr(x, "shape", None)
+            if isinstance(shape, tuple) and shape:  # a tensor or another array, not a number
+                return f"{type(x).__name__.lower()}{list(shape)}"
+            text = super().repr1(x, level)
+        except Exception:  # of a class whose shape or repr fails, or an int of too many digits
+            return f"<{type(x).__name__}>"
+        return f"<{type(x).__name__}>" if "tensor([" in text else " ".join(text.split())
 
 
 _short = _ShortRepr()

@@ -312,7 +312,7 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
         )
         if pybinds or not complaint:
             return f"pybind11's message: {complaint}"
-        if "tensor(" in complaint or len(complaint.replace(DIGITS, "")) > CHARACTERS:
+        if "tensor([" in complaint or len(complaint.replace(DIGITS, "")) > CHARACTERS:
             return f"a message of {len(complaint)} characters: {complaint}"
         return "refused"
     except RuntimeError as error:

@@ -7,13 +7,16 @@ allowed, what to do). A refused call leaves the bytes and versions of its tensor
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import pycollect as pc
+from pycollect.errors import shown
 
 EITHER = (TypeError, ValueError)
 IN_PLACE = {"all_reduce": pc.all_reduce, "reduce": pc.reduce, "broadcast": pc.broadcast}
@@ -302,3 +305,34 @@ def test_leaf_tensors_are_reduced_under_no_grad():
         pc.all_reduce(tensors)
     assert torch.equal(tensors[0], tensors[1])
     assert tensors[1].requires_grad
+
+
+class NoShape:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("unknown")
+
+
+class Named(NamedTuple):
+    values: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([torch.ones(2, 3), 1], "[tensor[2, 3], 1]"),
+        (np.ones(4), "ndarray[4]"),
+        (torch.tensor(0.5), "tensor(0.5000)"),
+        (nn.LazyLinear(3).weight, "<UninitializedParameter>"),
+        (NoShape(), "<NoShape>"),
+        (10**5000, "<int>"),
+        (Named(torch.ones(3)), "<Named>"),
+        (torch.Size([3]), "torch.Size([3])"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_is_shown_in_one_short_line(value: object, text: str) -> None:
+    assert shown(value) == text
+    long = shown(nn.Sequential(*[nn.Linear(1, 1)] * 99))
+    assert len(long) < 300
+    assert "\n" not in long

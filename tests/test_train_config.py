@@ -7,11 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from pycollect.train import AutoShares, Data, ImageFolder, LoaderOptions, digits, train
+from pycollect.train import (
+    AutoShares,
+    Data,
+    DatasetUnavailable,
+    ImageFolder,
+    LoaderOptions,
+    digits,
+    train,
+)
 from pycollect.train.__main__ import main
 from pycollect.train.command_line import config, parser
 from pycollect.train.config import PREFETCH, Config, ranks
@@ -137,7 +146,9 @@ def test_measured_shares_observe_every_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in seen)
 
 
-@pytest.mark.parametrize("weights", ["80;20", "fast", [1, None], 3])
+@pytest.mark.parametrize(
+    "weights", ["80;20", "fast", [1, None], 3, {0: 3.0, 1: 1.0}, {1, 2}, torch.ones(2, 2)]
+)
 def test_malformed_weights_are_refused(weights: Any) -> None:
     with pytest.raises(ValueError, match="weights are 'auto' or one number per rank such as"):
         parse_weights(weights)
@@ -201,6 +212,27 @@ def test_invalid_options_are_refused_before_a_step(
 def test_an_option_of_another_type_is_named(option: str, value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         settings(**{option: value})
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    made = settings(
+        batch_size=np.int64(8), lr=torch.tensor(0.5), momentum=np.float32(0.5), weights=np.ones(2)
+    )
+    assert made == settings(batch_size=8, lr=0.5, momentum=0.5, weights=(1.0, 1.0))
+    assert {type(made.batch_size), type(made.lr), type(made.momentum)} == {int, float}
+
+
+def test_a_resumed_run_on_digits_may_name_the_folder_of_auto(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "quiet": True, "data_dir": tmp_path / "empty"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pycollect.train.data.fashion.download", _unavailable)
+        first = train("cpu", 256, 0.1, checkpoint=tmp_path / "run.pt", **options)
+    again = train(resume=tmp_path / "run.pt", **options)
+    assert all(map(same_bits, again.parameters, first.parameters))
+
+
+def _unavailable(_: object) -> None:
+    raise DatasetUnavailable("no network")
 
 
 def test_an_unknown_option_is_named() -> None:

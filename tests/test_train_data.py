@@ -273,7 +273,7 @@ IMAGES, LABELS = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
     "given",
     [
         (IMAGES, LABELS),
-        [IMAGES, LABELS],
+        [IMAGES.clone().requires_grad_(), LABELS],
         TensorDataset(IMAGES, LABELS),
         list(zip(IMAGES, LABELS.tolist(), strict=True)),
     ],
@@ -317,6 +317,11 @@ def test_any_examples_train(given: Any, test: bool, capsys: pytest.CaptureFixtur
             {"data": Data("mine", (IMAGES, LABELS), (IMAGES, LABELS)), "test_data": 3},
             ValueError,
             "has a test set already",
+        ),
+        (
+            {"data": (IMAGES, LABELS), "test_data": (IMAGES[:, :, :3], LABELS)},
+            ValueError,
+            r"images of float32 \[1, 4, 4\], and the test set of float32 \[1, 3, 4\]",
         ),
         ({"data": (IMAGES, LABELS), "model": "lenet"}, ValueError, "LeNet takes images of 28 x 28"),
         ({"data": (IMAGES[:, 0, 0], LABELS), "model": None}, ValueError, r"float32 \[4\]: convert"),

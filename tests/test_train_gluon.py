@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -152,21 +153,6 @@ def test_refusals() -> None:
         (lambda: GluonTrainer([shared, alias], "sgd"), ValueError, "several ranks; pass a copy"),
         (lambda: GluonTrainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
         (
-            lambda: GluonTrainer([net()], "nag"),
-            ValueError,
-            "'nag' is unknown; pass 'sgd' with",
-        ),
-        (
-            lambda: GluonTrainer([net()], "sgd", {"clip_gradient": 1.0}),
-            TypeError,
-            r"SGD has no argument 'clip_gradient'; clamp_ the gradients between allreduce_grads",
-        ),
-        (
-            lambda: GluonTrainer([net()], "adam", {"epsilon": 1e-8}),
-            TypeError,
-            "Adam has no argument 'epsilon'; it has lr, betas, eps, weight_decay",
-        ),
-        (
             lambda: GluonTrainer([net()], torch.optim.SGD(net().parameters(), 0.1)),
             TypeError,
             "optimizer is a SGD; pass a name or a class",
@@ -175,6 +161,21 @@ def test_refusals() -> None:
     ):
         with pytest.raises(error, match=message):
             make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nag", {}, "'nag' is unknown; pass 'sgd' with nesterov=True"),
+        ("sgd", {"clip_gradient": 1.0}, "SGD has no argument 'clip_gradient'; clamp_ the gradi"),
+        ("adam", {"epsilon": 1e-8}, "Adam has no argument 'epsilon'; it has lr, betas, eps, wei"),
+        ("sgd", {"learning_rate": 0.1, "lr": 0.1}, "'lr' is given twice"),
+        ("sgd", {"params": []}, "SGD has no argument 'params'; it has lr, momentum"),
+    ],
+)
+def test_other_names_of_gluon_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        GluonTrainer([net()], name, options)
 
 
 def test_allreduce_grads_and_update_must_alternate() -> None:

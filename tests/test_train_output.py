@@ -275,5 +275,8 @@ def test_a_comparison_tells_rounding_from_a_defect() -> None:
         "be: gloo adds in its order"
     )
     assert "ddp DIFFERENT BITS, by up to 9.5e-07" in str(ReductionComparison(runs))
+    runs[2] = result("ddp", 1.01)
+    last = str(ReductionComparison(runs, "gloo adds in its order")).splitlines()[-1]
+    assert "ddp DIFFERENT BITS, by up to 1.0e-02, more than rounding (gloo adds" in last
     runs[1:] = [result("pycollect", 2.0)]
     assert "DIFFERENT BITS, by up to 1.0e+00" in str(ReductionComparison(runs, "gloo"))

@@ -254,6 +254,7 @@ def test_a_comparison_with_ddp(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     naive, ours, ddp = comparison.run_results
     assert ours.difference(naive) == 0
     assert ddp.difference(naive) < 1e-5
+    assert not any(t.is_shared() for t in (*DATA.train, *options["model"].parameters()))
     assert len(ddp.steps) == len(ours.steps) == 6
     assert (tmp_path / "three.png").stat().st_size > 10_000
     lines = capfd.readouterr().out.splitlines()

@@ -6,7 +6,6 @@ Options that are not given come from the resumed checkpoint or from defaults; si
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,15 @@ class Config:
         for name in given.keys() & {*_FLAGS}:
             replace(name, _C.flag_from(given[name], "train", name))
         for name in given.keys() & {*_NUMBERS}:
-            if isinstance(given[name], bool) or not isinstance(given[name], Real):
-                raise TypeError(f"train: {name} is a {type(given[name]).__name__}; pass a number")
             replace(name, _float(name, given[name]))
+        if self.weights is not None:
+            replace("weights", parse_weights(self.weights))
+        if self.compile is not False and not isinstance(self.compile, str):
+            replace("compile", _C.flag_from(self.compile, "train", "compile"))
         kinds: dict[str, tuple[Any, str]] = {
             **dict.fromkeys(_PATHS, (str | os.PathLike, "a path")),
             "reduce": (str, "a name"),
             "model": (str | nn.Module, "a name or an nn.Module"),
-            "compile": (str | bool, "True, False or the name of a backend"),
         }
         for name in given.keys() & kinds.keys():
             kind, wanted = kinds[name]
@@ -253,17 +253,23 @@ class Config:
         folder = None if self.data_dir is None else str(self.data_dir)
         asked = {"name": self.data, "data_dir": folder, "image_size": self.image_size}
         source = {**known, **{key: value for key, value in asked.items() if value is not None}}
-        data_sets.check(source["name"], folder, source["image_size"])
+        # With the digits in a checkpoint, the folder that was asked for may be that of "auto".
+        data_sets.check(source["name"], folder if self.data else None, source["image_size"])
         if source["name"] == "digits":  # they have no folder; the stored run may have had one
             source["data_dir"] = None
         return source
 
 
 def _float(name: str, number: Any) -> float:
+    """Return a number, or a tensor or array of one, as Python's; TypeError for anything else."""
     try:
-        return float(number)
+        if not isinstance(number, bool) and hasattr(number, "__float__"):
+            return float(number)
     except OverflowError:
         raise ValueError(f"train: {name} does not fit a float") from None
+    except (TypeError, ValueError, RuntimeError):  # an array of several numbers
+        pass
+    raise TypeError(f"train: {name} is a {type(number).__name__}; pass a number")
 
 
 def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:

@@ -178,18 +178,23 @@ class GluonTrainer:
 
 
 def _options(make: MakeOptimizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's arguments under torch's names; TypeError for one it does not have."""
-    options = {_NAMES.get(name, name): value for name, value in given.items()}
+    """Return the optimizer's arguments under its names; TypeError for one it does not have."""
     try:
-        known = inspect.signature(make).parameters
-    except ValueError:  # a compiled function may have none
-        return options
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return options
-    for name in options.keys() - known.keys():
-        instead = _INSTEAD.get(name, f"it has {', '.join(n for n in known if n != 'params')}")
-        what = getattr(make, "__name__", type(make).__name__)
-        raise TypeError(f"GluonTrainer: {what} has no argument {shown(name)}; {instead}")
+        parameters = list(inspect.signature(make).parameters.values())
+    except ValueError:  # a compiled function may have no signature
+        parameters = []
+    known = [p.name for p in parameters][1:]  # the first one takes the model's parameters
+    free = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    what = getattr(make, "__name__", type(make).__name__)
+    options: dict[str, Any] = {}
+    for asked, value in given.items():
+        name = asked if asked in known else _NAMES.get(asked, asked)
+        if name in options:
+            raise TypeError(f"GluonTrainer: {shown(asked)} is given twice, as {name!r} as well")
+        if not free and name not in known:
+            instead = _INSTEAD.get(name, f"it has {', '.join(known)}")
+            raise TypeError(f"GluonTrainer: {what} has no argument {shown(asked)}; {instead}")
+        options[name] = value
     return options
 
 

@@ -42,6 +42,7 @@ class PreparedRun:
     backend: str | None = None  # of torch.distributed, if every rank is a process
 
     def __post_init__(self) -> None:
+        self.data.check_test_image()
         if self.backend is not None and self.config.overlap is not None:
             raise ValueError("DistributedDataParallel always overlaps: leave the option out")
         if self.config.graph:

@@ -195,13 +195,13 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
         config = replace(prepared.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
         config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself
         prepared = replace(prepared, backend=backend, config=config)
-        try:
-            pickle.dumps(prepared)
+        try:  # a file: passed as arguments, the caller's tensors would become shared memory
+            torch.save(prepared, Path(folder) / "prepared")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"ddp runs in spawned processes, for which data or model cannot be pickled: {error}"
             ) from error
-        _spawn((prepared, folder, world, threads, printer), world)
+        _spawn((folder, world, threads, printer), world)
         state = checkpoint.load(Path(folder) / "run.pt")["run"]
     steps, epochs = records.restored(state)
     (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
@@ -227,7 +227,6 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 def _spawned(
     rank: int,
-    prepared: PreparedRun,
     folder: str,
     world: int,
     threads: int,
@@ -239,6 +238,7 @@ def _spawned(
     if parent is not None and not parent.is_alive():  # it died before prctl: no signal will come
         return
     torch.set_num_threads(threads)
+    prepared: PreparedRun = torch.load(Path(folder) / "prepared", weights_only=False)
     launch_context = LaunchContext(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert prepared.backend is not None
     join(prepared.backend, launch_context)

@@ -4,7 +4,7 @@ Bad values raise ValueError here, before any data is loaded or downloaded.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -171,11 +171,13 @@ def parse_weights(text: str | Sequence[float] | None) -> Weights:
     >>> parse_weights("80,20")
     (80.0, 20.0)
     """
-    if text is None or text == "auto":
+    if text is None or (isinstance(text, str) and text == "auto"):
         return None if text is None else "auto"
     try:
+        if isinstance(text, Mapping | Set):  # its order is not that of the ranks
+            raise TypeError
         return tuple(map(float, text.split(",") if isinstance(text, str) else text))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"weights are 'auto' or one number per rank such as '80,20', not {shown(text)}"
         ) from error

@@ -133,7 +133,8 @@ class Data:
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
-            _examples(part, examples)
+            examples = _examples(part, examples)
+            object.__setattr__(self, part, examples)  # the class is frozen
             images = labels = count(examples)
             if isinstance(examples, tuple):
                 images, labels = len(examples[0]), len(examples[1])
@@ -174,6 +175,17 @@ class Data:
         """The first image of the training set."""
         return fetch(self.train, torch.tensor([0]))[0][0]
 
+    def check_test_image(self) -> None:
+        """Raise ValueError if the first images of both sets differ in shape or dtype."""
+        image = fetch(self.test, torch.tensor([0]))[0][0]
+        first = self.first_image
+        if (image.shape, image.dtype) != (first.shape, first.dtype):
+            kinds = [f"{str(i.dtype)[6:]} {list(i.shape)}" for i in (first, image)]
+            raise ValueError(
+                f"{self.name}: the training set has images of {kinds[0]}, and the test set of "
+                f"{kinds[1]}"
+            )
+
     @property
     def image_shape(self) -> tuple[int, ...]:
         """The shape of the first image of the training set."""
@@ -198,7 +210,7 @@ def _examples(what: str, given: Any) -> Examples:
     """Return a pair of tensors or a map-style data set as it is; TypeError for anything else."""
     if isinstance(given, tuple | list) and len(given) == 2:
         if all(isinstance(part, Tensor) for part in given):
-            return given[0], given[1]
+            return given[0].detach(), given[1]
         if isinstance(given, tuple):
             kinds = " and ".join(type(part).__name__ for part in given)
             raise TypeError(f"{what} is a pair of {kinds}; pass two tensors, images and labels")
