@@ -229,10 +229,10 @@ def train(
     log: a file for JSON lines with every step and epoch
     plot: a picture of loss, accuracy and times to write (.png, .svg or .pdf)
 
-    Raises ValueError for a bad value, TypeError for an unknown option, DatasetError if the data is
-    not available, CheckpointError if a checkpoint cannot be read, written or resumed, OutputError
-    if log or plot cannot be written, and KeyboardInterrupt at a signal, once the checkpoint is
-    written.
+    Raises ValueError for a bad value, TypeError for an unknown option or a value of another type,
+    DatasetError if the data is not available, CheckpointError if a checkpoint cannot be read,
+    written or resumed, OutputError if log or plot cannot be written, and KeyboardInterrupt at a
+    signal, once the checkpoint is written.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1

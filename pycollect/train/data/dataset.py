@@ -89,9 +89,10 @@ class Data:
     a batch size of 256, a learning rate of 0.2 and 10 epochs. `evaluated` names the set that
     `test` is, "test" (the default), or "train" if there is no other.
 
-    Raises ValueError for an empty set, for numbers of images and labels that differ, and for label
-    tensors of another shape or dtype, below 0, or not below the number of `classes`. The labels of
-    map-style data sets are not checked.
+    Raises TypeError for sets of another kind, and ValueError for an empty set, for numbers of
+    images and labels that differ, and for label tensors of another shape or dtype, below 0, or not
+    below the number of `classes`. Examples of map-style data sets are checked when they are
+    fetched, and their labels only for being whole numbers from 0.
 
     >>> images, labels = torch.zeros(3, 1, 28, 28), torch.tensor([0, 1, 2])
     >>> data = Data("mine", (images, labels), (images, labels))
