@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,15 +136,22 @@ def test_samplers_synchronize_the_device_and_read_its_clock(monkeypatch):
     assert order == ["0", "sync", "barrier", "record", "call", "call", "record", "sync"]
 
 
-def test_the_batch_size_depends_on_the_time_of_a_call():
-    calls: list[None] = []
-    for seconds, few in ((0.001, True), (0.0, False)):
-        call = partial(lambda pause: calls.append(time.sleep(pause)), seconds)
-        _, samplers = on_both_clocks(Candidate("a", "peer", call, lambda value: None, None))
+def test_the_batch_size_depends_on_the_time_of_a_call(monkeypatch):
+    calls: list[int] = []
+    for seconds, batch in ((1e-3, 2), (1e-4, 6), (1e-6, 550)):
+
+        def estimate(sampler: Sampler, seconds: float = seconds) -> float:
+            before = len(calls)
+            sampler(1)
+            return seconds * (len(calls) - before)
+
+        monkeypatch.setattr(timers, "estimate", estimate)
+        candidate = Candidate("a", "peer", lambda: calls.append(1), lambda value: None, None)
+        _, samplers = on_both_clocks(candidate)
         samplers["a:gpu"](1)
         calls.clear()
         samplers["a:gpu"](1)
-        assert (len(calls) == 2) == few
+        assert len(calls) == pytest.approx(batch, abs=1)
 
 
 def test_every_clock_warms_up():
