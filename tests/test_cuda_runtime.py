@@ -86,6 +86,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "probe.cpp").write_text(SOURCE)
     includes = [Path(torch.__file__).parent / "include", toolkit / "include"]
     flags = ["-std=c++20", "-fPIC", "-shared", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    flags += ["-Wl,-Bsymbolic"]  # not the CUDA that torch has loaded
     command = [os.environ.get("CXX", "g++"), *flags, *(f"-isystem{path}" for path in includes)]
     subprocess.run([*command, "-o", "probe.so", "probe.cpp"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "probe.so"), mode=os.RTLD_LAZY)
