@@ -167,7 +167,7 @@ def test_refusals() -> None:
     ("name", "options", "message"),
     [
         ("nag", {}, "'nag' is unknown; pass 'sgd' with nesterov=True"),
-        ("sgd", {"clip_gradient": 1.0}, "SGD has no argument 'clip_gradient'; clamp_ the gradi"),
+        ("sgd", {"clip_gradient": 1.0}, "SGD has no argument 'clip_gradient'; between allreduce"),
         ("adam", {"epsilon": 1e-8}, "Adam has no argument 'epsilon'; it has lr, betas, eps, wei"),
         ("sgd", {"learning_rate": 0.1, "lr": 0.1}, "'lr' is given twice"),
         ("sgd", {"params": []}, "SGD has no argument 'params'; it has lr, momentum"),
@@ -176,6 +176,26 @@ def test_refusals() -> None:
 def test_other_names_of_gluon_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         GluonTrainer([net()], name, options)
+
+
+def test_what_the_refusals_name_is_what_gluon_does() -> None:
+    """clip_gradient clips the gradient of the mean; "nag" looks ahead by the momentum."""
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for module in nets:
+        nn.init.zeros_(module.weight)
+    trainer = GluonTrainer(nets, "sgd", {"lr": 1.0, "momentum": 0.5, "nesterov": True})
+    weight = momentum = 0.0
+    for slopes in ((4.0, 8.0), (0.25, 0.5)):
+        for module, slope in zip(nets, slopes, strict=True):
+            (slope * module.weight).sum().backward()
+        trainer.allreduce_grads()
+        for module in nets:
+            module.weight.grad.clamp_(-4 * 1.0, 4 * 1.0)
+        trainer.update(4)
+        clipped = min(sum(slopes) / 4, 1.0)
+        momentum = 0.5 * momentum + clipped
+        weight -= clipped + 0.5 * momentum
+        assert [module.weight.item() for module in nets] == [weight, weight]
 
 
 def test_allreduce_grads_and_update_must_alternate() -> None:

@@ -28,7 +28,8 @@ MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
 # Gluon's other names, and what does the same here.
 _INSTEAD = {
-    "clip_gradient": "clamp_ the gradients between allreduce_grads() and update()",
+    "clip_gradient": "between allreduce_grads() and update(), which divides by batch_size, clamp_ "
+    "the gradients to batch_size times as much",
     "lr_scheduler": "call set_learning_rate() when the rate changes",
     "nag": "pass 'sgd' with nesterov=True",
     "rescale_grad": "step(batch_size) divides the gradients",
@@ -43,12 +44,12 @@ class GluonTrainer:
     ("sgd", "adam") or a callable that makes an optimizer from parameters, and ``optimizer_params``
     are its arguments, with torch's names and defaults; of Gluon's names, learning_rate and wd are
     known as well. Gluon's "nag" is "sgd" with nesterov=True, its rescale_grad is ``batch_size``,
-    clip_gradient is a ``clamp_`` between ``allreduce_grads`` and ``update``, and an lr_scheduler
-    calls ``set_learning_rate``. Each rank has its own optimizer, so equal replicas stay equal to
-    the bit. Raises ValueError for replicas that differ, share a parameter or have none, for an
-    unknown name, and for an optimizer whose step needs a closure; TypeError for an argument that
-    the optimizer does not have, and without an optimizer, unless ``replicas`` is a
-    ``ReplicaTrainer``.
+    clip_gradient is a ``clamp_`` to ``batch_size`` times as much between ``allreduce_grads`` and
+    ``update``, which divides, and an lr_scheduler calls ``set_learning_rate``. Each rank has its
+    own optimizer, so equal replicas stay equal to the bit. Raises ValueError for replicas that
+    differ, share a parameter or have none, for an unknown name, and for an optimizer whose step
+    needs a closure; TypeError for an argument that the optimizer does not have, and without an
+    optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
 
     A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
     also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
