@@ -144,9 +144,12 @@ def callback_does_not_return(me: RankContext) -> tuple[Caught, float]:
     seconds = TIMEOUT if me.rank == FAULTY_RANK else 10 * TIMEOUT
     backend_of().set_timeout(datetime.timedelta(seconds=seconds))
     release = threading.Event()
+    if me.rank != FAULTY_RANK:
+        wait_published(me, "callback", [FAULTY_RANK])
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     if me.rank == FAULTY_RANK:
         future = future.then(lambda f: release.wait(20) and None)
+        publish(me, "callback")
     future_of_next = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     start = time.monotonic()
     error = caught(future_of_next.wait)
@@ -312,11 +315,12 @@ def call_behind_a_callback(me: RankContext) -> Caught:
     backend_of().set_timeout(datetime.timedelta(seconds=6 * TIMEOUT))
     if me.rank == FAULTY_RANK:
         backend_of().set_timeout(datetime.timedelta(seconds=2 * TIMEOUT))
-    if me.rank == 0:
-        time.sleep(ASLEEP)  # the others add their callbacks before
+    if me.rank != FAULTY_RANK:
+        wait_published(me, "callback", [FAULTY_RANK])
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     if me.rank == FAULTY_RANK:
         future.then(lambda f: time.sleep(4 * TIMEOUT))
+        publish(me, "callback")
         time.sleep(3 * TIMEOUT)
     return caught(dist.all_reduce, torch.ones(3))
 
