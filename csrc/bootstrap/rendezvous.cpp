@@ -152,7 +152,7 @@ void Rendezvous::throw_cause() const {
 // Throws with the cause published by the first rank that failed.
 void Rendezvous::fail(uint32_t kind, const std::string& cause) const {
   if (failure_sources_.abort_state) {
-    failure_sources_.abort_state->set(kind, cause, nullptr);
+    failure_sources_.abort_state->set({kind, cause}, nullptr);
     failure_sources_.abort_state->rethrow();
   }
   const std::string why = text("group '", settings_.name, "': ", cause);

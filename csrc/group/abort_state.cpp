@@ -23,11 +23,10 @@ std::string AbortState::name(const OpContext& context) const {
   return text(context.operation, " #", context.call, " of group '", group_, "'");
 }
 
-void AbortState::set(uint32_t kind, const std::string& cause, const OpContext* found_in,
-                     uint64_t first_run) {
+void AbortState::set(const AbortCause& cause, const OpContext* found_in) {
   uint64_t first = record_.first_run.load();
-  while ((first == 0 || first_run + 1 < first) &&
-         !record_.first_run.compare_exchange_weak(first, first_run + 1)) {
+  while ((first == 0 || cause.first_run + 1 < first) &&
+         !record_.first_run.compare_exchange_weak(first, cause.first_run + 1)) {
   }
   uint32_t healthy = AbortRecord::healthy;
   if (!record_.state.compare_exchange_strong(healthy, AbortRecord::being_written)) return;
@@ -35,8 +34,8 @@ void AbortState::set(uint32_t kind, const std::string& cause, const OpContext* f
     record_.call = found_in->call;
     write(record_.operation, found_in->operation);
   }
-  write(record_.cause, cause);
-  record_.state.store(kind, std::memory_order_release);
+  write(record_.cause, cause.text);
+  record_.state.store(cause.kind, std::memory_order_release);
 }
 
 void AbortState::rethrow(const OpContext& context) const {
@@ -51,7 +50,7 @@ void AbortState::rethrow(const OpContext& context) const {
 AbortCause AbortState::cause() const {
   const uint32_t kind = wait_for_cause();
   if (kind == AbortRecord::being_written) return {AbortRecord::lost, "a rank died"};
-  return {kind, read_text(record_.cause)};
+  return {kind, read_text(record_.cause), record_.first_run.load() - 1};
 }
 
 void AbortState::rethrow() const { fail(wait_for_cause(), text("group '", group_, "'"), ""); }

@@ -11,6 +11,7 @@ namespace pycollect::ipc {
 struct AbortCause {
   uint32_t kind;  // AbortRecord::lost or timed_out
   std::string text;
+  uint64_t first_run = 0;  // the calls before this run are spared
 };
 
 class AbortState {
@@ -24,11 +25,9 @@ class AbortState {
   bool ends(uint64_t run) const {
     return is_aborted() && run + 1 >= record_.first_run.load(std::memory_order_acquire);
   }
-  // Aborts the group from `first_run` on with `cause`; if it is aborted already, keeps that cause.
-  // `kind` is AbortRecord::lost or timed_out; `found_in` is the operation that detected the
-  // failure, or null.
-  void set(uint32_t kind, const std::string& cause, const OpContext* found_in,
-           uint64_t first_run = 0);
+  // Aborts the group; if it is aborted already, keeps that cause, with the lower first run.
+  // `found_in` is the operation that detected the failure, or null.
+  void set(const AbortCause& cause, const OpContext* found_in);
   // Throws the published cause as PeerLost or Timeout.
   [[noreturn]] void rethrow(const OpContext& context) const;
   [[noreturn]] void rethrow() const;  // for failures during construction of the group

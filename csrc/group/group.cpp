@@ -48,8 +48,9 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
     rendezvous(store);
   } catch (const std::exception& error) {  // peers may have seen this rank in the shared memory
     if (abort_state_)
-      abort_state_->set(AbortRecord::lost,
-                        text("rank ", world_rank(rank_), " gave up: ", error.what()), nullptr);
+      abort_state_->set(
+          {AbortRecord::lost, text("rank ", world_rank(rank_), " gave up: ", error.what())},
+          nullptr);
     throw;
   }
 }
@@ -167,18 +168,18 @@ void Group::require_healthy(const OpContext& context) const {
 
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
-  abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why)},
-        call_begin());
+  abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why),
+         call_begin()});
 }
 
-void Group::abort(const AbortCause& cause, uint64_t first_run) {
-  abort_state_->set(cause.kind, cause.text, nullptr, first_run);
+void Group::abort(const AbortCause& cause) {
+  abort_state_->set(cause, nullptr);
   wake_all();
 }
 
 void Group::leave_call() {
   if (fork_guard_.forked() || is_healthy()) return;
-  abort(abort_cause(), call_begin());  // keeps the cause
+  abort({.first_run = call_begin()});  // keeps the cause
 }
 
 uint64_t Group::run_number() const {
@@ -197,7 +198,7 @@ void Group::abort_if_died() {
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
-  abort_state_->set(kind, cause, &context, call_begin());
+  abort_state_->set({kind, cause, call_begin()}, &context);
   wake_all();
   abort_state_->rethrow(context);
 }

@@ -128,7 +128,7 @@ class Group {
   // Aborts the group from any thread: all waiting ranks throw, and later calls. Calls that this
   // rank has finished return on the other ranks, too.
   void abort(const std::string& why);
-  void abort(const AbortCause& cause, uint64_t first_run = 0);
+  void abort(const AbortCause& cause);
   // Called when this rank's call has failed because the group is aborted: no rank can finish it.
   void leave_call();
   // Aborts the group if a rank has died without leaving it, although no rank may wait for it.

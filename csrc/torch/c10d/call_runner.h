@@ -29,8 +29,8 @@ class CallRunner {
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
   void time_out(const std::string& why) {                     // thread-safe
     group_->abort({ipc::AbortRecord::timed_out,
-                   text("rank ", group_->world_rank(group_->rank()), " timed out: ", why)},
-                  group_->call_begin());
+                   text("rank ", group_->world_rank(group_->rank()), " timed out: ", why),
+                   group_->call_begin()});
   }
   std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
   std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe

@@ -3,9 +3,11 @@
 
 #include <chrono>
 #include <future>
+#include <sstream>
 #include <thread>
 
 #include "../../../group/new_thread.h"
+#include "../../../plan/error.h"
 #include "../torch_store.h"
 
 namespace pycollect::dist {
@@ -41,7 +43,7 @@ std::optional<T> within_limit(const c10::intrusive_ptr<c10d::Store>& store, F ac
 void CauseBoard::publish(const ipc::AbortCause& cause) const {
   within_limit<bool>(store_, [cause](c10d::Store& store) -> std::optional<bool> {
     if (store.check({kKey})) return false;
-    const std::string text = std::to_string(cause.kind) + " " + cause.text;
+    const std::string text = pycollect::text(cause.kind, " ", cause.first_run, " ", cause.text);
     store.set(kKey, std::vector<uint8_t>(text.begin(), text.end()));
     return true;
   });
@@ -51,10 +53,11 @@ std::optional<ipc::AbortCause> CauseBoard::find() const {
   return within_limit<ipc::AbortCause>(store_, [](c10d::Store& store) {
     if (!store.check({kKey})) return std::optional<ipc::AbortCause>();
     const std::vector<uint8_t> value = store.get(kKey);
-    const std::string text(value.begin(), value.end());
-    const std::size_t space = text.find(' ');
-    return std::optional(ipc::AbortCause{static_cast<uint32_t>(std::stoul(text.substr(0, space))),
-                                         text.substr(space + 1)});
+    std::istringstream text(std::string(value.begin(), value.end()));
+    ipc::AbortCause cause;
+    text >> cause.kind >> cause.first_run;
+    std::getline(text.ignore(), cause.text, '\0');
+    return std::optional(std::move(cause));
   });
 }
 

@@ -16,24 +16,27 @@ constexpr std::chrono::milliseconds kInterval{200};
 // How long a rank waits until the host that watches it has its last message.
 constexpr std::chrono::milliseconds kFarewellTime{500};
 
-// The last message to the host that watches this one: a kind as in AbortCause, or `healthy` in a
-// farewell, and the text of the cause.
-constexpr std::size_t kKindBytes = sizeof(uint32_t), kMostText = 1000;
+// The last message to the host that watches this one: the first run and the kind of an AbortCause,
+// or `healthy` in a farewell, and the text of the cause.
+constexpr std::size_t kRunBytes = sizeof(uint64_t), kHeaderBytes = kRunBytes + sizeof(uint32_t);
+constexpr std::size_t kMostText = 1000;
 using LastMessage = std::vector<std::byte>;
 
 std::shared_ptr<LastMessage> encode(const ipc::AbortCause& cause) {
   const std::size_t n = std::min(cause.text.size(), kMostText);
-  auto made = std::make_shared<LastMessage>(kKindBytes + n);
-  std::memcpy(made->data(), &cause.kind, kKindBytes);
-  std::memcpy(made->data() + kKindBytes, cause.text.data(), n);
+  auto made = std::make_shared<LastMessage>(kHeaderBytes + n);
+  std::memcpy(made->data(), &cause.first_run, sizeof cause.first_run);
+  std::memcpy(made->data() + kRunBytes, &cause.kind, sizeof cause.kind);
+  std::memcpy(made->data() + kHeaderBytes, cause.text.data(), n);
   return made;
 }
 
 // `message` is zeros behind the text.
 ipc::AbortCause decode(const LastMessage& message) {
   ipc::AbortCause cause;
-  std::memcpy(&cause.kind, message.data(), kKindBytes);
-  const auto* const text = reinterpret_cast<const char*>(message.data() + kKindBytes);
+  std::memcpy(&cause.first_run, message.data(), sizeof cause.first_run);
+  std::memcpy(&cause.kind, message.data() + kRunBytes, sizeof cause.kind);
+  const auto* const text = reinterpret_cast<const char*>(message.data() + kHeaderBytes);
   cause.text.assign(text, strnlen(text, kMostText));
   return cause;
 }
@@ -128,7 +131,7 @@ void HostsMonitor::serve() {
 void HostsMonitor::watch() {
   pthread_setname_np(pthread_self(), "pycollect watch");
   const Rank next = first_rank(1);
-  const auto message = std::make_shared<LastMessage>(kKindBytes + kMostText);
+  const auto message = std::make_shared<LastMessage>(kHeaderBytes + kMostText);
   try {
     wire_->await(wire_->post_receive(next, ProcessGroupWire::kFarewell, message->data(),
                                      message->size(), ipc::Deadline::max(), message),

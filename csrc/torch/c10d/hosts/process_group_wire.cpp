@@ -209,6 +209,18 @@ bool ProcessGroupWire::await_once(const PendingPtr& pending, ipc::Deadline deadl
   }
 }
 
+// Returns whether a transfer that abort() has interrupted was complete. Gloo tells of the
+// interruption first. It tells of the completion, or that time runs out, in the next wait, which
+// must not close connections that are still being made.
+bool ProcessGroupWire::was_complete(const PendingPtr& pending) {
+  if (!connections_->are_made()) return false;
+  try {
+    return await_once(pending, ipc::Clock::now());
+  } catch (const ipc::WireFailure&) {
+    return false;
+  }
+}
+
 // After a signal, connections are closed at once: transfers use memory of the interrupted call.
 void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) {
   const bool looks = handles_signals();
@@ -223,7 +235,10 @@ void ProcessGroupWire::await(const PendingPtr& pending, ipc::Deadline deadline) 
     if (deadline != ipc::Deadline::max() && !connections_->are_made())
       limit.emplace(*pending, deadline);
     while (!await_once(pending, limit ? deadline + kGrace : deadline)) {
-      if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
+      if (is_closed()) {
+        if (was_complete(pending)) break;
+        throw ipc::WireFailure("the connections are closed", false);
+      }
       if (limit && ipc::Clock::now() >= deadline) throw ipc::WireFailure("Timed out", true);
       if (looks) check_signals();
     }
@@ -307,8 +322,6 @@ void ProcessGroupWire::abort() {
   pending.swap(pending_);
   // Gloo ends no wait of a connection that has broken before, or that is not closed yet.
   for (const PendingPtr& p : pending) p->begun.carrier->interrupt(*p->begun.work);
-  sends_.clear();
-  receives_.clear();
 }
 
 }  // namespace pycollect::dist

@@ -49,8 +49,8 @@ class ProcessGroupWire final : public ipc::Wire {
   // Lets the thread that handles signals look for them, if it waits for a transfer.
   void look_for_signals();
 
-  // Closes all connections: every wait throws, here and at the peers, there perhaps later, when all
-  // connections have been made.
+  // Closes all connections: every wait for a transfer that is not complete throws, here and at the
+  // peers, there perhaps later, when all connections have been made.
   void abort();
 
  private:
@@ -66,6 +66,7 @@ class ProcessGroupWire final : public ipc::Wire {
 
   bool is_closed() const;
   bool await_once(const PendingPtr& pending, ipc::Deadline deadline);
+  bool was_complete(const PendingPtr& pending);
 
   const std::shared_ptr<Connections> connections_;
   mutable std::mutex mutex_;
