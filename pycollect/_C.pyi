@@ -238,8 +238,7 @@ class Options(Backend.Options):
 
     Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB, or
     16 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
-    the number of ranks), cuda_buffer_bytes 16777216 (16 MiB), cuda_transport "auto", hosts "exact",
-    between_hosts "gloo".
+    the number of ranks), cuda_buffer_bytes 16777216 (16 MiB), cuda_transport "auto", hosts "exact".
     An unknown cuda_transport raises ValueError; the other values are first checked when a group or
     a call uses them.
     """
@@ -247,9 +246,7 @@ class Options(Backend.Options):
     algorithm: str
     hosts: str
     _version: str
-    between_hosts: str
     _gloo: Callable[[Any, int, int, datetime.timedelta], Any] | None
-    _nccl: Callable[[Any, int, int, datetime.timedelta], Any] | None
     buffer_bytes: int | None
     symmetric_heap_bytes: int | None
     cuda_buffer_bytes: int

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._C._distributed_c10d import Backend
 
 from pycollect._C import Algorithm, Options, Plan
 
@@ -350,16 +349,6 @@ class EmulatedTorch:
 
     @property
     def gpu(self) -> Emulator: ...
-
-# Emulated NCCL (emulated_nccl.cpp).
-
-class EmulatedNccl(Backend):
-    """NCCL's send and recv over a Gloo process group, with NCCL's order and its silence."""
-
-    def __init__(self, gloo: Any) -> None: ...
-    def transfers(self) -> int: ...  # number of those begun
-    def hold(self) -> None: ...  # no transfer moves any more
-    def break_transfers(self) -> None: ...  # all transfers end with an error
 
 def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.

@@ -8,7 +8,6 @@ tensors: `init_process_group("cpu:pycollect,cuda:nccl")`. `options` sets what a 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import datetime
 import functools
@@ -17,7 +16,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import util
 from typing import Any
 
@@ -33,19 +31,10 @@ from .plans import algorithms
 __all__ = ["options"]
 
 NAME = "pycollect"
-# Values of the options `hosts` and `between_hosts`.
-HOSTS, BETWEEN_HOSTS = ("exact", "fast", "one"), ("gloo", "nccl")
+HOSTS = ("exact", "fast", "one")  # values of the option `hosts`
 # Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
 # left the group, and must fit into its clock.
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
-# A transfer of NCCL times out so much later than the group's call, which aborts it.
-_NCCL_TIMEOUT = datetime.timedelta(minutes=1)
-# Torch's NCCL reads these when a group is made: it then leaves failures to its user.
-_QUIET_NCCL = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
@@ -64,7 +53,6 @@ def options(
     cuda_buffer_bytes: int | None = None,
     cuda_transport: str = "auto",
     hosts: str = "exact",
-    between_hosts: str = "gloo",
 ) -> Any:
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
@@ -105,13 +93,6 @@ def options(
     in the same network namespace; the environment variable PYCOLLECT_HOST replaces this test by a
     name of the host. Ranks of one host must be able to share memory.
 
-    `between_hosts` says what carries the data of collectives from host to host: "gloo" (default),
-    or "nccl" between ranks that have the same number within their hosts. Every rank must have a
-    current CUDA device when the group is made. It moves the data between staging buffers, which are
-    in page-locked memory, also that of CPU tensors. Small calls, messages of `send` and `recv`, and
-    all that goes between other ranks use Gloo. Tested with an emulation of NCCL; never run with
-    NCCL itself.
-
     All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
     ValueError for an unknown algorithm, transport or other name and for a size out of range,
     and TypeError for a size that is not an int and for another option that is not a string.
@@ -136,7 +117,6 @@ def options(
         )
     made.cuda_transport = cuda_transport
     made.hosts = _choice("hosts", hosts, HOSTS)
-    made.between_hosts = _choice("between_hosts", between_hosts, BETWEEN_HOSTS)
     return made
 
 
@@ -151,7 +131,7 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 def _new_options() -> Any:
     made = _C.Options()
-    made._gloo, made._nccl = _gloo, _nccl
+    made._gloo = _gloo
     commit = build_info().get("commit") or ""
     made._version = f"{__version__} {commit}".strip().removesuffix("-dirty")
     return made
@@ -240,36 +220,6 @@ def _gloo(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any
     return gloo(store, rank, world, made)
 
 
-def _nccl(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
-    """Return a process group for the data of collectives between hosts. Torch would end the process
-    if a transfer fails or times out; instead, pycollect finds the failure and aborts the group."""
-    if not dist.is_nccl_available():
-        raise RuntimeError(
-            "between_hosts='nccl' needs NCCL, which this torch does not have; pass 'gloo'"
-        )
-    from torch._C import _distributed_c10d
-
-    nccl: Any = _distributed_c10d.ProcessGroupNCCL
-    made = nccl.Options()
-    made._timeout = min(max(timeout, _LEAST_TIMEOUT) + _NCCL_TIMEOUT, _MOST_TIMEOUT)
-    with _environment(_QUIET_NCCL):
-        return nccl(store, rank, world, made)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _create(request: Any, given: Any) -> Any:
     """Create the backend of a group; torch.distributed calls it (`extended_api`)."""
     if request.timeout < datetime.timedelta(0):
@@ -279,7 +229,6 @@ def _create(request: Any, given: Any) -> Any:
         )
     made = _own(given)
     _choice("hosts", made.hosts, HOSTS)  # the attributes can be set
-    _choice("between_hosts", made.between_hosts, BETWEEN_HOSTS)
     _read_environment(made)
     made._is_default = not dist.is_initialized()
     made._timeout = request.timeout

@@ -66,13 +66,6 @@ class Group {
   std::byte* staging_buffer(Rank r, uint64_t run) const {
     return base_ + layout_.staging_buffer(r, run);
   }
-  // The pages with the staging buffers of all ranks.
-  std::byte* staging_begin() const { return base_ + layout_.staging_buffers; }
-  std::byte* staging_end() const { return base_ + layout_.heaps; }
-  // A cache line of these pages that nothing uses, another one for each rank.
-  std::byte* unused_line() const {
-    return staging_buffer(rank_, 1) + layout_.buffer_stride - SegmentLayout::kStagger;
-  }
   std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
   // The signal pad begins and ends at page boundaries.
   std::byte* signal_pad() const { return base_ + layout_.signal_pad; }

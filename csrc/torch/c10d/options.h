@@ -11,7 +11,7 @@
 namespace pycollect::dist {
 
 inline constexpr const char* kBackendName = "pycollect";
-inline constexpr const char *kOneHost = "one", *kFastHosts = "fast", *kNccl = "nccl";
+inline constexpr const char *kOneHost = "one", *kFastHosts = "fast";
 
 struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
@@ -34,12 +34,10 @@ struct Options final : c10d::Backend::Options {
   std::string hosts = "exact";
   bool is_default = false;   // the group is torch's default one, with which its store ends
   std::string version = {};  // of pycollect, and the commit of its build
-  // What carries data between hosts: "gloo", or "nccl" for the data of collectives.
-  std::string between_hosts = "gloo";
-  // Make a process group of all ranks of the world.
-  using ProcessGroupFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
-      c10::intrusive_ptr<c10d::Store>, int rank, int world, std::chrono::milliseconds)>;
-  ProcessGroupFactory gloo = {}, nccl = {};
+  // Makes the process group of all ranks of the world for what goes between hosts.
+  std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,
+                                                  int world, std::chrono::milliseconds)>
+      gloo = {};
   std::shared_ptr<TorchRuntime> torch = {};  // replaces torch's runtime in tests
 
   // Newer torch calls this override, so that a split-off group has its own options.

@@ -45,9 +45,8 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
-          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
-                                  " cuda_transport=", o.cuda_transport, " hosts=", o.hosts,
-                                  " between_hosts=", o.between_hosts, " pycollect=", o.version),
+          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes, " cuda_transport=",
+                                  o.cuda_transport, " hosts=", o.hosts, " pycollect=", o.version),
           .one_host = o.hosts == kOneHost,
           .check_signals = &check_signals};
 }
@@ -105,26 +104,6 @@ void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
              places, "; set PYCOLLECT_HOST if that is intended"));
 }
 
-// Makes the process groups of all ranks for what goes between hosts.
-std::shared_ptr<Carrier> make_carrier(const StorePtr& store, const std::string& prefix,
-                                      RankAndWorld me, const Options& options, const Hosts& hosts,
-                                      const ipc::Group& group) {
-  require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
-          "pycollect.distributed");
-  const auto make = [&](const Options::ProcessGroupFactory& factory, const char* name,
-                        const StorePtr& of) {
-    return factory(c10::make_intrusive<c10d::PrefixStore>(prefix + name, of), me.rank, me.world,
-                   options.timeout);
-  };
-  auto gloo = gloo_carrier(make(options.gloo, "hosts", store));
-  if (options.between_hosts != kNccl) return gloo;
-  auto torch = options.torch ? options.torch : torch_runtime();
-  require(torch != nullptr, "between_hosts='nccl' needs a build of pycollect with CUDA");
-  const StorePtr own = own_connection(store);
-  return nccl_carrier({make(options.nccl, "up", own), make(options.nccl, "down", own)},
-                      std::move(gloo), hosts, group, std::move(torch));
-}
-
 // Makes a group of the ranks of each host, and the wire for what goes between.
 Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
                    const std::vector<ipc::PeerInfo>& ranks) {
@@ -142,8 +121,12 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   settings.one_host = true;
   Members made{make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store),
                           here, std::move(settings))};
+  require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
+          "pycollect.distributed");
   made.wire = std::make_shared<ProcessGroupWire>(
-      make_carrier(store, group, me, options, hosts, *made.group), hosts.meeting_order(me.rank));
+      options.gloo(c10::make_intrusive<c10d::PrefixStore>(group + "hosts", store), me.rank,
+                   me.world, options.timeout),
+      hosts.meeting_order(me.rank));
   made.board = std::make_shared<const CauseBoard>(
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
   const std::vector<std::string> names = ipc::names_of(hosts, ranks);

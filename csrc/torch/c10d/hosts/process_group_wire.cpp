@@ -1,7 +1,13 @@
 // See process_group_wire.h.
 #include "process_group_wire.h"
 
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
+#include <string_view>
 #include <thread>
 
 #include "../../../group/new_thread.h"
@@ -25,6 +31,10 @@ constexpr std::chrono::seconds kConnectTime{2};
 // How much later than a `WaitLimit` a wait runs out of time.
 constexpr std::chrono::seconds kGrace{1};
 
+// Limits of the timeout that is passed to a work: zero stands for the group's, and Gloo adds it to
+// a clock of nanoseconds.
+constexpr std::chrono::milliseconds kLeastTimeout{1}, kMostTimeout = std::chrono::hours(24 * 365);
+
 }  // namespace
 
 // The connections of this rank, and the thread that makes them, which may outlive the wire. It goes
@@ -32,15 +42,15 @@ constexpr std::chrono::seconds kGrace{1};
 struct ProcessGroupWire::Connections {
   std::mutex mutex;
   std::condition_variable changed;
-  std::shared_ptr<Carrier> carrier;    // null after it has been closed
-  bool is_closed = false;              // for the wire, perhaps before the carrier
+  TorchBackendPtr gloo;                // null after its connections have been closed
+  bool is_closed = false;              // for the wire, perhaps before Gloo's connections
   bool is_made = false;                // every connection is there or has failed; `peers` is final
   bool has_ended = false;              // the thread
   std::set<Rank> peers;                // to which this rank is connected
   std::map<Rank, std::string> failed;  // to which it cannot be, and why
 
-  // Returns the carrier once this rank is connected to `peer`.
-  std::shared_ptr<Carrier> with(Rank peer, ipc::Deadline deadline) {
+  // Returns the process group once this rank is connected to `peer`.
+  TorchBackendPtr with(Rank peer, ipc::Deadline deadline) {
     std::unique_lock lock(mutex);
     const auto is_known = [&] {
       return is_closed || peers.contains(peer) || failed.contains(peer);
@@ -58,21 +68,20 @@ struct ProcessGroupWire::Connections {
     if (is_closed) throw ipc::WireFailure("the connections are closed", false);
     if (const auto why = failed.find(peer); why != failed.end())
       throw ipc::WireFailure(text("it did not connect: ", why->second), false);
-    return carrier;
+    return gloo;
   }
 
-  // Closes all connections, or lets the thread that makes them do so.
+  // Closes all connections, or lets the thread that makes them do so: Gloo ends the process when a
+  // connection comes about after it has been closed.
   void close() {
-    std::shared_ptr<Carrier> open;
-    bool all;
+    TorchBackendPtr open;
     {
       const std::lock_guard lock(mutex);
       is_closed = true;
       changed.notify_all();
-      all = is_made;
-      open = all ? std::exchange(carrier, nullptr) : carrier;
+      if (is_made) open.swap(gloo);
     }
-    if (open) open->close(all ? peers : std::set<Rank>());
+    if (open) close_all(*open);
   }
 
   bool are_made() {
@@ -87,7 +96,7 @@ struct ProcessGroupWire::Connections {
   }
 
   void connect(const std::vector<Rank>& all) {
-    std::shared_ptr<Carrier> open = carrier;
+    TorchBackendPtr open = gloo;
     for (const Rank peer : all) {
       const std::optional<std::string> failure = try_to_connect(*open, peer);
       const std::lock_guard lock(mutex);
@@ -100,22 +109,55 @@ struct ProcessGroupWire::Connections {
     std::unique_lock lock(mutex);
     is_made = true;
     const bool closes = is_closed;
-    if (closes) carrier.reset();
+    if (closes) gloo.reset();
     lock.unlock();
-    if (closes) open->close(peers);
+    if (closes) close_all(*open);
     open.reset();
     lock.lock();
     has_ended = true;
     changed.notify_all();
   }
 
+  // Transfers have no events in profiles: one may be awaited after the profile in which it began
+  // has ended, and would write into freed memory.
+  static c10::intrusive_ptr<c10d::Work> begin(c10d::Backend& gloo, TransferEnd end, Rank peer,
+                                              int number, const WireBuffer& memory) {
+    const at::DisableRecordFunctionGuard no_event;
+    std::vector<at::Tensor> tensors{at::from_blob(memory.at, {static_cast<int64_t>(memory.bytes)},
+                                                  at::TensorOptions(at::kByte))};
+    return end == TransferEnd::send ? gloo.send(tensors, peer, number)
+                                    : gloo.recv(tensors, peer, number);
+  }
+
  private:
-  static std::optional<std::string> try_to_connect(Carrier& carrier, Rank peer) {
+  // One byte from one to the other makes both of them use the connection. Blocks until both do.
+  static std::optional<std::string> try_to_connect(c10d::Backend& gloo, Rank peer) {
+    const auto end = gloo.getRank() < peer ? TransferEnd::send : TransferEnd::receive;
+    std::byte scratch{};
     try {
-      carrier.connect(peer);
+      begin(gloo, end, peer, kConnect, {&scratch, 1})->wait(kMostTimeout);
       return std::nullopt;
     } catch (const std::exception& error) {
       return first_line(error.what());
+    }
+  }
+
+  // A wait of Gloo that runs out of time closes all connections, and no other call ends a wait of
+  // another thread. A receive of a message that never comes runs out of time.
+  void close_all(c10d::Backend& open) const {
+    std::byte scratch{};
+    for (const Rank peer : peers) {
+      c10::intrusive_ptr<c10d::Work> work;
+      try {
+        work = begin(open, TransferEnd::receive, peer, kNever, {&scratch, 1});
+      } catch (const std::exception&) {
+        continue;  // this connection is closed already
+      }
+      try {
+        work->wait(kLeastTimeout);
+      } catch (const std::exception& error) {
+        if (std::string_view(error.what()).find("Timed out") != std::string_view::npos) return;
+      }
     }
   }
 };
@@ -126,8 +168,7 @@ class ProcessGroupWire::WaitLimit {
   WaitLimit(const Pending& pending, ipc::Deadline deadline)
       : thread_(ipc::new_thread([this, &pending, deadline] {
           std::unique_lock lock(mutex_);
-          if (!changed_.wait_until(lock, deadline, [this] { return ended_; }))
-            pending.begun.carrier->interrupt(*pending.begun.work);
+          if (!changed_.wait_until(lock, deadline, [this] { return ended_; })) pending.interrupt();
         })) {}
   ~WaitLimit() {
     {
@@ -145,9 +186,9 @@ class ProcessGroupWire::WaitLimit {
   std::thread thread_;
 };
 
-ProcessGroupWire::ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers)
+ProcessGroupWire::ProcessGroupWire(TorchBackendPtr gloo, std::vector<Rank> peers)
     : connections_(std::make_shared<Connections>()) {
-  connections_->carrier = std::move(carrier);
+  connections_->gloo = std::move(gloo);
   ipc::new_thread([all = connections_, peers = std::move(peers)] { all->connect(peers); }).detach();
 }
 
@@ -171,16 +212,16 @@ void ProcessGroupWire::drop(const PendingPtr& pending) {
   pending_.erase(pending);
 }
 
-ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Rank peer, int number,
+ProcessGroupWire::PendingPtr ProcessGroupWire::post(TransferEnd end, Rank peer, int number,
                                                     WireBuffer memory, ipc::Deadline deadline) {
-  const auto carrier = connections_->with(peer, deadline);
-  Carrier::BegunTransfer begun;
+  const auto gloo = connections_->with(peer, deadline);
+  c10::intrusive_ptr<c10d::Work> work;
   try {
-    begun = carrier->begin(end, peer, number, memory.at, memory.bytes, deadline);
+    work = Connections::begin(*gloo, end, peer, number, memory);
   } catch (const std::exception& error) {
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
-  auto pending = std::make_shared<Pending>(peer, std::move(begun), std::move(memory.owner));
+  auto pending = std::make_shared<Pending>(peer, std::move(work), std::move(memory.owner));
   const std::lock_guard lock(mutex_);
   if (is_closed()) throw ipc::WireFailure("the connections are closed", false);
   pending_.insert(pending);
@@ -190,20 +231,21 @@ ProcessGroupWire::PendingPtr ProcessGroupWire::post(Carrier::TransferEnd end, Ra
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_send(Rank to, int number, const std::byte* at,
                                                          std::size_t bytes, ipc::Deadline deadline,
                                                          ipc::MemoryOwner owner) {
-  return post(Carrier::TransferEnd::send, to, number,
-              {const_cast<std::byte*>(at), bytes, std::move(owner)}, deadline);
+  return post(TransferEnd::send, to, number, {const_cast<std::byte*>(at), bytes, std::move(owner)},
+              deadline);
 }
 ProcessGroupWire::PendingPtr ProcessGroupWire::post_receive(Rank from, int number, std::byte* at,
                                                             std::size_t bytes,
                                                             ipc::Deadline deadline,
                                                             ipc::MemoryOwner owner) {
-  return post(Carrier::TransferEnd::receive, from, number, {at, bytes, std::move(owner)}, deadline);
+  return post(TransferEnd::receive, from, number, {at, bytes, std::move(owner)}, deadline);
 }
 
 // Returns false if it was interrupted.
 bool ProcessGroupWire::await_once(const PendingPtr& pending, ipc::Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - ipc::Clock::now());
   try {
-    return pending->begun.carrier->await(*pending->begun.work, deadline);
+    return pending->work->wait(std::clamp(left, kLeastTimeout, kMostTimeout));
   } catch (const std::exception& error) {
     throw ipc::WireFailure(first_line(error.what()), ipc::Clock::now() >= deadline);
   }
@@ -261,7 +303,7 @@ void ProcessGroupWire::look_for_signals() {
     const std::lock_guard lock(mutex_);
     awaited = awaited_;
   }
-  if (awaited) awaited->begun.carrier->interrupt(*awaited->begun.work);
+  if (awaited) awaited->interrupt();
 }
 
 void ProcessGroupWire::send(Rank to, int number, const std::byte* at, std::size_t bytes,
@@ -321,7 +363,7 @@ void ProcessGroupWire::abort() {
   const std::lock_guard lock(mutex_);
   pending.swap(pending_);
   // Gloo ends no wait of a connection that has broken before, or that is not closed yet.
-  for (const PendingPtr& p : pending) p->begun.carrier->interrupt(*p->begun.work);
+  for (const PendingPtr& p : pending) p->interrupt();
 }
 
 }  // namespace pycollect::dist

@@ -1,26 +1,30 @@
-// The wire over a carrier: over process groups of torch. Thread-safe.
+// The wire over a Gloo process group of torch that has all ranks of the world. Thread-safe.
 //
-// A carrier connects two ranks when both have begun to use the connection, and blocks the one that
+// Gloo connects two ranks when both have begun to use the connection, and blocks the one that
 // begins first. So a thread connects this rank to others, one after the other; no other thread uses
 // a connection before it is there.
 #pragma once
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "carrier.h"
+#include "../../../rank_executor/wire.h"
 
 namespace pycollect::dist {
+
+using TorchBackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 class ProcessGroupWire final : public ipc::Wire {
  public:
   // Number of a message that says that its sender leaves.
-  static constexpr int kFarewell = kConnect - 1;
+  static constexpr int kFarewell = std::numeric_limits<int>::max() - 2;
 
   // `peers`: in an order such that all ranks connect to each other.
-  ProcessGroupWire(std::shared_ptr<Carrier> carrier, std::vector<Rank> peers);
+  ProcessGroupWire(TorchBackendPtr gloo, std::vector<Rank> peers);
   // Waits a short time for ranks that still connect to this one.
   ~ProcessGroupWire() override;
 
@@ -54,18 +58,22 @@ class ProcessGroupWire final : public ipc::Wire {
   void abort();
 
  private:
+  // Numbers of messages of the wire itself.
+  static constexpr int kConnect = kFarewell + 1, kNever = kConnect + 1;
+
   struct Connections;
   class WaitLimit;
+  enum class TransferEnd { send, receive };
   struct WireBuffer {
     std::byte* at;
     std::size_t bytes;
-    ipc::MemoryOwner owner;
+    ipc::MemoryOwner owner = {};
   };
-  PendingPtr post(Carrier::TransferEnd end, Rank peer, int number, WireBuffer memory,
+  PendingPtr post(TransferEnd end, Rank peer, int number, WireBuffer memory,
                   ipc::Deadline deadline);
 
   bool is_closed() const;
-  bool await_once(const PendingPtr& pending, ipc::Deadline deadline);
+  static bool await_once(const PendingPtr& pending, ipc::Deadline deadline);
   bool was_complete(const PendingPtr& pending);
 
   const std::shared_ptr<Connections> connections_;
@@ -78,15 +86,16 @@ class ProcessGroupWire final : public ipc::Wire {
 
 class ProcessGroupWire::Pending {
  public:
-  Pending(Rank peer_, Carrier::BegunTransfer begun_, ipc::MemoryOwner owner)
-      : peer(peer_), owner_(std::move(owner)), begun(std::move(begun_)) {}
+  Pending(Rank peer_, c10::intrusive_ptr<c10d::Work> work_, ipc::MemoryOwner owner)
+      : peer(peer_), owner_(std::move(owner)), work(std::move(work_)) {}
+  void interrupt() const { work->abort(); }  // a wait of another thread returns false
   const Rank peer;
 
  private:
   const ipc::MemoryOwner owner_;  // outlives the transfer, which has addresses in its memory
 
  public:
-  const Carrier::BegunTransfer begun;
+  const c10::intrusive_ptr<c10d::Work> work;
 };
 
 }  // namespace pycollect::dist
