@@ -26,7 +26,6 @@ CORE_FOLDERS = (
     "hosts",
     "send_recv",
     "rank_threads",
-    "cuda_ipc",
     "analysis",
 )
 TORCH_FOLDERS = (

@@ -238,9 +238,7 @@ class Options(Backend.Options):
 
     Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB, or
     16 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
-    the number of ranks), cuda_buffer_bytes 16777216 (16 MiB), cuda_transport "auto", hosts "exact".
-    An unknown cuda_transport raises ValueError; the other values are first checked when a group or
-    a call uses them.
+    the number of ranks), hosts "exact". Values are first checked when a group or a call uses them.
     """
 
     algorithm: str
@@ -249,18 +247,13 @@ class Options(Backend.Options):
     _gloo: Callable[[Any, int, int, datetime.timedelta], Any] | None
     buffer_bytes: int | None
     symmetric_heap_bytes: int | None
-    cuda_buffer_bytes: int
-    cuda_transport: str
     def __init__(self) -> None: ...
 
 def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...
 def symmetric_heap_usage(backend: Any) -> tuple[int, int, int] | None: ...
-def symmetric_memory_usage(backend: Any) -> tuple[int, int] | None: ...
-def in_symmetric_memory(backend: Any, tensor: torch.Tensor) -> bool: ...
 def is_backend(backend: Any) -> bool: ...
 def abandon_coalescing(backend: Any, why: str, unlisted: bool) -> None: ...
 def close_groups() -> bool: ...
-def cuda_transports() -> list[str]: ...
 
 class EndKind:
     PEER_LOST: EndKind

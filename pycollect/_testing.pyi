@@ -282,14 +282,10 @@ class Emulator:
         """Let calls of this name succeed without an effect."""
 
     def block(self, call: str, on: bool = True) -> None:
-        """Let calls of this name (launch, wait_value, query) return only when the stream's work up
+        """Let calls of this name (launch, query) return only when the stream's work up
         to there is done."""
 
-    def occupy_gpu(self, path: str) -> None:
-        """Let streams that wait for a value occupy the GPU of all processes that name this file."""
 
-    def set_identity(self, gpu: str) -> None:
-        """Set the identity of every device."""
 
     def set_pause(self, seconds: float) -> None:
         """Set the pause of the streams' thread between two rounds of work."""
@@ -350,11 +346,11 @@ class EmulatedTorch:
     @property
     def gpu(self) -> Emulator: ...
 
-def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
+def emulate(options: Options, eager: bool = ..., own_thread: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.
 
     eager: run work as early as possible instead of as late as possible.
-    shares: processes can map each other's device memory.
+    own_thread: a thread of the emulator runs the streams' work.
     """
 
 # The device's kernels on host memory (bind_kernels.cpp).
@@ -372,16 +368,14 @@ def emulate_launch(
     multiprocessors: int,
     args_bytes: int,
     float8: Sequence[int],
-    guard: int = 0,
 ) -> list[dict[str, Any]]:
     """Run the works with the device's kernels on host memory; describe each launch.
 
-    A description has the keys kind, works, args_bytes, guard, accesses (of each block),
+    A description has the keys kind, works, args_bytes, accesses (of each block),
     widest_load and widest_store (bytes), and loaded, loaded_twice, stored, stored_twice (bytes).
 
     args_bytes: limit of the kernel parameters.
     float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
-    guard: address of a word; if the word is not zero, nothing is written.
     """
 
 # Emulated GPUs for list calls (bind_gpus.cpp).

@@ -38,10 +38,6 @@ _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedel
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
-# Environment variables that replace the value "auto" of an option, and their allowed values.
-_SETTINGS = {
-    "cuda_transport": ("PYCOLLECT_CUDA_TRANSPORT", tuple(_C.cuda_transports()[1:])),
-}
 _MOST_BYTES = 2**46  # half of the address space of an x86-64 process
 
 
@@ -50,8 +46,6 @@ def options(
     algorithm: str | None = None,
     buffer_bytes: int | None = None,
     symmetric_heap_bytes: int | None = None,
-    cuda_buffer_bytes: int | None = None,
-    cuda_transport: str = "auto",
     hosts: str = "exact",
 ) -> Any:
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
@@ -68,20 +62,9 @@ def options(
     there is one, divided by W. File descriptors of the shared memory are sent through a Unix
     socket, so containers must share a network namespace.
 
-    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses two staging
-    buffers per rank of `cuda_buffer_bytes` bytes of GPU memory (default 16 MiB, at least 8192),
-    which all processes map from a file descriptor (CUDA's cuMem functions, not cudaIpc), and
-    streams that wait for each other. "host_staging" uses pinned host memory. "auto" (default) tests
-    in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
-    otherwise uses "host_staging"; the environment variable PYCOLLECT_CUDA_TRANSPORT replaces
-    "auto". If a named transport does not work, the call fails. A group with a `device_id` runs the
-    test when it is created, so that the first calls of several groups may come in any order.
-
-    Messages of CUDA tensors between two ranks go through pinned memory, in fragments if larger than
-    1 MiB. Their `wait()` blocks the host until the data has been sent or received.
-
-    If all CUDA tensors of a collective are in symmetric memory (`pycollect.symmetric_empty(...,
-    device="cuda")`), peers read and write them in place, without staging.
+    CUDA tensors go through pinned host memory, in collectives and messages alike: `wait()` blocks
+    the host until the ranks have exchanged their data, then the current stream. For a process per
+    GPU there is NCCL, in the same group: `init_process_group("cpu:pycollect,cuda:nccl")`.
 
     `hosts` says how ranks on several hosts work together. "exact" (default): they exchange data
     through a Gloo process group of torch, and reductions have the same bits as on one host. "fast":
@@ -94,7 +77,7 @@ def options(
     name of the host. Ranks of one host must be able to share memory.
 
     All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
-    ValueError for an unknown algorithm, transport or other name and for a size out of range,
+    ValueError for an unknown algorithm or other name and for a size out of range,
     and TypeError for a size that is not an int and for another option that is not a string.
 
     >>> options(algorithm="fused").algorithm
@@ -108,14 +91,6 @@ def options(
         made.buffer_bytes = _bytes("buffer_bytes", buffer_bytes, least=4096)
     if symmetric_heap_bytes is not None:
         made.symmetric_heap_bytes = _bytes("symmetric_heap_bytes", symmetric_heap_bytes, least=0)
-    if cuda_buffer_bytes is not None:
-        made.cuda_buffer_bytes = _bytes("cuda_buffer_bytes", cuda_buffer_bytes, least=8192)
-    if not isinstance(cuda_transport, str):
-        allowed = ", ".join(map(repr, _C.cuda_transports()))
-        raise TypeError(
-            f"cuda_transport is a {type(cuda_transport).__name__}; pass one of {allowed}"
-        )
-    made.cuda_transport = cuda_transport
     made.hosts = _choice("hosts", hosts, HOSTS)
     return made
 
@@ -156,15 +131,6 @@ def _bytes(name: str, value: int, least: int) -> int:
     if value > _MOST_BYTES:
         raise ValueError(f"{name} is {value}; it must be at most {_MOST_BYTES}")
     return value
-
-
-def _read_environment(made: Any) -> None:
-    for name, (variable, allowed) in _SETTINGS.items():
-        wanted = os.environ.get(variable, "").strip().lower()
-        if wanted and wanted not in allowed:
-            raise ValueError(f"{variable} is {wanted!r}; allowed are {', '.join(allowed)}")
-        if wanted and getattr(made, name) == "auto":
-            setattr(made, name, wanted)
 
 
 def _own(given: Any) -> Any:
@@ -229,7 +195,6 @@ def _create(request: Any, given: Any) -> Any:
         )
     made = _own(given)
     _choice("hosts", made.hosts, HOSTS)  # the attributes can be set
-    _read_environment(made)
     made._is_default = not dist.is_initialized()
     made._timeout = request.timeout
     made.group_name = request.group_id

@@ -1,4 +1,4 @@
-"""Symmetric memory: tensors in memory that all ranks of a group reach, on the CPU or on GPUs.
+"""Symmetric memory: tensors in host memory that all ranks of a group reach.
 
 A collective whose tensors are all in symmetric memory is zero-copy: ranks read and write them in
 place, without staging.
@@ -16,15 +16,12 @@ import torch.distributed as dist
 from . import _C
 from .errors import shown
 
-_NAMES = {"cpu": "CPU", "cuda": "CUDA"}
-
 
 class Usage(NamedTuple):
     """Symmetric memory of one rank, in bytes.
 
-    used: bytes of live tensors; on GPUs, of the blocks that torch's allocator divides among them.
-    cached: free bytes that are kept for later tensors. reserved: on the CPU, the address space,
-    which limits all tensors together; on GPUs, the sum of used and cached.
+    used: bytes of live tensors. cached: free bytes that are kept for later tensors. reserved: the
+    address space, which limits all tensors together.
     """
 
     used: int
@@ -35,19 +32,17 @@ class Usage(NamedTuple):
 class SymmetricAllocator:
     """Allocate tensors in the symmetric memory of a group (default: the default group).
 
-    Tensors are ordinary torch tensors, on the CPU unless `device` is a GPU, and may outlive the
-    group. GPU memory comes from torch's caching allocator, in a separate pool.
+    Tensors are ordinary CPU tensors of torch, and may outlive the group.
 
     Allocation concerns one rank alone: it is not collective, the ranks' sizes and order may differ,
     and no rendezvous call follows.
 
     After a call has failed (`PeerLost`, or `Timeout` at the group's timeout), a slow rank may still
-    write to the call's tensors. Their memory is then not reused, and the group allocates no more
-    CPU memory.
+    write to the call's tensors. Their memory is then not reused, and the group allocates no more.
 
-    Raises ValueError without a process group, for a device that is neither the CPU nor a GPU, and
-    for a group whose backend for the device has no symmetric memory; TypeError for a group that is
-    not a ProcessGroup.
+    Raises ValueError without a process group, for a `device` other than "cpu" or None, and for a
+    group whose backend for CPU tensors has no symmetric memory; TypeError for a group that is not a
+    ProcessGroup.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
@@ -63,7 +58,7 @@ class SymmetricAllocator:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """Use the symmetric memory of `group` on `device`: "cpu", or a GPU such as "cuda:0"."""
+        """Use the symmetric memory of `group`. `device`: "cpu", or None, which means the same."""
         if not dist.is_initialized():
             raise ValueError(
                 "symmetric memory needs a process group; call "
@@ -72,14 +67,18 @@ class SymmetricAllocator:
         if not (group is None or isinstance(group, dist.ProcessGroup)):
             raise TypeError(f"group is a {type(group).__name__}; pass a ProcessGroup, or None")
         try:
-            self._device = torch.device("cpu" if device is None else device)
+            where = torch.device("cpu" if device is None else device)
         except RuntimeError as error:
             raise ValueError(
                 f"device is {shown(device)}; torch has no such device: {error}"
             ) from None
-        if self._device.type not in _NAMES:
-            raise ValueError(f"device is '{self._device}'; allowed are 'cpu' and GPUs ('cuda:0')")
-        self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)
+        if where.type != "cpu":
+            raise ValueError(
+                f"device is '{where}'; symmetric memory is host memory, so pass device='cpu'. On "
+                "GPUs, lists and ranks that are threads use ordinary tensors in place, and a "
+                "process per GPU has NCCL ('cpu:pycollect,cuda:nccl') and torch's symmetric memory"
+            )
+        self._backend = _backend_of(dist.group.WORLD if group is None else group)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized tensor of shape `size`, as torch.empty does.
@@ -88,11 +87,10 @@ class SymmetricAllocator:
         default dtype. The tensor is contiguous. The call is not collective: other ranks may
         allocate other sizes, in another order, or nothing.
 
-        Raises ValueError for a negative size, for a tensor of 2**63 bytes or more, and during the
-        capture of a CUDA graph on the device; TypeError for another type of `size` or `dtype`;
-        RuntimeError if the symmetric heap (`symmetric_heap_bytes`) or the GPU has no room;
-        CollectiveError after the group has been destroyed; and on the CPU, the group's PeerLost or
-        Timeout after a call has failed with it.
+        Raises ValueError for a negative size and for a tensor of 2**63 bytes or more; TypeError for
+        another type of `size` or `dtype`; RuntimeError if the symmetric heap
+        (`symmetric_heap_bytes`) has no room; CollectiveError after the group has been destroyed;
+        and the group's PeerLost or Timeout after a call has failed with it.
         """
         given = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
         shape = torch.Size(_C.int_from(n, "empty", "size") for n in given)
@@ -104,21 +102,17 @@ class SymmetricAllocator:
         if math.prod(shape) * chosen.itemsize >= 1 << 63:
             raise ValueError(f"size is {tuple(shape)}; a tensor has at most 2**63 - 1 bytes")
         made: torch.Tensor = self._backend.allocate_tensor(
-            math.prod(shape), dtype=chosen, device=self._device
+            math.prod(shape), dtype=chosen, device=torch.device("cpu")
         )
         return made.view(shape)
 
     def usage(self) -> Usage:
-        """Return this rank's usage in bytes: of the CPU's symmetric memory, or of all GPUs'.
+        """Return this rank's usage of the group's symmetric memory, in bytes.
 
         The result is a pycollect.symmetric_memory.Usage with the fields used, cached and reserved.
         Raises ValueError if TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped the group's backend.
         """
-        if self._device.type == "cuda":
-            on_gpus = _C.symmetric_memory_usage(self._backend)
-            found = None if on_gpus is None else (*on_gpus, sum(on_gpus))
-        else:
-            found = _C.symmetric_heap_usage(self._backend)
+        found = _C.symmetric_heap_usage(self._backend)
         if found is None:
             raise ValueError(
                 "the group's backend is wrapped, which hides its usage; unset "
@@ -127,23 +121,18 @@ class SymmetricAllocator:
         return Usage(*found)
 
 
-def _backend_of(group: Any, device: torch.device) -> Any:
-    """Return the group's backend for the device; raise ValueError without symmetric memory."""
+def _backend_of(group: Any) -> Any:
+    """Return the group's backend for CPU tensors; raise ValueError without symmetric memory."""
     try:
-        backend: Any = group._get_backend(device)
+        backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError as error:
         raise ValueError(
-            f"the group has no backend for {_NAMES[device.type]} tensors; make it with 'pycollect'"
+            "the group has no backend for CPU tensors; make it with 'pycollect'"
         ) from error
-    if device.type == "cuda":
-        shares = _C.symmetric_memory_usage(backend) is not None
-    else:
-        shares = backend.name() == "pycollect" and backend.supports_tensor_alloc(device)
-    if not shares:
+    if backend.name() != "pycollect" or not backend.supports_tensor_alloc(torch.device("cpu")):
         raise ValueError(
-            f"the group's backend for {_NAMES[device.type]} tensors, {backend.name()!r}, has no "
-            "memory that its ranks share; make the group with 'pycollect'"
-            + (", in a build with CUDA" if device.type == "cuda" else "")
+            f"the group's backend for CPU tensors, {backend.name()!r}, has no memory that its ranks "
+            "share; make the group with 'pycollect'"
         )
     return backend
 
@@ -154,13 +143,13 @@ def symmetric_empty(
     device: torch.device | str | int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialized tensor in the symmetric memory of a group.
+    """Return an uninitialized CPU tensor in the symmetric memory of a group.
 
-    `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU,
-    and `group` defaults to the default group. The call is not collective: other ranks may allocate
+    `size` and `dtype` are those of torch.empty, `device` may be "cpu" or None, which means the
+    same, and `group` defaults to the default group. The call is not collective: other ranks may allocate
     other sizes, in another order, or nothing, and no rendezvous call follows. Raises the errors of
     `SymmetricAllocator` and `SymmetricAllocator.empty`; among them are the group's PeerLost or
-    Timeout on the CPU after a call has failed with it, and CollectiveError after the group has been
+    Timeout after a call has failed with it, and CollectiveError after the group has been
     destroyed.
 
     >>> import pycollect as pc, torch.distributed as dist

@@ -1,4 +1,4 @@
-// The interface to CUDA: 28 functions, each as low-level as a call of CUDA. It is implemented with
+// The interface to CUDA: 17 functions, each as low-level as a call of CUDA. It is implemented with
 // CUDA in torch/cuda/api.cpp, and without a GPU by the emulator in csrc/testing; all code above the
 // interface runs unchanged on either. Includes no CUDA headers: handles are opaque.
 #pragma once
@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "../group/system.h"
 #include "../plan/dtype.h"
 
 namespace pycollect::cuda {
@@ -44,9 +43,6 @@ struct Launch {
   DType dtype;
   ReduceOp op;
   FoldOptions options;
-  // The guard word, which the device reads when the launch runs: if it is nonzero then, the launch
-  // writes nothing. Null: no guard.
-  const std::byte* guard = nullptr;
 };
 
 // A copy of `rows` rows of `bytes` bytes, between the memories of any two devices, or of a device
@@ -65,13 +61,6 @@ struct CopyRect {
 // concern a stream or an event of a capture.
 enum class CaptureMode { global, thread_local_only, relaxed };
 
-// Device memory of this process, exported as a file descriptor. Other processes may map the memory
-// while the descriptor is open.
-struct ExportedMemory {
-  ipc::UniqueFd descriptor;
-  std::size_t bytes;  // a multiple of the device's page size
-};
-
 // Thread-safe. A function that fails throws std::runtime_error with CUDA's reason. The device of a
 // stream or event that is passed must be current, except to destroy an event.
 class Api {
@@ -82,13 +71,10 @@ class Api {
   virtual void set_device(Device device) = 0;
   // Makes the thread's former device current again, without creating a context on that device.
   virtual void restore_device(Device device) = 0;
-  // Returns the identity of the GPU, its UUID, which is the same in all processes.
-  virtual std::string identity(Device device) = 0;
   // Sets the thread's capture mode, and returns the former one.
   virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;
 
   virtual Stream create_stream(Device device) = 0;  // of the highest priority
-  virtual void destroy(Stream stream) = 0;
   // Returns the number of the capture that the stream is in; 0: none.
   virtual uint64_t capture_id(Stream stream) = 0;
   // Calls `destroyed` once, on any thread, when the graph that captures this stream and all its
@@ -109,28 +95,9 @@ class Api {
   // wait for all streams of the process, as the first launch of a kernel that is not loaded does.
   // Unlike that launch, it is permitted whatever any thread captures.
   virtual void load(Device device, DType dtype, ReduceOp op) = 0;
-  // These five functions enqueue work on the stream.
+  // These two functions enqueue work on the stream.
   virtual void launch(Stream stream, const Launch& launch) = 0;
   virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
-  virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
-  // A write of a word, and a wait until the word has reached the value, compared with wrap-around
-  // as by ipc::reached. The device must be able to access the word.
-  virtual void write_value(Stream stream, std::byte* word, uint64_t value) = 0;
-  virtual void wait_value(Stream stream, std::byte* word, uint64_t value) = 0;
-
-  // Each of the following functions may wait for all streams of the process. `allocate` returns
-  // memory that can be exported.
-  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;
-  virtual ExportedMemory export_memory(std::byte* memory) = 0;
-  virtual std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) = 0;
-  // Unmaps memory that `allocate` or `map` returned, and that no work uses any more: unlike
-  // cudaFree, it does not wait for such work. The memory is freed when no process maps it and no
-  // descriptor of it is open.
-  virtual void unmap(std::byte* memory) = 0;
-
-  // Registers (pins) whole pages of host memory, and returns their address on the current device.
-  virtual std::byte* register_host(std::byte* memory, std::size_t bytes) = 0;
-  virtual void unregister_host(std::byte* memory) = 0;
 };
 
 }  // namespace pycollect::cuda

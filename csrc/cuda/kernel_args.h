@@ -40,10 +40,7 @@ struct ArgsHead {
   double inverse = 1;     // 1 / world
   float inverse_f32 = 1;  // stored because narrowing a double costs a thread more than an addition
   Float8Specials float8 = {};
-  uint8_t unused[4] = {};
-  // Index of the word that holds the address of the launch's guard. 0: no guard, because the first
-  // word always belongs to a work.
-  uint16_t guard = 0;
+  uint8_t unused[6] = {};
 };
 static_assert(sizeof(ArgsHead) == 32);
 

@@ -96,26 +96,15 @@ struct GpuAccessor {
   }
 };
 
-// Returns true if the launch's guard forbids writing. One thread per block reads the guard, because
-// it may lie in host memory; so a block writes all of its part or nothing.
-template <class Args>
-__device__ __forceinline__ bool is_forbidden(const Args& args) {
-  if (args.head.guard == 0) return false;
-  const uint64_t at = args.words[args.head.guard];
-  return __syncthreads_or(threadIdx.x == 0 && GpuAccessor::load<uint32_t>(at) != 0) != 0;
-}
-
 template <class T, class Op, class Args>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fold_level(const __grid_constant__ Args args) {
-  if (is_forbidden(args)) return;
   run_folds<T, Op>(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
 }
 
 template <class Args>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ Args args) {
-  if (is_forbidden(args)) return;
   run_copies(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
 }
 

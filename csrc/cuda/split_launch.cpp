@@ -109,14 +109,12 @@ Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
   return entry;
 }
 
-std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ? 0 : 1; }
-
 // The works of a launch, without empty ones. Works with too many pointers for the arguments of one
 // kernel are divided.
 class SplitWorks {
  public:
   SplitWorks(const Launch& launch, const DeviceLimits& limits)
-      : words_(limits.args_bytes / 8 - kHeadWords - kWorkWords - guard_words(launch)) {
+      : words_(limits.args_bytes / 8 - kHeadWords - kWorkWords) {
     for (const LaunchWork& work : launch.works)
       if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
   }
@@ -158,10 +156,7 @@ class Packer {
  public:
   Packer(const Launch& launch, const DeviceLimits& limits,
          const std::function<void(const KernelLaunch&)>& issue)
-      : limits_(limits),
-        guard_(launch.guard),
-        fixed_(kHeadWords + guard_words(launch)),
-        issue_(issue) {
+      : limits_(limits), issue_(issue) {
     args_.head.float8 = launch.options.float8;
     if (launch.op != ReduceOp::avg) return;
     args_.head.world = launch.options.world;
@@ -171,7 +166,7 @@ class Packer {
 
   void pack(KernelKind kind, const std::vector<Entry>& entries) {
     for (auto first = entries.begin(); first != entries.end();) {
-      std::size_t words = fixed_;
+      std::size_t words = kHeadWords;
       uint64_t moved = 0;
       auto last = first;
       for (; last != entries.end() && words + last->words() <= limits_.args_bytes / 8; ++last) {
@@ -186,19 +181,11 @@ class Packer {
         const auto work = std::bit_cast<WorkWords>(placed(*first, moved));
         std::copy(work.at, work.at + kWorkWords, at);
       }
-      if (guard_ != nullptr) add_guard();
       issue_({kind, args_, words * 8, blocks_});
     }
   }
 
  private:
-  // Appends the guard's address to the lists.
-  void add_guard() {
-    const std::size_t at = args_.head.works * kWorkWords + used_++;
-    args_.words[at] = as_word(guard_);
-    args_.head.guard = static_cast<uint16_t>(at);
-  }
-
   WorkArgs placed(const Entry& entry, uint64_t moved) {
     WorkArgs work = entry.form;
     work.first_block = blocks_;
@@ -227,8 +214,6 @@ class Packer {
   }
 
   const DeviceLimits& limits_;
-  const std::byte* const guard_;
-  const std::size_t fixed_;  // words of the arguments besides works and lists
   const std::function<void(const KernelLaunch&)>& issue_;
   LargeKernelArgs args_;
   std::size_t used_ = 0;  // words of lists

@@ -9,8 +9,8 @@
 namespace pycollect::ipc {
 
 struct AbortCause {
-  uint32_t kind;  // AbortRecord::lost or timed_out
-  std::string text;
+  uint32_t kind = AbortRecord::lost;  // or timed_out
+  std::string text = {};
   uint64_t first_run = 0;  // the calls before this run are spared
 };
 

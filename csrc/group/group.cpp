@@ -28,8 +28,7 @@ int checked_world(Rank rank, int world, bool one_host) {
 SegmentSizes checked(const SegmentSizes& sizes) {
   for (const auto& [what, bytes] : {std::pair{"buffer_bytes", sizes.buffer_bytes},
                                     {"mailbox_bytes", sizes.mailbox_bytes},
-                                    {"symmetric_heap_bytes", sizes.symmetric_heap_bytes},
-                                    {"signal_pad_bytes", sizes.signal_pad_bytes}})
+                                    {"symmetric_heap_bytes", sizes.symmetric_heap_bytes}})
     require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
   return sizes;
 }
@@ -41,8 +40,7 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
       world_(checked_world(rank, world, settings.one_host)),
       settings_(std::move(settings)),
       layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
-                       settings_.symmetric_heap_bytes, settings_.signal_pad_bytes,
-                       settings_.all_ranks})),
+                       settings_.symmetric_heap_bytes, settings_.all_ranks})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   try {
     rendezvous(store);
@@ -85,10 +83,7 @@ void Group::map_segment(std::shared_ptr<Segment> segment) {
 // they are first used, by the rank that writes them: their pages then lie on the NUMA node where
 // that rank runs. The caller must hold the liveness lock, because the kernel may kill the process
 // here for lack of memory.
-void Group::commit() {
-  segment_->commit(0, used_at_once());
-  segment_->commit(layout_.signal_pad, layout_.staging_buffers - layout_.signal_pad);
-}
+void Group::commit() { segment_->commit(0, used_at_once()); }
 
 bool Group::reserve_staging(uint64_t ranks, const StagingRegions& wanted) {
   if (wanted == last_reserved_ && (ranks & ~last_reserved_ranks_) == 0) return false;

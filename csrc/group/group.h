@@ -67,8 +67,6 @@ class Group {
     return base_ + layout_.staging_buffer(r, run);
   }
   std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
-  // The signal pad begins and ends at page boundaries.
-  std::byte* signal_pad() const { return base_ + layout_.signal_pad; }
   std::byte* heap(Rank r) const { return base_ + layout_.heap(r); }
   // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
   const std::shared_ptr<Segment>& segment() const { return segment_; }

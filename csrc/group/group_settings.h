@@ -21,7 +21,6 @@ struct GroupSettings {
   std::size_t mailbox_bytes = 0;
   std::size_t mailbox_header_bytes = 0;  // committed with the group; the rest when it is used
   std::size_t symmetric_heap_bytes = 0;
-  std::size_t signal_pad_bytes = 0;
   // Other settings that must be equal on all ranks, as text: " name=value" each.
   std::string common_settings = {};
   // The ranks' numbers in a world of several hosts, then those of ranks on other hosts; empty: the

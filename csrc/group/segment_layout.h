@@ -2,8 +2,8 @@
 // while peers read it has one writer, or is atomic (the abort record, doorbells, counts of
 // sleepers). All zeros is the initial state.
 //
-//   Control | a RankState per rank | two FingerprintDetails per rank | mailboxes | signal pad |
-//   two staging buffers per rank | symmetric heaps
+//   Control | a RankState per rank | two FingerprintDetails per rank | mailboxes | two staging
+//   buffers per rank | symmetric heaps
 #pragma once
 #include <linux/futex.h>
 
@@ -53,8 +53,7 @@ struct Fingerprint {
   };
 };
 
-// Registered offsets of a call's tensors: bytes from the beginning of the rank's symmetric heap, or
-// positions in symmetric GPU memory as cuda_ipc/symmetric_memory.h encodes them.
+// Registered offsets of a call's tensors: bytes from the beginning of the rank's symmetric heap.
 struct RegisteredOffsets {
   uint64_t input = 0, output = 0;
 };
@@ -97,7 +96,7 @@ struct alignas(64) FingerprintDetails {
   // requests, and `part` the index of this one, from 0.
   uint32_t part = 0, parts = 1;
   std::array<char, 216> refusal = {};  // why the rank refused, as text
-  enum : uint8_t { in_place = 1, on_gpus = 2, sparse = 4 };
+  enum : uint8_t { in_place = 1, sparse = 2 };
 };
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes
@@ -152,8 +151,7 @@ struct SegmentSizes {
   std::size_t mailbox_bytes;  // mailboxes of all ranks
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
-  std::size_t signal_pad_bytes = 0;  // signal pad of all ranks, accessed by CUDA streams
-  int all_ranks = 0;                 // ranks of a world of several hosts; 0: the group is the world
+  int all_ranks = 0;  // ranks of a world of several hosts; 0: the group is the world
 };
 
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
@@ -176,8 +174,7 @@ struct SegmentLayout {
             sizeof(FingerprintDetails) +
             up_to_line(2 * std::max(s.world, s.all_ranks) * sizeof(uint64_t))),
         mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
-        signal_pad(mailboxes + up(s.mailbox_bytes)),
-        staging_buffers(signal_pad + up(s.signal_pad_bytes)),
+        staging_buffers(mailboxes + up(s.mailbox_bytes)),
         buffer_stride(up_to_line(s.buffer_bytes) + kStagger),
         heaps(staging_buffers + up(2 * s.world * buffer_stride)),
         heap_stride(up(s.symmetric_heap_bytes)),
@@ -194,7 +191,7 @@ struct SegmentLayout {
 
   SegmentSizes sizes;
   std::size_t rank_states, fingerprint_details_begin, fingerprint_details_bytes, mailboxes,
-      signal_pad, staging_buffers, buffer_stride, heaps, heap_stride, total;
+      staging_buffers, buffer_stride, heaps, heap_stride, total;
 };
 
 }  // namespace pycollect::ipc

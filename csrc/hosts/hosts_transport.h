@@ -19,7 +19,7 @@ class HostsTransport final : public ShmTransport {
 
   Topology topology(bool) const override { return Topology::hosts; }
   bool keeps_order() const override { return link_.keeps_order; }
-  bool may_use_tensors(Collective, std::size_t) const override { return false; }
+  bool may_use_tensors(std::size_t) const override { return false; }
   void begin(const CollectiveRequest& request, const OpContext& context) override;
   Agreement confirm(const CallFingerprint& mine, const Agreement& of_host, const OpContext& context,
                     ChunkLoop* loop) override;

@@ -119,9 +119,8 @@ Plan hoist_local_copies(Plan plan, bool in_place) {
   return result;
 }
 
-Plan for_processes(const Plan& plan, bool in_place, bool input, bool output, bool push_to_all) {
-  Plan staged =
-      stage(plan, in_place, MemoryReach::processes(plan.world, input, output, push_to_all));
+Plan for_processes(const Plan& plan, bool in_place, bool input, bool output) {
+  Plan staged = stage(plan, in_place, MemoryReach::processes(plan.world, input, output));
   return hoist_local_copies(forward_copies(std::move(staged), in_place), in_place);
 }
 

@@ -14,8 +14,7 @@ Plan forward_copies(Plan plan, bool in_place);
 Plan hoist_local_copies(Plan plan, bool in_place);
 
 // Returns the plan that processes run: staged, merged and ordered. `input`, `output`: every process
-// reaches these buffers of every other one. `push_to_all`: see MemoryReach.
-Plan for_processes(const Plan& plan, bool in_place, bool input, bool output,
-                   bool push_to_all = false);
+// reaches these buffers of every other one.
+Plan for_processes(const Plan& plan, bool in_place, bool input, bool output);
 
 }  // namespace pycollect

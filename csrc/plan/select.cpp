@@ -54,31 +54,12 @@ Default all_reduce_on_gpus(const SelectionKey& s) {
                                  : Default{"fused", "every device reduces a share for all"};
 }
 
-Default all_reduce_of_cuda_ipc_buffers(const SelectionKey& s) {
-  // A wait between streams costs more than a launch, and one kernel can use the whole GPU.
-  if (s.topology == Topology::cuda_ipc_buffers || s.bytes <= kOneHopBytes)
-    return {"leader", "one launch over all staging buffers, and two waits between ranks"};
-  return {"two_shot", "every GPU reduces a share and fetches the others'"};
-}
-
-Default all_reduce_of_cuda_ipc_symmetric(const SelectionKey& s) {
-  if (s.topology == Topology::cuda_ipc_symmetric || s.bytes <= kOneHopBytes)
-    return {"leader", "one launch over all tensors, and two waits between ranks"};
-  return {"fused", "every GPU reduces a share for all, in place"};
-}
-
 Default all_reduce_on(const SelectionKey& s) {
   if (s.topology == Topology::shared)
     // Any thread can read and write all ranks' memory, so one step over all ranks moves the fewest
     // bytes and is split by elements.
     return {"leader", "all ranks share one memory"};
   if (s.topology == Topology::peers) return all_reduce_on_gpus(s);
-  if (s.topology == Topology::cuda_ipc_buffers ||
-      s.topology == Topology::cuda_ipc_buffers_multi_gpu)
-    return all_reduce_of_cuda_ipc_buffers(s);
-  if (s.topology == Topology::cuda_ipc_symmetric ||
-      s.topology == Topology::cuda_ipc_symmetric_multi_gpu)
-    return all_reduce_of_cuda_ipc_symmetric(s);
   if (s.topology == Topology::shm_buffers || s.topology == Topology::shm_symmetric)
     return all_reduce_of_processes(s);
   if (accumulates_in_itself(s.dtype))

@@ -13,25 +13,14 @@ namespace pycollect {
 
 // Topology: how the ranks reach each other's memory.
 enum class Topology : uint8_t {
-  shared,            // one process, one memory
-  peers,             // one process, several memories that every rank reads and writes
-  staged,            // one process, several memories, some reached only through the host
-  shm_buffers,       // processes with private tensors and small shared staging buffers on the host
-  shm_symmetric,     // processes whose tensors lie in shared memory (symmetric heap)
-  cuda_ipc_buffers,  // processes on one GPU with private tensors and shared staging buffers on it
-  cuda_ipc_buffers_multi_gpu,  // processes on several GPUs that reach each other's staging buffers
-  cuda_ipc_symmetric,          // processes on one GPU whose tensors lie in symmetric GPU memory
-  cuda_ipc_symmetric_multi_gpu,  // processes on several GPUs whose tensors lie in symmetric GPU
-                                 // memory
+  shared,         // one process, one memory
+  peers,          // one process, several memories that every rank reads and writes
+  staged,         // one process, several memories, some reached only through the host
+  shm_buffers,    // processes with private tensors and small shared staging buffers on the host
+  shm_symmetric,  // processes whose tensors lie in shared memory (symmetric heap)
   hosts,  // processes on several hosts, with private tensors and staging buffers on each host
 };
-inline constexpr std::size_t kTopologies = 10;
-
-// Returns whether every process reaches every other process's tensors in place.
-constexpr bool is_zero_copy(Topology g) {
-  return g == Topology::shm_symmetric || g == Topology::cuda_ipc_symmetric ||
-         g == Topology::cuda_ipc_symmetric_multi_gpu;
-}
+inline constexpr std::size_t kTopologies = 6;
 
 // Selection key: the properties of a call that determine its algorithm.
 struct SelectionKey {

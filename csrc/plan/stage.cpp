@@ -98,9 +98,6 @@ class Staging {
   // time.
   void copy_near(const Step& step) {
     const Slice& src = step.srcs[0];
-    if (const Rank me = executor(step);
-        reach_.push_to_all && reaches(me, src) && reaches(me, step.dsts))
-      return emit(step.dsts, {src}, me);
     for (const Slice& d : step.dsts) {
       if (reaches(d.rank, src))
         emit({d}, {src}, d.rank);
@@ -249,8 +246,8 @@ void check(const Plan& plan, const MemoryReach& reach, int pieces) {
 
 }  // namespace
 
-MemoryReach MemoryReach::processes(int world, bool input, bool output, bool push_to_all) {
-  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true, true}, push_to_all};
+MemoryReach MemoryReach::processes(int world, bool input, bool output) {
+  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true, true}};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }

@@ -20,10 +20,6 @@ struct MemoryReach {
   // memory. If `Buffer::host` is shared, folds read and write it directly, and a copy is run by its
   // destination's rank if that reaches the source.
   std::array<bool, kBuffers> shared = {};
-  // If set, one rank runs a copy to several destinations as one step if it reaches all of them,
-  // instead of one copy by each destination's rank. This reads the source once, and suits ranks
-  // that run by turns anyway. Ignored unless `Buffer::host` is shared.
-  bool push_to_all = false;
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];
@@ -32,7 +28,7 @@ struct MemoryReach {
 
   // Returns the reach of processes, which share scratch and host memory. `input`, `output`:
   // whether these buffers are shared, too.
-  static MemoryReach processes(int world, bool input, bool output, bool push_to_all);
+  static MemoryReach processes(int world, bool input, bool output);
 };
 
 // The rank of an unreachable source first copies it out to its own host memory, once for all of its

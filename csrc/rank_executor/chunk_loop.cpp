@@ -22,8 +22,7 @@ std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_progr
       std::max<std::size_t>(rank_program.regions + rank_program.partial_regions * widening, 1);
   if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
   require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
-          " bytes are too small for ", n,
-          " chunks; set buffer_bytes (for GPUs: cuda_buffer_bytes) to at least ", n * kLine);
+          " bytes are too small for ", n, " chunks; set buffer_bytes to at least ", n * kLine);
   return buffer_bytes / n / kLine * kLine;
 }
 

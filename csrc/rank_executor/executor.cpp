@@ -21,9 +21,8 @@ struct Prepared {
       : buffers(request, transport.rank(), transport.world()),
         bytes(buffers.elements() * buffers.item()),
         in_buffers(rank_program(transport, request, false)),
-        in_tensors(transport.may_use_tensors(request.collective, bytes)
-                       ? &rank_program(transport, request, true)
-                       : nullptr) {
+        in_tensors(transport.may_use_tensors(bytes) ? &rank_program(transport, request, true)
+                                                    : nullptr) {
     require_type(reduces(request.dtype, request.op), name(request.op), " is not defined for ",
                  name(request.dtype));
     check_sizes_known(request, in_buffers);
@@ -37,8 +36,7 @@ struct Prepared {
       if (!exposed) return true;
       const SegmentList& m = buffers.memory(where);
       if (!m.is_contiguous() || m.base() == nullptr) return false;
-      const std::optional<uint64_t> found =
-          transport.registered_offset(m.base(), buffers.bytes(where));
+      const std::optional<uint64_t> found = transport.registered_offset(m.base());
       at = found.value_or(0);
       return found.has_value();
     };
@@ -159,7 +157,7 @@ void run(Transport& transport, const CollectiveRequest& request, uint64_t call, 
   const Agreement agreed = transport.agree(mine, loop);
   abort_on_error(group, context, [&] {
     if (agreed.zero_copy) {
-      transport.check_exposed(*p.in_tensors, p.bytes);
+      transport.check_exposed(p.bytes);
       p.buffers.divide(p.in_tensors->chunks);
       loop.use(*p.in_tensors, false);
     } else {

@@ -60,7 +60,6 @@ struct CollectiveRequest {
   // Number of the caller's tensors; must be the same on all ranks. 0: no data moves, the ranks only
   // agree on the call.
   uint64_t tensors = 1;
-  bool on_gpus = false;                // true for the GPU transport; must be the same on all ranks
   const SparseForm* sparse = nullptr;  // set in a request that is part of a sparse all_reduce
 
   uint8_t dtype_number() const {

@@ -71,11 +71,6 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
   if (d.call != other.call) description += text(" as its call ", d.call);
   const auto tensors = static_cast<uint32_t>(d.options),
              other_tensors = static_cast<uint32_t>(other.options);
-  if (tensors == 0 &&
-      (d.flags & FingerprintDetails::on_gpus) != 0)  // rendezvous of the GPU transport
-    return collective == Collective::barrier
-               ? "init_process_group with a device_id"
-               : description + " of tensors on GPUs, for the first time";
   const std::string part = d.parts > 1       ? text(", part ", d.part + 1, " of ", d.parts)
                            : other.parts > 1 ? ", by itself"
                                              : "";
@@ -89,8 +84,6 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
   const uint8_t unlike = d.flags ^ other.flags;
   if ((unlike & FingerprintDetails::in_place) != 0)
     description += (d.flags & FingerprintDetails::in_place) != 0 ? ", in place" : ", out of place";
-  if ((unlike & FingerprintDetails::on_gpus) != 0)
-    description += (d.flags & FingerprintDetails::on_gpus) != 0 ? ", on GPUs" : ", on the host";
   return description + part;
 }
 
@@ -164,7 +157,6 @@ void describe(FingerprintDetails& d, const CallFingerprint& s, const CollectiveR
   d.dtype = sparse ? static_cast<uint8_t>(sparse->dtype) : request->dtype_number();
   d.op = static_cast<uint8_t>(sparse ? sparse->op : request->op);
   d.flags = static_cast<uint8_t>((request->in_place || sparse ? FingerprintDetails::in_place : 0) |
-                                 (request->on_gpus ? FingerprintDetails::on_gpus : 0) |
                                  (sparse ? FingerprintDetails::sparse : 0));
   d.root = request->root;
   d.elements = sparse ? sparse->elements : elements(*request);
@@ -182,7 +174,7 @@ uint64_t fingerprint_hash(const CollectiveRequest& r, uint64_t call) {
   Hasher h;
   h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
-        uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 | uint64_t{r.on_gpus} << 26 |
+        uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 |
         static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(call);
   h.add(options(r));

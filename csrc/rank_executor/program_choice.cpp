@@ -10,11 +10,8 @@ namespace {
 const RankProgram& look_up(const WorldMember& me, const CollectiveRequest& r,
                            const SelectionKey& s) {
   const Choice choice = choose(s, r.algorithm);
-  // If each destination's rank copied a block itself, processes that share one GPU would run these
-  // kernels one after another, and each would read the block again. So one step copies to all.
-  const bool push_to_all = s.topology == Topology::cuda_ipc_symmetric;
   return rank_program({choice.algorithm, s.world, choice.pieces, r.root, me.rank, r.in_place,
-                       is_zero_copy(s.topology), push_to_all, s.hosts, choice.senders});
+                       s.topology == Topology::shm_symmetric, s.hosts, choice.senders});
 }
 
 }  // namespace

@@ -172,9 +172,8 @@ class RankProgramBuilder {
 struct RankProgramHash {
   std::size_t operator()(const RankProgramKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm) ^ std::hash<const void*>()(k.hosts);
-    for (int part :
-         {k.world, k.pieces, k.root, k.rank,
-          8 * static_cast<int>(k.senders) + 4 * k.push_to_all + 2 * k.in_place + k.zero_copy})
+    for (int part : {k.world, k.pieces, k.root, k.rank,
+                     4 * static_cast<int>(k.senders) + 2 * k.in_place + k.zero_copy})
       h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number
     return h;
   }
@@ -200,8 +199,7 @@ const RankProgram& rank_program(const RankProgramKey& key) {
   }
   const int host = key.hosts == nullptr ? kAllHosts : key.hosts->of(key.rank);
   const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces, key.hosts, host});
-  const Plan staged =
-      for_processes(plan, key.in_place, key.zero_copy, key.zero_copy, key.push_to_all);
+  const Plan staged = for_processes(plan, key.in_place, key.zero_copy, key.zero_copy);
   const HostView view = host_view(staged, key.in_place, key.hosts, std::max(host, 0), key.senders);
   const Rank me = key.hosts == nullptr ? key.rank : key.hosts->index(key.rank);
   auto made = std::make_unique<const RankProgram>(RankProgramBuilder(view, key.in_place, me).run());

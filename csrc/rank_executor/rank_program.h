@@ -85,8 +85,7 @@ struct RankProgramKey {
   int world = 0, pieces = 0;
   Rank root = 0, rank = 0;
   bool in_place = false;
-  bool zero_copy = false;    // every rank can access every rank's input and output
-  bool push_to_all = false;  // one step copies a block to all its destinations (see MemoryReach)
+  bool zero_copy = false;        // every rank can access every rank's input and output
   const Hosts* hosts = nullptr;  // must outlive the process; null: all ranks are on one host
   HostSenders senders = HostSenders::all;
   bool operator==(const RankProgramKey&) const = default;

@@ -55,11 +55,11 @@ Agreement agree_or_skip(Transport& transport, const CallFingerprint& mine, uint6
 
 }  // namespace
 
-bool ShmTransport::may_use_tensors(Collective, std::size_t bytes) const {
+bool ShmTransport::may_use_tensors(std::size_t bytes) const {
   return bytes >= kZeroCopyBytes * world() && group().layout().sizes.symmetric_heap_bytes > 0;
 }
 
-std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std::size_t) const {
+std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at) const {
   const auto offset = static_cast<uint64_t>(at - group().heap(group().rank()));
   // An address before the heap wraps around to a large offset.
   const bool inside = offset < group().layout().sizes.symmetric_heap_bytes;
@@ -111,7 +111,7 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
 // Checks the registered offsets at which this rank will access the peers' tensors. No rank
 // publishes an offset outside its heap, but an overwritten word may hold one. Offset 0 (a tensor
 // that is not exposed, or rank 0's first) always passes.
-void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
+void ShmTransport::check_exposed(std::size_t bytes) {
   const CollectiveRequest& request = *request_;
   const std::size_t heap = group().layout().sizes.symmetric_heap_bytes;
   const auto ranks = static_cast<std::size_t>(world());

@@ -15,8 +15,8 @@ class ShmTransport : public Transport {
   Topology topology(bool in_tensors) const override {
     return in_tensors ? Topology::shm_symmetric : Topology::shm_buffers;
   }
-  bool may_use_tensors(Collective collective, std::size_t bytes) const override;
-  std::optional<uint64_t> registered_offset(const std::byte* at, std::size_t bytes) const override;
+  bool may_use_tensors(std::size_t bytes) const override;
+  std::optional<uint64_t> registered_offset(const std::byte* at) const override;
   std::size_t buffer_bytes() const override { return group().layout().sizes.buffer_bytes; }
   uint64_t next_run() const override { return group().run_number(); }
 
@@ -24,7 +24,7 @@ class ShmTransport : public Transport {
   void reserve(const RankProgram& rank_program, const Group::StagingRegions& regions,
                bool irregular) override;
   Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) override;
-  void check_exposed(const RankProgram& rank_program, std::size_t bytes) override;
+  void check_exposed(std::size_t bytes) override;
 
   std::byte* buffer(Rank r, uint64_t run) const override { return group().staging_buffer(r, run); }
   std::byte* tensor(Rank r, OperandBuffer where) const override;

@@ -1,7 +1,7 @@
 // Transport interface of collectives between processes: a staging buffer of each rank that all
 // ranks can access, the peers' tensors if they lie in such memory, signals that publish a rank's
-// progress, and launches that move elements. There are two implementations: the host's shared
-// memory (shm_transport.h) and the memory of the ranks' GPUs (cuda_ipc/transport.h).
+// progress, and launches that move elements. The ranks of one host have shm_transport.h; over
+// several hosts, hosts/hosts_transport.h adds what goes between them.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -78,11 +78,10 @@ class Transport {
   virtual bool keeps_order() const { return true; }
   // Returns true if it is worthwhile to check whether all ranks can access the tensors in place.
   // `bytes`: size of all blocks.
-  virtual bool may_use_tensors(Collective collective, std::size_t bytes) const = 0;
-  // Returns the registered offset by which peers address these bytes of this rank; none: peers
-  // cannot access them.
-  virtual std::optional<uint64_t> registered_offset(const std::byte* at,
-                                                    std::size_t bytes) const = 0;
+  virtual bool may_use_tensors(std::size_t bytes) const = 0;
+  // Returns the registered offset by which peers address this memory of this rank; none: peers
+  // cannot access it.
+  virtual std::optional<uint64_t> registered_offset(const std::byte* at) const = 0;
 
   virtual std::size_t buffer_bytes() const = 0;
   virtual uint64_t next_run() const = 0;
@@ -110,8 +109,9 @@ class Transport {
   // Tells the other hosts that the ranks of this one do not make the call, for the reason `why`.
   virtual void reject(const CallFingerprint&, const OpContext&, std::string_view /*why*/) {}
 
-  // Prepares the exposed tensors of all ranks for a rank program that accesses them in place.
-  virtual void check_exposed(const RankProgram& rank_program, std::size_t bytes) = 0;
+  // Checks that the exposed tensors of all ranks can be accessed in place. `bytes`: size of all
+  // blocks.
+  virtual void check_exposed(std::size_t bytes) = 0;
 
   // Staging buffer of a rank of this host for a run: two alternate, so that a rank can fill one
   // while peers still read the other.

@@ -17,11 +17,6 @@ std::string name(const Envelope& envelope) {
   return text(envelope.bytes, " bytes of ", dtype);
 }
 
-void check_available(uint64_t available, uint64_t bytes) {
-  require(available <= bytes, "a message of ", bytes, " bytes cannot have ", available,
-          " available");
-}
-
 }  // namespace
 
 std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted) {
@@ -58,28 +53,8 @@ Rank Mailbox::check_from(std::optional<Rank> from) const {
 
 TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data,
                           MemoryOwner owner) {
-  const auto made =
-      std::make_shared<Transfer>(check_to(to), envelope, data, envelope.bytes, std::move(owner));
+  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, std::move(owner));
   return post("send", made, [&] { outgoing_.send(made); });
-}
-
-TransferPtr Mailbox::send_partly(Rank to, const Envelope& envelope, const std::byte* data,
-                                 uint64_t available) {
-  const std::size_t max_eager_bytes = MailArea::max_eager_bytes(area_.sharers(to));
-  require(envelope.bytes > max_eager_bytes, "a message of ", envelope.bytes,
-          " bytes cannot be sent in parts: messages of up to ", max_eager_bytes,
-          " bytes are eager");
-  check_available(available, envelope.bytes);
-  const auto made =
-      std::make_shared<Transfer>(check_to(to), envelope, data, available, MemoryOwner());
-  return post("send", made, [&] { outgoing_.send(made); });
-}
-
-void Mailbox::supply(Transfer& send, uint64_t available) {
-  check_available(available, send.envelope.bytes);
-  if (fork_guard_.forked()) return;
-  const Locked locked(mutex_);
-  send.available_ = available;
 }
 
 TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,

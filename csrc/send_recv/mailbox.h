@@ -43,14 +43,6 @@ class Mailbox : private RemoteEvents {
     return remote_ && bytes > MailArea::max_eager_bytes(MailArea::kRemoteSharers);
   }
 
-  // Posts a send of which only the first `available` bytes of the buffer are filled. The transfer
-  // stops there until `supply` declares more; other messages overtake it meanwhile.
-  TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data,
-                          uint64_t available);
-  // Declares the first `available` bytes of a send filled, for `progress` and waiting threads to
-  // send.
-  void supply(Transfer& send, uint64_t available);
-
   // Makes progress, unless another thread does so now. Returns true if anything was moved.
   bool progress();
   // Returns true if no transfer of this rank is pending.

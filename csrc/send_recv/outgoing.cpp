@@ -80,21 +80,21 @@ bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
   const std::size_t most =
       MailArea::fragment_bytes(area_.sharers(transfer.peer()), transfer.envelope.bytes);
   Record record{.number = transfer.number_, .kind = Record::fragment};
-  record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.available_ - moved, most));
+  record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.left(), most));
   if (!peer.fragments.push(record, transfer.from_ + moved)) return false;
   transfer.advance(record.payload);
   wakeups_.touch(transfer.peer());
   return true;
 }
 
-// Writes the available fragments that fit into the ring, in the order of the CTS. Writes at most
+// Writes the fragments that fit into the ring, in the order of the CTS. Writes at most
 // the size of the ring, so that a peer that empties it as fast as it is filled does not starve
 // others.
 void Outgoing::push_fragments(DestinationPeer& peer) {
   const uint64_t end = peer.fragments.written() + peer.fragments.bytes();
   bool room = true;
   std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
-    while (room && transfer->moved() < transfer->available_)
+    while (room && transfer->left() != 0)
       room = peer.fragments.written() < end && push_fragment(peer, *transfer);
     if (transfer->left() != 0) return false;
     wakeups_.finish(*transfer);

@@ -21,9 +21,8 @@ inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MP
 
 class Transfer {
  public:
-  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available,
-           MemoryOwner owner)
-      : envelope(what), owner_(std::move(owner)), from_(data), available_(available), peer_(peer) {}
+  Transfer(Rank peer, const Envelope& what, const std::byte* data, MemoryOwner owner)
+      : envelope(what), owner_(std::move(owner)), from_(data), peer_(peer) {}
   Transfer(Rank peer, const Envelope& what, std::byte* data, MemoryOwner owner)
       : envelope(what), owner_(std::move(owner)), into_(data), peer_(peer) {}
 
@@ -60,9 +59,8 @@ class Transfer {
 
   // Keeps the buffer, which may be used after the transfer has failed. Null: it may not.
   const MemoryOwner owner_;
-  // These five members are accessed with the mailbox locked.
+  // These four members are accessed with the mailbox locked.
   const std::byte* from_ = nullptr;  // send: the buffer
-  uint64_t available_ = 0;           // send: bytes of the buffer that are filled
   uint64_t number_ = 0;              // send: sequence number among the messages to its peer
   std::byte* into_ = nullptr;        // receive: the buffer
   bool matched_ = false;             // receive: a message has been matched

@@ -1,36 +1,13 @@
 // Work on the emulator's streams (emulator.h). A launch becomes functions that run the host's folds
-// on real bytes. Enqueueing a write of a word also stores the value next to the word. This serves
-// to check that no stream of a group waits for a value whose write has not been enqueued.
-#include <sys/file.h>
-
+// on real bytes.
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 
 #include "../cuda/device_guard.h"
 #include "../cuda/kernel_table.h"
-#include "../group/segment_layout.h"
 #include "emulator.h"
 #include "reference_kernels.h"
 
 namespace pycollect::cuda {
-namespace {
-
-constexpr std::size_t kEnqueuedValue = 8;  // bytes from a word to its last enqueued value
-
-bool is_aborted(const Launch& launch) {
-  return launch.guard != nullptr &&
-         reinterpret_cast<const std::atomic<uint32_t>*>(launch.guard)->load() != 0;
-}
-
-}  // namespace
-
-// Returns whether no stream of another process occupies the GPU.
-bool Emulator::is_gpu_free() const {
-  return !gpu_lock_ ||
-         (flock(gpu_lock_.get(), LOCK_EX | LOCK_NB) == 0 && flock(gpu_lock_.get(), LOCK_UN) == 0);
-}
-
 void Emulator::enqueue(Stream stream, Operation operation) {
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
@@ -43,7 +20,6 @@ void Emulator::enqueue(Stream stream, Operation operation) {
     trace_.operations.push_back(std::move(operation));
   } else {
     streams_.enqueue(n, [this, parts = std::move(operation.parts)] {
-      if (!is_gpu_free()) return false;
       for (const auto& part : parts) part();
       return true;
     });
@@ -72,8 +48,7 @@ void Emulator::load(Device device, DType dtype, ReduceOp op) {
 }
 
 // Waits for all streams at the first launch of a kernel: CUDA may load the kernel there, and
-// synchronizes to do so. That is forbidden during a capture, and a violation behind a wait for
-// another process.
+// synchronizes to do so. That is forbidden during a capture.
 void Emulator::load(Stream stream, const Launch& launch) {
   const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
                                   [](const LaunchWork& work) { return work.srcs.size() == 1; });
@@ -82,8 +57,6 @@ void Emulator::load(Stream stream, const Launch& launch) {
   {
     const Lock lock = locked();
     if (!loaded_.insert({stream.device, dtype, op}).second) return;
-    if (states_[number(stream)].has_waited)
-      violation("a kernel is loaded by a launch behind a wait for a value");
   }
   synchronize_all("load");
 }
@@ -109,9 +82,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
       for (const MemoryAccess& t :
            accesses(stream.device, work, item_bytes(how->dtype), static_cast<int>(i)))
         o.accesses.push_back(t);
-    o.parts.emplace_back([how, &work] {
-      if (!is_aborted(*how)) fold(work, *how);
-    });
+    o.parts.emplace_back([how, &work] { fold(work, *how); });
   }
   enqueue(stream, std::move(o));
   return_late("launch", lock, streams_.end(number(stream)));
@@ -134,48 +105,11 @@ void Emulator::copy(Stream stream, const CopyRect& it) {
                peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
            "a copy between devices ", it.src_device, " and ", it.dst_device,
            ", which do not reach each other");
-  } else if (!is_shared(it.dst) && !streams_.is_idle(number(stream))) {
+  } else if (!streams_.is_idle(number(stream))) {
     violation("a copy on a busy stream, which can block the host without a time limit");
   }
   o.parts.emplace_back([it] { move(it); });
   enqueue(stream, std::move(o));
-}
-
-void Emulator::fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) {
-  const Lock lock = locked();
-  enter("fill");
-  state(stream, "fill");
-  Operation o{.kind = Operation::Kind::work, .what = "a fill"};
-  o.parts.emplace_back([=] { std::memset(memory, value, bytes); });
-  if (!is_dropped("fill")) enqueue(stream, std::move(o));
-}
-
-void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
-  const Lock lock = locked();
-  if (!is_registered(word)) violation("write_value to memory that is not registered");
-  enter("write_value");
-  state(stream, "write_value");
-  word_at(word + kEnqueuedValue).store(value);
-  Operation o{.kind = Operation::Kind::work, .what = "a signal"};
-  o.parts.emplace_back([=] { word_at(word).store(value); });
-  if (!is_dropped("write_value")) enqueue(stream, std::move(o));
-}
-
-void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
-  Lock lock = locked();
-  if (!is_registered(word)) violation("wait_value on memory that is not registered");
-  enter("wait_value");
-  state(stream, "wait_value").has_waited = true;
-  if (states_[number(stream)].owner == Owner::group &&
-      !ipc::reached(word_at(word + kEnqueuedValue).load(), value))
-    violation("wait_value for a value whose write has not been enqueued");
-  if (!is_dropped("wait_value"))
-    streams_.enqueue(number(stream), [=, this] {
-      const bool over = ipc::reached(word_at(word).load(), value);
-      if (gpu_lock_) flock(gpu_lock_.get(), over ? LOCK_UN : LOCK_SH | LOCK_NB);
-      return over;
-    });
-  return_late("wait_value", lock, streams_.end(number(stream)));
 }
 
 }  // namespace pycollect::cuda

@@ -38,11 +38,6 @@ Stream Emulator::create_stream_of(Owner owner, Device device) {
   return states_.back().stream;
 }
 
-void Emulator::destroy(Stream) {
-  const Lock lock = locked();
-  --counters_["streams"];
-}
-
 std::size_t Emulator::number(Stream stream) const {
   const auto found = std::find_if(states_.begin(), states_.end(),
                                   [&](const StreamState& s) { return s.stream == stream; });

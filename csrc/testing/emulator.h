@@ -1,15 +1,15 @@
 // Emulates CUDA behind `Api`, without a device. Fails where CUDA would fail, and also where CUDA
 // would accept a mistake whose effect appears later and elsewhere. A running emulator executes the
-// work of its streams, in host memory that processes share. A recording emulator only records a
+// work of its streams. A recording emulator only records a
 // trace, which can be checked for races and run in any order.
 #pragma once
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../cuda/api.h"
@@ -30,10 +30,6 @@ void demand(bool ok, const Parts&... why) {
   if (!ok) throw std::runtime_error(text("CUDA error: ", why...));
 }
 
-inline std::atomic<uint64_t>& word_at(std::byte* at) {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(at);
-}
-
 class Emulator final : public Api, public HostMemoryOps {
  public:
   // Creates a recording emulator with `devices` devices. Their memory comes from `allocate`.
@@ -41,15 +37,13 @@ class Emulator final : public Api, public HostMemoryOps {
   // Creates a running emulator. It accepts every device, and treats all memory as device memory.
   // Unless `eager`, it runs work as late as CUDA allows.
   static std::shared_ptr<Emulator> running(bool eager);
-  ~Emulator() override;
+  ~Emulator() override { streams_.stop(); }
 
   Device current_device() override;
   void set_device(Device device) override;
   void restore_device(Device device) override { set_device(device); }
-  std::string identity(Device device) override;
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
   Stream create_stream(Device device) override;
-  void destroy(Stream stream) override;
   uint64_t capture_id(Stream stream) override;
   void at_graph_end(Stream stream, std::function<void()> destroyed) override;
   void synchronize(Stream stream) override;
@@ -62,15 +56,6 @@ class Emulator final : public Api, public HostMemoryOps {
   void load(Device device, DType dtype, ReduceOp op) override;
   void launch(Stream stream, const Launch& launch) override;
   void copy(Stream stream, const CopyRect& rectangle) override;
-  void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) override;
-  void write_value(Stream stream, std::byte* word, uint64_t value) override;
-  void wait_value(Stream stream, std::byte* word, uint64_t value) override;
-  std::byte* allocate(Device device, std::size_t bytes) override;
-  ExportedMemory export_memory(std::byte* memory) override;
-  std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override;
-  void unmap(std::byte* memory) override;
-  std::byte* register_host(std::byte* memory, std::size_t bytes) override;
-  void unregister_host(std::byte* memory) override;
 
   // HostMemoryOps: the host's work for the executor, which is only recorded in the trace.
   std::byte* new_pinned(std::size_t bytes) override;
@@ -81,7 +66,7 @@ class Emulator final : public Api, public HostMemoryOps {
   // `fail_call`: the call after `after` more calls of any name throws; < 0: none. `fail`, `kill`,
   // `delay` and `drop` affect calls of one name: all calls after `after` more throw (< 0: none),
   // the process gets SIGKILL in the call after `after` more, every call takes `seconds` longer, and
-  // calls succeed without an effect. `block` affects launch, wait_value and query: the host returns
+  // calls succeed without an effect. `block` affects launch and query: the host returns
   // only when the stream's work up to there is done, as with CUDA_LAUNCH_BLOCKING=1, a full queue
   // of launches, or a lock of the driver that another such call holds.
   void fail_call(int after);
@@ -90,13 +75,9 @@ class Emulator final : public Api, public HostMemoryOps {
   void delay(const std::string& call, double seconds);
   void drop(const std::string& call, bool on);
   void block(const std::string& call, bool on);
-  // From now on a stream that waits for a value occupies the GPU, so that nothing runs in processes
-  // that share it. They share the file `path` as a lock.
-  void occupy_gpu(const std::string& path);
   // From now on `current_device` returns this device, which is not the thread's current one, until
   // the next `set_device`: torch restores a device lazily if it has no context.
   void report_device(Device device);
-  void set_identity(const std::string& gpu);    // the identity of every device
   void set_pause(double seconds);               // pause of the streams' thread between two rounds
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
   std::vector<std::string> violations() const;  // descriptions of all violations of the rules
@@ -112,15 +93,10 @@ class Emulator final : public Api, public HostMemoryOps {
   // For calls that may synchronize: fails in a capture, unless the thread's mode is relaxed.
   void require_no_capture(const char* call) const;
   void synchronize_all(const char* call);
-  // Mark the begin and the end of freeing a tensor's memory. Freeing can block, so it is a
-  // violation on the thread "pycollect gpu", which must never block.
-  void begin_free();
-  void end_free();
   // Enqueues work on a stream of the current device, without a race check.
   void enqueue(Stream stream, const char* call, EmulatedStreams::Work work);
 
-  // Running emulator: a caller's stream is a current stream of the program, outside of the group. A
-  // group's stream may wait only for a value whose write has been enqueued.
+  // Running emulator: a caller's stream is a current stream of the program, outside of the group.
   enum class Owner { none, caller, group };
   Stream create_stream_of(Owner owner, Device device);
   void drain_waits(bool on);  // whether enqueueing a wait on a caller's stream drains that stream
@@ -147,7 +123,6 @@ class Emulator final : public Api, public HostMemoryOps {
   struct StreamState {
     Stream stream;
     Owner owner;
-    bool has_waited = false;      // for a value
     int capture = 0;              // number of its capture; 0: none
     std::vector<int> clock = {};  // [stream]: items of its work that are ordered before
   };
@@ -168,18 +143,12 @@ class Emulator final : public Api, public HostMemoryOps {
     Device device;
     std::unique_ptr<std::byte[]> storage;
   };
-  struct SharedAllocation {  // device memory that processes share: allocated here (own), or mapped
-    std::size_t bytes;
-    ipc::UniqueFd file;
-    bool own;
-  };
 
   Emulator(int devices, bool records, bool eager);
   Lock locked() const { return Lock(const_cast<EmulatedStreams&>(streams_).mutex); }
   bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
   void load(Stream stream, const Launch& launch);
-  bool is_gpu_free() const;
   void return_late(const char* call, Lock& lock, Point to);
   [[noreturn]] void violation(const std::string& what);
   Device thread_device() const;  // current_device(), not counted
@@ -190,8 +159,6 @@ class Emulator final : public Api, public HostMemoryOps {
   const EmulatedAllocation* find(const std::byte* address) const;  // null: unknown
   const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
-  bool is_registered(const std::byte* word) const;
-  bool is_shared(const std::byte* address) const;  // whether it is in memory that processes share
   std::vector<MemoryAccess> accesses(Device device, const LaunchWork& work, std::size_t item,
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
@@ -199,13 +166,10 @@ class Emulator final : public Api, public HostMemoryOps {
   const std::uint64_t number_;  // of the emulator: another one may get its address later
   const bool records_;
   EmulatedStreams streams_;
-  std::string identity_ = "emulated GPU";
   std::vector<std::vector<bool>> peers_;
   std::vector<StreamState> states_;  // [stream]
   std::vector<EventState> events_;
   std::map<const std::byte*, EmulatedAllocation> regions_;
-  std::map<std::byte*, SharedAllocation> shared_;
-  std::map<std::byte*, std::size_t> registered_;
   std::set<std::array<int, 3>> loaded_;  // kernels loaded so far, as (device, dtype, op)
   Trace trace_;
   std::map<std::string, int> counters_, failing_, killing_;
@@ -213,7 +177,6 @@ class Emulator final : public Api, public HostMemoryOps {
   std::set<std::string> dropped_, blocking_;
   std::vector<std::string> violations_, calls_;
   bool drains_waits_ = true;
-  ipc::UniqueFd gpu_lock_;          // see occupy_gpu
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far
   bool allows_eager_work_ = false;
   std::map<int, std::vector<std::function<void()>>> at_graph_end_;  // [capture]

@@ -1,23 +1,12 @@
 // Fault injection, counters and trace controls of the emulator (emulator.h).
-#include <fcntl.h>
-#include <pthread.h>
-
-#include <array>
 #include <atomic>
 #include <csignal>
 #include <cstdint>
-#include <string_view>
 
 #include "emulator.h"
 
 namespace pycollect::cuda {
 namespace {
-
-bool is_thread(std::string_view name) {
-  std::array<char, 16> found = {};
-  return pthread_getname_np(pthread_self(), found.data(), found.size()) == 0 &&
-         found.data() == name;
-}
 
 // Time limit for draining the streams: a longer drain counts as a deadlock.
 constexpr std::chrono::seconds kLongestDrain(30);
@@ -88,12 +77,6 @@ CaptureMode Emulator::exchange_capture_mode(CaptureMode mode) {
   return std::exchange(thread_state(number_).mode, mode);
 }
 
-std::string Emulator::identity(Device) {
-  enter("identity");
-  const Lock lock = locked();
-  return identity_;
-}
-
 void Emulator::violation(const std::string& what) {
   violations_.push_back(what);
   throw std::logic_error(what);
@@ -115,18 +98,6 @@ void Emulator::enter(const char* call) {
 void Emulator::require_no_capture(const char* call) const {
   demand(capture_ == 0 || thread_state(number_).mode == CaptureMode::relaxed, call,
          " is not permitted while a stream is capturing");
-}
-
-void Emulator::begin_free() {
-  const Lock lock = locked();
-  ++counters_["freeing"];
-  if (is_thread("pycollect gpu"))
-    violations_.push_back("memory was freed on the thread 'pycollect gpu', which must not block");
-}
-
-void Emulator::end_free() {
-  const Lock lock = locked();
-  --counters_["freeing"];
 }
 
 void Emulator::synchronize_all(const char* call) {
@@ -174,22 +145,11 @@ void Emulator::block(const std::string& call, bool on) {
   if (on) blocking_.insert(call);
 }
 
-void Emulator::occupy_gpu(const std::string& path) {
-  const Lock lock = locked();
-  gpu_lock_ = ipc::UniqueFd(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  demand(static_cast<bool>(gpu_lock_), "cannot open ", path);
-}
-
 // Ends a call that `block` affects: unlocks, and waits until the stream has reached `to`.
 void Emulator::return_late(const char* call, Lock& lock, Point to) {
   if (!blocking_.contains(call)) return;
   lock.unlock();
   streams_.drain(to);
-}
-
-void Emulator::set_identity(const std::string& gpu) {
-  const Lock lock = locked();
-  identity_ = gpu;
 }
 
 void Emulator::set_pause(double seconds) {

@@ -30,27 +30,6 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_
   return std::tuple(use.used, use.cached, use.reserved);
 }
 
-// Returns bytes of symmetric GPU memory: in tensors, and free but cached. None for another backend,
-// and in a build without CUDA.
-std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
-    const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  dist::TransportSelector* const selector = own == nullptr ? nullptr : own->connection().selector();
-  const auto use = selector == nullptr ? std::nullopt : selector->usage();
-  if (!use) return std::nullopt;
-  return std::pair(use->used, use->cached);
-}
-
-// Returns whether the group's other ranks can access the tensor's GPU memory in place.
-bool in_symmetric_memory(const c10::intrusive_ptr<c10d::Backend>& backend,
-                         const at::Tensor& tensor) {
-  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  const auto* const selector = own == nullptr ? nullptr : own->connection().selector();
-  const auto symmetric_memory = selector == nullptr ? nullptr : selector->symmetric_memory();
-  const auto* const at = static_cast<const std::byte*>(tensor.const_data_ptr());
-  return symmetric_memory && symmetric_memory->offset_of(at, tensor.nbytes()).has_value();
-}
-
 bool is_backend(const c10::intrusive_ptr<c10d::Backend>& backend) {
   return dynamic_cast<dist::Backend*>(backend.get()) != nullptr;
 }
@@ -77,26 +56,15 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("_version", &Options::version)
       .def_readwrite("_is_default", &Options::is_default)
       .def_readwrite("buffer_bytes", &Options::buffer_bytes)
-      .def_readwrite("cuda_buffer_bytes", &Options::cuda_buffer_bytes)
       .def_readwrite("symmetric_heap_bytes", &Options::symmetric_heap_bytes)
-      .def_property(
-          "cuda_transport", [](const Options& o) { return o.cuda_transport; },
-          [](Options& o, const std::string& w) {
-            dist::check_transport(w);
-            o.cuda_transport = w;
-          })
       .def("__copy__", &copy_of)
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
   m.def("symmetric_heap_usage", &symmetric_heap_usage);
-  m.def("symmetric_memory_usage", &symmetric_memory_usage,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("in_symmetric_memory", &in_symmetric_memory);
   m.def("is_backend", &is_backend);
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),
         py::arg("unlisted"), py::call_guard<py::gil_scoped_release>());
-  m.def("cuda_transports", &dist::transport_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -11,24 +11,15 @@
 #include <memory>
 
 #include "../cuda/pinned_ring.h"
-#include "../cuda_ipc/symmetric_memory.h"
 
 namespace pycollect {
 
 struct PreparedCall;
 
-// Allocates tensors of one device in memory that other processes can access.
-class SharedTensorPool {
- public:
-  virtual ~SharedTensorPool() = default;
-  virtual at::Tensor empty(int64_t count, at::ScalarType type) = 0;  // for the current stream
-};
-
 class TorchRuntime {
  public:
   virtual ~TorchRuntime() = default;
   virtual cuda::Api& cuda() = 0;
-  virtual bool shares_memory() const = 0;  // whether processes can share device memory
 
   virtual bool serves(const at::Tensor& tensor) const = 0;
   virtual bool has(at::Device device) const = 0;  // whether served tensors can be there
@@ -53,10 +44,6 @@ class TorchRuntime {
   // modes may substitute a tensor without memory.
   virtual at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) = 0;
   virtual at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) = 0;
-  // Throws std::runtime_error if the device's memory cannot be shared with other processes.
-  virtual std::unique_ptr<SharedTensorPool> new_pool(
-      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
-  virtual void empty_cache() = 0;
   // Returns whether torch has begun this capture, so that its allocator keeps the memory that it
   // allocates meanwhile, on one device, until the graph is destroyed. False if that is not known.
   virtual bool keeps_memory_of(uint64_t capture) = 0;

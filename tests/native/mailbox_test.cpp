@@ -6,7 +6,6 @@
 #include "mailbox_faults.h"
 #include "mailbox_full_ring.h"
 #include "mailbox_invalid.h"
-#include "mailbox_parts.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 
@@ -281,9 +280,6 @@ int main(int argc, char** argv) {
   run({"any source despite departed", 3, any_source_despite_departed});
   for (const auto& body : kInvalidRecords) run({"invalid record", 2, body});
   for (int i = 0; i < 10; ++i) run({"message deep in the ring", 2, message_deep_in_the_ring});
-  for (const int world : {1, 2}) run({"sent in parts", world, sent_in_parts});
-  run({"incomplete parts", 2, incomplete_parts});
-  run({"invalid parts", 1, invalid_parts});
   for (int seed = 0; seed < programs; ++seed)
     run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
 }

@@ -24,10 +24,9 @@ void expect(bool ok, const std::string& why) {
 }
 
 struct Open {
-  bool input, output, push_to_all = false;
+  bool input, output;
 };
-constexpr Open kShut{false, false},
-    kOpens[]{kShut, {true, false}, {false, true}, {true, true}, {true, true, true}};
+constexpr Open kShut{false, false}, kOpens[]{kShut, {true, false}, {false, true}, {true, true}};
 
 bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
 
@@ -99,8 +98,7 @@ void check_registry(int most) {
                                           " root=", root, in_place ? " in place" : "",
                                           open.input ? " in" : "", open.output ? " out" : "");
             const Plan plain = a({world, root, 3});
-            const Plan made =
-                for_processes(plain, in_place, open.input, open.output, open.push_to_all);
+            const Plan made = for_processes(plain, in_place, open.input, open.output);
             const Verification was = verify(a.collective, plain, root, in_place);
             const Verification is = verify(a.collective, made, root, in_place);
             expect(is.right(), what + ": " + is.defect);
@@ -154,7 +152,7 @@ void check_random(int most) {
         Plan made{1, 1};
         try {
           check(plain, in_place);
-          made = for_processes(plain, in_place, open.input, open.output, open.push_to_all);
+          made = for_processes(plain, in_place, open.input, open.output);
         } catch (const std::invalid_argument&) {
           continue;  // needs more host memory than one rank has, or is invalid in place
         }

@@ -89,9 +89,7 @@ void bind_api(py::module_& m) {
       .def("delay", &Emulator::delay, py::arg("call"), py::arg("seconds"), kFree)
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
       .def("block", &Emulator::block, py::arg("call"), py::arg("on") = true, kFree)
-      .def("occupy_gpu", &Emulator::occupy_gpu, py::arg("path"), kFree)
       .def("report_device", &Emulator::report_device, py::arg("device"))
-      .def("set_identity", &Emulator::set_identity, py::arg("gpu"), kFree)
       .def("set_pause", &Emulator::set_pause, py::arg("seconds"), kFree)
       .def("counters", &Emulator::counters, kFree)
       .def("violations", &Emulator::violations, kFree);
@@ -106,8 +104,8 @@ using dist::EmulatedTorch;
 using dist::Options;
 
 std::shared_ptr<EmulatedTorch> emulate(const c10::intrusive_ptr<Options>& options, bool eager,
-                                       bool shares) {
-  auto made = std::make_shared<EmulatedTorch>(eager, shares);
+                                       bool own_thread) {
+  auto made = std::make_shared<EmulatedTorch>(eager, own_thread);
   options->torch = made;
   return made;
 }
@@ -141,7 +139,7 @@ void bind_torch(py::module_& m) {
           "calls", [](EmulatedTorch& torch) { return torch.emulator()->calls(); }, free)
       .def_property_readonly("gpu", &EmulatedTorch::emulator);
   m.def("emulate", &emulate, py::arg("options"), py::arg("eager") = false,
-        py::arg("shares") = false);
+        py::arg("own_thread") = false);
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ struct HostsCase {
   std::vector<TransferTuple> transfers(Rank rank) const {
     require(rank >= 0 && rank < hosts.world(), "there is no rank ", rank);
     const ipc::RankProgram& program = ipc::rank_program(
-        {&algorithm, hosts.world(), pieces, root, rank, in_place, false, false, &hosts, senders});
+        {&algorithm, hosts.world(), pieces, root, rank, in_place, false, &hosts, senders});
     std::vector<TransferTuple> all;
     for (const int i : program.transfers)
       all.push_back(tuple_of(*program.instructions[i].transfer));

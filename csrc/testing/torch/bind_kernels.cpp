@@ -106,8 +106,6 @@ py::dict run(const Launch& launch, const KernelLaunch& kernel_launch) {
   result["kind"] = kernel_launch.kind == KernelKind::copy ? "copy" : "fold";
   result["works"] = kernel_launch.args.head.works;
   result["args_bytes"] = kernel_launch.bytes;
-  const uint16_t guard = kernel_launch.args.head.guard;
-  result["guard"] = guard == 0 ? 0 : kernel_launch.args.words[guard];
   result["accesses"] = moved;
   result["widest_load"] = widest(loads);
   result["widest_store"] = widest(stores);
@@ -134,12 +132,11 @@ using LaunchWorkTuple =
 std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
                                      const std::string& dtype, const std::string& op, int world,
                                      int multiprocessors, std::size_t args_bytes,
-                                     const std::array<uint8_t, 6>& float8, std::uintptr_t guard) {
+                                     const std::array<uint8_t, 6>& float8) {
   Launch launch{{},
                 static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
                 static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
-                {.world = world, .float8 = std::bit_cast<Float8Specials>(float8)},
-                reinterpret_cast<const std::byte*>(guard)};
+                {.world = world, .float8 = std::bit_cast<Float8Specials>(float8)}};
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
     launch.works.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
@@ -158,8 +155,7 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
 void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
-        py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"),
-        py::arg("guard") = 0);
+        py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"));
 }
 
 }  // namespace pycollect

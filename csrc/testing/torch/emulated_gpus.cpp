@@ -120,11 +120,6 @@ at::Tensor EmulatedGpus::empty_pinned(at::IntArrayRef sizes, at::ScalarType type
   return tensor_in(MemoryKind::pinned, sizes, type, at::kCPU, current_stream(current));
 }
 
-std::unique_ptr<SharedTensorPool> EmulatedGpus::new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory>,
-                                                         at::Device) {
-  throw std::runtime_error("emulated GPUs share no memory with other processes");
-}
-
 bool EmulatedGpus::record_stream(const at::Tensor& tensor, Stream stream) {
   ++recorded_;
   auto after = blocks_.upper_bound(memory_of(tensor));

@@ -15,7 +15,6 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   explicit EmulatedGpus(int devices);
 
   cuda::Api& cuda() override { return *emulator_; }
-  bool shares_memory() const override { return false; }
   bool serves(const at::Tensor& tensor) const override { return has(tensor.device()); }
   bool has(at::Device device) const override { return device.type() == kKind; }
   int devices() const override { return static_cast<int>(current_.size()); }
@@ -27,9 +26,6 @@ class EmulatedGpus final : public TorchRuntime, public std::enable_shared_from_t
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override;
-  std::unique_ptr<SharedTensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory>,
-                                             at::Device) override;
-  void empty_cache() override {}
   bool keeps_memory_of(uint64_t) override { return capture_device_ != cuda::kHost; }
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }

@@ -5,7 +5,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <thread>
 
 #include "../../torch/c10d/gil_release.h"
 #include "../../torch/prepared_call.h"
@@ -13,8 +12,6 @@
 
 namespace pycollect::dist {
 namespace {
-
-constexpr std::chrono::milliseconds kCapturePoll{1};
 
 using cuda::Emulator;
 using cuda::Stream;
@@ -28,47 +25,10 @@ struct Current {
 };
 thread_local Current current_of_thread;
 
-// Each tensor has its own symmetric GPU memory. It is released when the tensor is freed, but on
-// another thread: freeing a tensor of torch's cache does not wait for devices.
-class EmulatedPool final : public SharedTensorPool {
- public:
-  EmulatedPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
-               std::shared_ptr<cuda::Emulator> emulator)
-      : symmetric_memory_(std::move(symmetric_memory)), emulator_(std::move(emulator)) {}
-
-  at::Tensor empty(int64_t count, at::ScalarType type) override {
-    const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
-    std::byte* const memory = symmetric_memory_->add(kDevice, std::max<std::size_t>(bytes, 1));
-    return at::from_blob(
-        memory, {count},
-        [symmetric_memory = symmetric_memory_, emulator = emulator_, memory](void*) mutable {
-          emulator->begin_free();
-          std::thread([symmetric_memory = std::move(symmetric_memory),
-                       emulator = std::move(emulator), memory]() mutable {
-            try {
-              // torch frees no memory during a capture.
-              while (emulator->captures()) std::this_thread::sleep_for(kCapturePoll);
-              emulator->synchronize_all("free");
-              symmetric_memory->give_back(memory);
-            } catch (const std::exception&) {  // a stream does not end: the memory stays in use
-            }
-            symmetric_memory.reset();
-            emulator->end_free();
-          }).detach();
-        },
-        at::TensorOptions(type));
-  }
-
- private:
-  const std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
-  const std::shared_ptr<cuda::Emulator> emulator_;
-};
-
 }  // namespace
 
-EmulatedTorch::EmulatedTorch(bool eager, bool shares)
-    : shares_(shares),
-      emulator_(Emulator::running(eager)),
+EmulatedTorch::EmulatedTorch(bool eager, bool own_thread)
+    : emulator_(Emulator::running(eager)),
       mutex_(emulator_->streams().mutex),
       cache_(std::make_shared<EmulatedCache>(emulator_)),
       pinned_(std::make_shared<EmulatedCache>(emulator_)),
@@ -76,7 +36,7 @@ EmulatedTorch::EmulatedTorch(bool eager, bool shares)
       caller_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       second_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       current_(caller_) {
-  if (shares) emulator_->streams().start_thread();
+  if (own_thread) emulator_->streams().start_thread();
 }
 
 EmulatedTorch::~EmulatedTorch() {
@@ -127,17 +87,6 @@ at::Tensor EmulatedTorch::empty(at::IntArrayRef sizes, at::ScalarType type, at::
 at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType type) {
   emulator_->enter("empty_pinned");
   return pinned_->empty(sizes, type, EmulatedCache::kNoStream, true);
-}
-
-std::unique_ptr<SharedTensorPool> EmulatedTorch::new_pool(
-    std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device) {
-  return std::make_unique<EmulatedPool>(std::move(symmetric_memory), emulator_);
-}
-
-// Also ends an injected "out of memory" failure of allocations.
-void EmulatedTorch::empty_cache() {
-  emulator_->synchronize_all("empty_cache");
-  emulator_->fail("out of memory", -1);
 }
 
 bool EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {

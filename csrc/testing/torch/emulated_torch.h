@@ -9,12 +9,11 @@ namespace pycollect::dist {
 
 class EmulatedTorch final : public TorchRuntime {
  public:
-  // `shares`: processes can map each other's device memory.
-  EmulatedTorch(bool eager, bool shares);
+  // `own_thread`: a thread of the emulator runs the streams' work.
+  EmulatedTorch(bool eager, bool own_thread);
   ~EmulatedTorch() override;
 
   cuda::Api& cuda() override { return *emulator_; }
-  bool shares_memory() const override { return shares_; }
   bool serves(const at::Tensor& tensor) const override;
   bool has(at::Device device) const override { return device.is_cpu(); }
   int devices() const override { return 1; }
@@ -28,9 +27,6 @@ class EmulatedTorch final : public TorchRuntime {
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override;
-  std::unique_ptr<SharedTensorPool> new_pool(
-      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override;
-  void empty_cache() override;
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
   bool is_pageable(const void*) override { return false; }
@@ -60,7 +56,6 @@ class EmulatedTorch final : public TorchRuntime {
   at::Tensor stream_alias(const at::Tensor& tensor) const;
   void enqueue(const char* call, std::initializer_list<at::Tensor> used, std::function<void()> act);
 
-  const bool shares_;
   const std::shared_ptr<cuda::Emulator> emulator_;
   std::recursive_mutex& mutex_;
   const std::shared_ptr<EmulatedCache> cache_, pinned_, foreign_;

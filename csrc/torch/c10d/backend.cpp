@@ -99,16 +99,7 @@ void Backend::publish_refusal(const Refusal& refusal, Call call) {
 // Returns null for tensors in host memory. The binder refuses stream capture later.
 std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor* first) {
   if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
-  if (!call.devices->is_capturing(first->device())) connection_->connect(call, first->device());
   return connection_->begin_staging();
-}
-
-void Backend::eagerConnectSingleDevice(at::Device device) {
-  const CallParams info{Collective::barrier, "init_process_group", kNoTimeout, false};
-  fork_guard_.require_not_forked(info.name);
-  if (!connection_->devices()->has(device)) return;
-  connection_->connect(new_call(info), device);
-  connection_->begin_staging();  // throws if the requested transport does not work
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.

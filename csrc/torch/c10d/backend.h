@@ -92,7 +92,6 @@ class Backend final : public c10d::Backend {
 
   // Runs the GPU rendezvous that otherwise precedes the first collective of GPU tensors. Every rank
   // must call it. torch calls it if a group is created with a device.
-  void eagerConnectSingleDevice(at::Device device) override;
 
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;

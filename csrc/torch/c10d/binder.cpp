@@ -198,7 +198,6 @@ void Binder::finish() {
     ipc::CollectiveRequest& r = call_.requests[i];
     r.input = joined(parts_[i].input, item_bytes(r.dtype));
     r.output = joined(parts_[i].output, item_bytes(r.dtype));
-    r.on_gpus = call_.staging && call_.staging->transport() != nullptr;
   }
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();

@@ -13,18 +13,14 @@
 #include "../arguments.h"
 #include "address_ranges.h"
 #include "profiler_event.h"
-#include "staging/transport_selector.h"
+#include "staging/tensor_staging.h"
 
 namespace pycollect::dist {
 
 // All requests of coalesced calls, on which the ranks agree before the first call runs. The
 // pointers are valid until then.
 struct CoalescedRequests {
-  struct RequestAndTransport {
-    const ipc::CollectiveRequest* request;
-    ipc::Transport* transport;  // null: the host transport
-  };
-  std::vector<RequestAndTransport> requests = {};
+  std::vector<const ipc::CollectiveRequest*> requests = {};
   std::vector<std::shared_ptr<TensorStaging>> stagings = {};
   bool agreed = false;
   std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
@@ -57,9 +53,7 @@ struct Call {
   // Set if the first request is of sparse tensors.
   std::shared_ptr<SparseSums> sparse = {};
   std::shared_ptr<ProfilerEvent> event = {};  // ends when the call has run; null: no profiler
-  // Callback that runs last, before the group's next call begins.
-  std::function<void(const ipc::OpContext&)> then = {};
-  Tensors results = {};  // the value of the call's future
+  Tensors results = {};                       // the value of the call's future
 };
 
 }  // namespace pycollect::dist

@@ -33,21 +33,12 @@ void refuse_for(Call& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
-namespace {
-
-// Returns the transport that the call names for the request; null: the host transport.
-ipc::Transport* own_transport(const Call& call, const ipc::CollectiveRequest& request) {
-  return call.staging && request.sparse == nullptr ? call.staging->transport() : nullptr;
-}
-
-}  // namespace
-
 std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
   if (calls.size() < 2) return calls;
   const auto coalesced = std::make_shared<CoalescedRequests>();
   for (Call& call : calls) {
     for (const ipc::CollectiveRequest& request : call.requests)
-      coalesced->requests.push_back({&request, own_transport(call, request)});
+      coalesced->requests.push_back(&request);
     if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
     call.coalesced = coalesced;
   }
@@ -57,7 +48,7 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
-    ipc::refuse(*host_, call.collective, calls_++, deadline, call.refusal);
+    ipc::refuse(*transport_, call.collective, calls_++, deadline, call.refusal);
   } catch (const ipc::Interruption&) {
     throw;
   } catch (const std::exception&) {
@@ -156,14 +147,8 @@ void CallRunner::run(Call& call, ipc::Deadline deadline) {
   fill(call, deadline);
   if (!call.staging) return perform(call, deadline);
   await_inputs(call, *call.staging, deadline);
-  const ipc::OpContext context{pycollect::name(call.collective), calls_, deadline};
-  try {
-    perform(call, deadline);
-  } catch (...) {
-    call.staging->abort_copies(context);
-    throw;
-  }
-  call.staging->begin_copy_out(context);
+  perform(call, deadline);
+  call.staging->begin_copy_out();
 }
 
 // Makes the ranks agree on all requests of a call with several dtypes, or of coalesced calls, so
@@ -182,33 +167,25 @@ void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
       throw;
     }
   } else if (call.requests.size() > 1) {
-    std::vector<CoalescedRequests::RequestAndTransport> own;
-    for (const ipc::CollectiveRequest& request : call.requests)
-      own.push_back({&request, &transport(call, request)});
+    std::vector<const ipc::CollectiveRequest*> own;
+    for (const ipc::CollectiveRequest& request : call.requests) own.push_back(&request);
     agree(own, deadline);
   }
 }
 
-void CallRunner::agree(const std::vector<CoalescedRequests::RequestAndTransport>& bound,
+void CallRunner::agree(const std::vector<const ipc::CollectiveRequest*>& requests,
                        ipc::Deadline deadline) {
-  std::vector<const ipc::CollectiveRequest*> requests;
-  for (const auto& [request, transport] : bound) {
+  for (const ipc::CollectiveRequest* const request : requests) {
     try {
-      ipc::check(transport == nullptr ? *host_ : *transport, *request);
+      ipc::check(*transport_, *request);
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
-      ipc::refuse(*host_, collective, calls_++, deadline,
+      ipc::refuse(*transport_, collective, calls_++, deadline,
                   truncated(text(pycollect::name(collective), ": ", error.what())));
       throw;
     }
-    requests.push_back(request);
   }
-  ipc::agree_on_all(*host_, requests, calls_, deadline);
-}
-
-ipc::Transport& CallRunner::transport(const Call& call, const ipc::CollectiveRequest& request) {
-  ipc::Transport* const own = own_transport(call, request);
-  return own == nullptr ? *host_ : *own;
+  ipc::agree_on_all(*transport_, requests, calls_, deadline);
 }
 
 void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
@@ -220,17 +197,16 @@ void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
     refuse(call, deadline);
     throw;
   }
-  ipc::run(*host_, *request, calls_++, deadline);
+  ipc::run(*transport_, *request, calls_++, deadline);
 }
 
 void CallRunner::perform(Call& call, ipc::Deadline deadline) {
   for (const ipc::CollectiveRequest& request : call.requests) {
-    ipc::run(transport(call, request), request, calls_++, deadline);
+    ipc::run(*transport_, request, calls_++, deadline);
     if (request.sparse) exchange_entries(call, deadline);
   }
   if (call.sparse) call.sparse->finish();  // last: the rank takes part in the call even if it fails
   for (const auto& [to, from] : call.copies) copy_strided(to, from);
-  if (call.then) call.then({call.name, calls_ - 1, deadline});
 }
 
 }  // namespace pycollect::dist

@@ -21,9 +21,9 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls);
 
 class CallRunner {
  public:
-  // `host`: transport of host tensors; it may refer to the group.
-  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Transport> host)
-      : group_(std::move(group)), host_(std::move(host)) {}
+  // `transport` may refer to the group.
+  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Transport> transport)
+      : group_(std::move(group)), transport_(std::move(transport)) {}
 
   void run(Call& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
@@ -39,16 +39,14 @@ class CallRunner {
   void run(Call& call, ipc::Deadline deadline);
   void refuse(const Call& call, ipc::Deadline deadline);
   void agree_on_all(Call& call, ipc::Deadline deadline);
-  void agree(const std::vector<CoalescedRequests::RequestAndTransport>& requests,
-             ipc::Deadline deadline);
+  void agree(const std::vector<const ipc::CollectiveRequest*>& requests, ipc::Deadline deadline);
   void fill(Call& call, ipc::Deadline deadline);
   void perform(Call& call, ipc::Deadline deadline);
   void exchange_entries(Call& call, ipc::Deadline deadline);
-  ipc::Transport& transport(const Call& call, const ipc::CollectiveRequest& request);
   void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
-  const std::unique_ptr<ipc::Transport> host_;
+  const std::unique_ptr<ipc::Transport> transport_;
   uint64_t calls_ = 0;
 };
 

@@ -26,10 +26,7 @@ class Connection {
   virtual std::shared_ptr<PointToPoint> messages() const = 0;
   virtual const std::shared_ptr<DeviceOps>& devices() const = 0;
 
-  // Prepares a collective whose tensors are on `device`. Every rank calls it before the first one.
-  virtual void connect(const Call& before, at::Device device) = 0;
-  // Returns the staging of a collective of device tensors. Throws CollectiveError, on all ranks
-  // alike, if they cannot be reached.
+  // Returns the staging of a collective of device tensors.
   virtual std::shared_ptr<TensorStaging> begin_staging() = 0;
 
   // Allocation in memory that all ranks can access.
@@ -37,15 +34,12 @@ class Connection {
   virtual at::Tensor new_symmetric(at::Device device, int64_t count, at::ScalarType type) = 0;
   // Null: tensors of such memory are allocated with new_symmetric() only.
   virtual std::shared_ptr<SymmetricHeapAllocator> allocator() const = 0;
-  // Transport and symmetric GPU memory of processes; null if the ranks are threads.
-  virtual TransportSelector* selector() const { return nullptr; }
 
   // Throws the cause if the group has been aborted.
   virtual void require_healthy(const ipc::OpContext& context) const = 0;
   virtual void abort(const std::string& why) = 0;
   // Leaves the group. Pending calls may end before the deadline. Returns what a signal handler has
-  // raised, or the first device error that was reported to no caller, or null. May be called again,
-  // from any thread.
+  // raised, or null. May be called again, from any thread.
   virtual std::exception_ptr close(ipc::Deadline deadline) = 0;
   // Called after close() by a rank that destroys its group, to make another one perhaps.
   virtual void await_end_of_store() {}

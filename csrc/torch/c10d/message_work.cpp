@@ -15,7 +15,6 @@ MessageWork::MessageWork(const MessageInfo& info, at::Tensor tensor,
     : info_(info),
       tensor_(std::move(tensor)),
       staging_(std::move(staging)),
-      fragments_(dynamic_cast<MessageStaging*>(staging_.get())),
       dense_(tensor_),
       messages_(std::move(messages)),
       world_ranks_(messages_->group().settings().world_ranks) {
@@ -42,43 +41,14 @@ void MessageWork::post(ipc::Mailbox& mailbox) {
   const bool has_owner = !staging_ && mailbox.uses_owner(envelope().bytes);
   const auto owner = has_owner ? std::make_shared<const at::Tensor>(dense_) : nullptr;
   auto posted = info_.receives ? mailbox.receive(info_.peer, envelope(), memory_, owner)
-                : fragments_   ? mailbox.send_partly(*info_.peer, envelope(), memory_,
-                                                     fragments_->arrived_bytes())
                                : mailbox.send(*info_.peer, envelope(), memory_, owner);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
 }
 
-// A device error is thrown only after the mailbox has released the memory. For a send, the group is
-// aborted: the peer has received a part of the message and waits for the rest.
-bool MessageWork::advance(ipc::Mailbox& mailbox) {
-  const std::lock_guard lock(mutex_);
-  device_pending_ = false;
-  if (settled_ || failure_ || transfer_->done()) return false;
-  try {
-    if (!info_.receives) return supply(mailbox);
-    fragments_->forward(transfer_->moved());
-    return true;
-  } catch (const std::exception& error) {
-    failure_ = std::current_exception();
-    if (!info_.receives)
-      messages_->abort(text("the device of a rank failed in send: ", error.what()));
-    return false;
-  }
-}
-
-bool MessageWork::supply(ipc::Mailbox& mailbox) {
-  const std::size_t arrived = fragments_->arrived_bytes();
-  mailbox.supply(*transfer_, arrived);
-  const bool more = arrived < static_cast<std::size_t>(tensor_.nbytes());
-  device_pending_ = more && transfer_->moved() == arrived;
-  return more;
-}
-
 std::vector<Rank> MessageWork::missing(const ipc::Mailbox& mailbox) const {
   const std::lock_guard lock(mutex_);
-  return device_pending_ || !transfer_ ? std::vector<Rank>{mailbox.rank()}
-                                       : mailbox.missing(*transfer_);
+  return transfer_ ? mailbox.missing(*transfer_) : std::vector<Rank>{mailbox.rank()};
 }
 
 ipc::Deadline MessageWork::due() const {
@@ -149,9 +119,8 @@ void MessageWork::settle() {
 }
 
 void MessageWork::finish() {
-  if (failure_) std::rethrow_exception(failure_);
   transfer_->rethrow();
-  if (staging_) return staging_->begin_copy_out(context(ipc::Deadline::max()));
+  if (staging_) return staging_->begin_copy_out();
   if (info_.receives && !dense_.is_same(tensor_)) copy_strided(tensor_, dense_);
 }
 

@@ -6,7 +6,7 @@
 
 #include "../../send_recv/mailbox.h"
 #include "point_to_point.h"
-#include "staging/message_staging.h"
+#include "staging/tensor_staging.h"
 #include "work.h"
 
 namespace pycollect::dist {
@@ -47,9 +47,6 @@ class MessageWork final : public GroupWork {
   Rank peer() const;
   // Posts the message to the mailbox.
   void post(ipc::Mailbox& mailbox);
-  // Passes on the fragments of a staged message that have arrived. Returns whether more will come.
-  bool advance(ipc::Mailbox& mailbox);
-  bool supply(ipc::Mailbox& mailbox);
   void fail(std::exception_ptr error);  // for an error before the message is posted
   ipc::TransferPtr transfer() const;
   bool is_moved() const;                             // true also after a failure
@@ -68,17 +65,14 @@ class MessageWork final : public GroupWork {
   const MessageInfo info_;
   const at::Tensor tensor_;
   const std::shared_ptr<TensorStaging> staging_;
-  MessageStaging* const fragments_;  // `staging_`, if the message goes in fragments; else null
-  at::Tensor dense_;                 // the tensor, or a contiguous copy
+  at::Tensor dense_;  // the tensor, or a contiguous copy
   std::byte* memory_ = nullptr;
   std::shared_ptr<Messages> messages_;   // null once the message is settled
   const std::vector<Rank> world_ranks_;  // see GroupSettings
   ipc::TransferPtr transfer_;            // null until the message is posted
   mutable std::mutex mutex_;
   bool settled_ = false;
-  bool device_pending_ = false;  // true: the next fragment is still on this rank's device
   std::exception_ptr error_;
-  std::exception_ptr failure_;  // a device error, while the mailbox uses the memory
   c10::intrusive_ptr<Future> future_;
   ipc::Deadline due_ = ipc::Deadline::max();
   std::shared_ptr<ProfilerEvent> event_;

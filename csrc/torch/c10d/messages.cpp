@@ -19,17 +19,15 @@ constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<ipc::Group> group,
-                   std::shared_ptr<const TransportSelector> selector,
+Messages::Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
                    std::shared_ptr<ipc::RemotePeers> remote)
     : group_(std::move(group)),
-      selector_(std::move(selector)),
       mailbox_(*group_, std::move(remote)),
-      on_devices_(*group_, mailbox_, selector_->devices()->with_own_streams()) {}
+      on_devices_(*group_, mailbox_, devices.with_own_streams()) {}
 
 bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_not_forked(name);
-  return check_message(op, name, receives, group_->all_ranks(), *selector_->devices());
+  return check_message(op, name, receives, group_->all_ranks(), on_devices_.devices());
 }
 
 // A PostingScope exists from before a message is visible to any thread until the message is in
@@ -70,10 +68,10 @@ WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
   const MessageWork::MessageInfo info{name,   scope.number, mailbox_peer(op.peer),
                                       op.tag, op.timeout,   receives};
   auto work = c10::make_intrusive<MessageWork>(
-      info, op.tensor, on_device ? on_devices_.staging_of(op.tensor) : nullptr, shared_from_this());
+      info, op.tensor, on_device ? on_devices_.staging() : nullptr, shared_from_this());
   work->event_ = begin_event(op, receives);
   if (receives)
-    on_devices_.post(work);
+    work->post(mailbox_);
   else
     on_devices_.post_in_order(work);
   return track(std::move(work));

@@ -10,14 +10,13 @@
 
 #include "../../group/fork_guard.h"
 #include "device_messages.h"
-#include "staging/transport_selector.h"
 
 namespace pycollect::dist {
 
 class Messages final : public PointToPoint, public std::enable_shared_from_this<Messages> {
  public:
   // `remote`: the ranks on other hosts, if there are any. Messages name peers by their ranks.
-  Messages(std::shared_ptr<ipc::Group> group, std::shared_ptr<const TransportSelector> selector,
+  Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
            std::shared_ptr<ipc::RemotePeers> remote = nullptr);
 
   WorkPtr send(const P2POp& op) override;
@@ -64,7 +63,6 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   std::vector<Rank> missing();
 
   const std::shared_ptr<ipc::Group> group_;
-  const std::shared_ptr<const TransportSelector> selector_;
   ipc::Mailbox mailbox_;
   DeviceMessages on_devices_;
   const ipc::ForkGuard fork_guard_;

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../group/group_settings.h"
-#include "staging/transport_selector.h"
+#include "../torch_runtime.h"
 
 namespace pycollect::dist {
 
@@ -22,13 +22,6 @@ struct Options final : c10d::Backend::Options {
   std::optional<std::size_t> buffer_bytes = {};
   // Address space of each rank's symmetric heap; none: default.
   std::optional<std::size_t> symmetric_heap_bytes = {};
-  // Size of each of a rank's two staging buffers in GPU memory, as `buffer_bytes` for the host. A
-  // piece of a large collective is as long, so that its fixed cost, some 20 us of synchronization,
-  // is a few percent. The value is a guess.
-  std::size_t cuda_buffer_bytes = 16 << 20;
-  // Transport of CUDA tensors: "auto", "host_staging", or "cuda_ipc", which maps peers' GPU memory
-  // from file descriptors (cuMem* calls, not cudaIpc*).
-  std::string cuda_transport = kAutoTransport;
   // How ranks on several hosts work together: "exact", with the bits of one host; "fast", adding
   // the sums of the hosts; or "one": not.
   std::string hosts = "exact";

@@ -25,9 +25,6 @@
 namespace pycollect::dist {
 namespace {
 
-// The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
-constexpr std::size_t kAlign = 128;
-
 // How long a rank that destroys the default group stays for rank 0 to do so, too; how long for
 // torch to drop the store after that, which takes a millisecond unless the user refers to a group;
 // and how long if rank 0 is on another host.
@@ -44,9 +41,7 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
           .mailbox_header_bytes = ipc::Mailbox::header_bytes(world),
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
-          .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
-          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes, " cuda_transport=",
-                                  o.cuda_transport, " hosts=", o.hosts, " pycollect=", o.version),
+          .common_settings = text(" hosts=", o.hosts, " pycollect=", o.version),
           .one_host = o.hosts == kOneHost,
           .check_signals = &check_signals};
 }
@@ -148,22 +143,21 @@ Members join(const StorePtr& store, RankAndWorld me, const Options& options) {
 class ProcessConnection final : public Connection {
  public:
   ProcessConnection(const StorePtr& store, RankAndWorld me, const Options& options)
-      : selector_(std::make_shared<TransportSelector>(
-            std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime()),
-            TransportSelector::TransportSettings{options.cuda_transport,
-                                                 options.cuda_buffer_bytes / kAlign * kAlign})),
+      : devices_(std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime())),
         members_(join(store, me, options)),
         group_(members_.group),
         remote_(members_.link
                     ? std::make_shared<MirroredRings>(group_, *members_.link, members_.wire)
                     : nullptr),
-        messages_(std::make_shared<Messages>(group_, selector_, remote_)),
+        messages_(std::make_shared<Messages>(group_, *devices_, remote_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
             std::make_shared<CallRunner>(group_, members_.transport()))) {
     if (options.is_default) server_.emplace(store);
-    if (members_.wire) connect_hosts();
-    selector_->attach(*group_);
+    if (members_.wire)
+      monitor_ =
+          std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link,
+                                         [remote = remote_] { remote->answer_calls(); });
   }
 
   CallQueue& queue() override { return *queue_; }
@@ -171,9 +165,8 @@ class ProcessConnection final : public Connection {
     const std::lock_guard lock(mutex_);
     return messages_;
   }
-  const std::shared_ptr<DeviceOps>& devices() const override { return selector_->devices(); }
-  void connect(const Call& before, at::Device device) override;
-  std::shared_ptr<TensorStaging> begin_staging() override { return selector_->begin(); }
+  const std::shared_ptr<DeviceOps>& devices() const override { return devices_; }
+  std::shared_ptr<TensorStaging> begin_staging() override { return stage_through_host(devices_); }
 
   bool has_symmetric_memory(at::Device device) const override;
   at::Tensor new_symmetric(at::Device device, int64_t count, at::ScalarType type) override;
@@ -181,7 +174,6 @@ class ProcessConnection final : public Connection {
     const std::lock_guard lock(mutex_);
     return allocator_;
   }
-  TransportSelector* selector() const override { return selector_.get(); }
 
   void require_healthy(const ipc::OpContext& context) const override {
     if (const auto group = this->group()) group->require_healthy(context);
@@ -197,13 +189,8 @@ class ProcessConnection final : public Connection {
     const std::lock_guard lock(mutex_);
     return group_;
   }
-  void connect_hosts() {
-    selector_->use_host_staging();
-    monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link,
-                                              [remote = remote_] { remote->answer_calls(); });
-  }
 
-  const std::shared_ptr<TransportSelector> selector_;
+  const std::shared_ptr<DeviceOps> devices_;
   Members members_;
   mutable std::mutex mutex_;  // guards the members down to allocator_, which close() resets
   std::shared_ptr<ipc::Group> group_;
@@ -214,56 +201,29 @@ class ProcessConnection final : public Connection {
   const std::shared_ptr<ProcessQueue> queue_;
   std::optional<StoreServer> server_;             // of the default group's store
   std::shared_ptr<const ipc::Group> left_group_;  // after close()
-  std::mutex rendezvous_mutex_;                   // held by the thread that runs the GPU rendezvous
 };
 
 bool ProcessConnection::has_symmetric_memory(at::Device device) const {
   const auto group = this->group();
-  if (!group) return false;
-  if (device.is_cuda() || selector_->serves_symmetric(device))
-    return selector_->benefits_from_symmetric_memory(device);
-  return group->layout().sizes.symmetric_heap_bytes > 0;
+  return group && device.is_cpu() && group->layout().sizes.symmetric_heap_bytes > 0;
 }
 
 at::Tensor ProcessConnection::new_symmetric(at::Device device, int64_t count, at::ScalarType type) {
   const auto heap = allocator();
   if (!heap) throw CollectiveError("allocate_tensor: the group has been destroyed");
-  if (device.is_cuda() || selector_->serves_symmetric(device))
-    return selector_->empty(device, count, type);
+  require(device.is_cpu(),
+          "allocate_tensor: processes share host memory only; allocate a tensor on ", device,
+          " with torch.empty(), which collectives take as it is, or pass device='cpu'");
   return heap->empty({count}, type);
-}
-
-// Runs the GPU rendezvous as a call of its own, before the call that needs it. If a rank makes
-// another call, the fingerprints differ and all ranks throw. Calls of callbacks may come before,
-// and need the rendezvous as well.
-void ProcessConnection::connect(const Call& before, at::Device device) {
-  if (!selector_->needs_rendezvous()) return;
-  queue_->await_turn(before);
-  const std::lock_guard lock(rendezvous_mutex_);
-  if (!selector_->needs_rendezvous()) return;
-  Call call{.collective = before.collective,
-            .name = before.name,
-            .timeout = before.timeout,
-            .requests = {{.collective = before.collective, .tensors = 0, .on_gpus = true}},
-            .then = [selector = selector_, group = group(), device](const ipc::OpContext& context) {
-              selector->rendezvous(group, device, context);
-            }};
-  // wait() would run queued calls on this thread, whose callbacks may call connect(), too.
-  const auto work = queue_->push(std::move(call));
-  while (!queue_->wait_until(*work, ipc::Clock::now() + std::chrono::seconds(1))) {
-  }  // the call has a timeout of its own; a signal handler may raise
-  if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
 std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
   std::exception_ptr raised = queue_->close(deadline);
   if (raised) deadline = ipc::Clock::now();
-  std::exception_ptr unreported;
   {
     const SignalsDeferred deferred;
-    unreported = selector_->close(device_deadline(deadline));
-    devices()->await_held(device_deadline(deadline));
+    devices_->await_held(device_deadline(deadline));
   }
   std::shared_ptr<Messages> messages;
   std::shared_ptr<MirroredRings> remote;
@@ -286,14 +246,12 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   monitor.reset();
   if (remote) remote->join();
   if (group) {
-    selector_->leave();
     const bool ends_store = server_ && server_->ends_with_group();
     // A work held by the caller may keep the group alive.
     group->leave(ends_store ? ipc::RankState::left_with_store : ipc::RankState::has_left);
     if (server_ && server_->exists()) left_group_ = std::move(group);
   }
-  if (raised) return raised;
-  return queue_->has_failed() ? nullptr : unreported;
+  return raised;
 }
 
 // Returns when the store of rank 0's process has ended, if it does: a rank that connects to it for

@@ -94,16 +94,13 @@ bool ProcessQueue::may_run() {
   return !handles_signals() || !queue->front()->has_future() || !try_ensure_thread();
 }
 
-// Returns the current exception. After one of the call's arguments, the group works on. If a signal
-// handler has raised it, sets `raised` to it, and returns an error of the call.
+// Returns the current exception. If a signal handler has raised it, sets `raised` to it, and
+// returns an error of the call.
 std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* raised) {
   const std::exception_ptr error = std::current_exception();
   try {
     std::rethrow_exception(error);
-  } catch (const CollectiveError&) {
-    failed_ = true;
   } catch (const ipc::Interruption&) {
-    failed_ = true;
     if (raised == nullptr) return error;
     *raised = error;
     return std::make_exception_ptr(PeerLost(text(call.name, ": a signal interrupted this rank")));
@@ -321,18 +318,6 @@ void ProcessQueue::wait(CollectiveWork& work) {
   } catch (const ipc::Interruption&) {
     end_interrupted(lock, work);
     throw;
-  }
-}
-
-void ProcessQueue::await_turn(const Call& call) {
-  const ipc::Deadline deadline = ipc::deadline_after(call.timeout);
-  Lock lock(mutex_);
-  require_not_inside(call.name);
-  while (!is_next(scope_of_thread()) && !closed_) {
-    if (ipc::Clock::now() >= deadline)
-      throw_unfinished(text("the call before ", call.name), call.timeout);
-    try_ensure_thread();
-    sleep(lock, deadline);
   }
 }
 

@@ -31,8 +31,6 @@ class ProcessQueue final : public CallQueue {
   void wait(CollectiveWork& work) override;
   bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
 
-  // Waits until a call that is made now would begin at once. Throws Timeout.
-  void await_turn(const Call& call);
   void abort(const std::string& why) override;
   std::vector<Rank> missing() override;
   std::vector<Rank> behind() override;
@@ -42,7 +40,6 @@ class ProcessQueue final : public CallQueue {
   // what the handler has raised, or null.
   std::exception_ptr close(ipc::Deadline deadline);
 
-  bool has_failed() const { return failed_; }  // true: a caller knows that the group has failed
   std::mutex& mutex() override { return mutex_; }
 
  private:
@@ -96,8 +93,7 @@ class ProcessQueue final : public CallQueue {
   uint64_t scopes_ = 0;                 // number of all CallbackScopes so far
   bool futures_ = false;                // the future of an unfinished call has been taken
   bool passes_callbacks_ = false;       // callbacks no longer hold up the calls behind them
-  std::atomic<bool> failed_{false};
-  int idle_ = 0;  // threads that wait for a call to run
+  int idle_ = 0;                        // threads that wait for a call to run
   std::vector<std::thread> threads_;
 };
 

@@ -59,10 +59,7 @@ bool PostedWork::isCompleted() {
   return is_done() && (error_ || staging() == nullptr || staging()->outputs_ready());
 }
 
-std::exception_ptr PostedWork::exception() const {
-  if (!is_done() || error_) return is_done() ? error_ : nullptr;
-  return staging() ? staging()->failure() : nullptr;
-}
+std::exception_ptr PostedWork::exception() const { return is_done() ? error_ : nullptr; }
 
 c10::intrusive_ptr<Future> PostedWork::finish(std::exception_ptr error) {
   error_ = std::move(error);

@@ -1,4 +1,4 @@
-// Implements cuda::Api with CUDA: each function is one or two calls of the runtime or the driver.
+// Implements cuda::Api with CUDA: each function is one or two calls of the runtime.
 // Caches properties of devices, and which kernels are loaded. The current device is set through
 // torch, whose MaybeSetDevice restores a device without creating a context on it.
 #include "api.h"
@@ -7,7 +7,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -17,8 +16,6 @@
 #include "../../cuda/check.h"
 #include "../../cuda/device_guard.h"
 #include "../../cuda/launch_level.h"
-#include "driver.h"
-#include "shareable_memory.h"
 
 namespace pycollect {
 namespace {
@@ -99,19 +96,7 @@ CaptureInfo capture_info(Stream stream) {
   return {std::max<uint64_t>(id, 1), graph};
 }
 
-using StreamValue = CUresult(CUDAAPI*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
-
-void enqueue_value(StreamValue call, const char* name, Stream stream, std::byte* word,
-                   uint64_t value, unsigned int flags) {
-  check_driver(call(handle(stream), reinterpret_cast<CUdeviceptr>(word), value, flags), name);
-}
-
-struct Properties {
-  cuda::DeviceLimits limits;
-  bool can_flush;  // a stream wait can flush writes of other GPUs
-};
-
-std::vector<Properties> query_all_devices() {
+std::vector<cuda::DeviceLimits> query_all_devices() {
   // Kernel parameters beyond 4 KiB need a driver of CUDA 12.1; the version of the build is no
   // limit.
   int driver = 0, devices = 0;
@@ -119,20 +104,19 @@ std::vector<Properties> query_all_devices() {
   check(cudaGetDeviceCount(&devices));
   const std::size_t bytes =
       driver >= 12010 ? sizeof(cuda::LargeKernelArgs) : sizeof(cuda::SmallKernelArgs);
-  std::vector<Properties> all;
+  std::vector<cuda::DeviceLimits> all;
   for (Device device = 0; device < devices; ++device) {
-    int multiprocessors = 0, can_flush = 0;
+    int multiprocessors = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
-    all.push_back({{multiprocessors, bytes}, can_flush != 0});
+    all.push_back({multiprocessors, bytes});
   }
   return all;
 }
 
 // Queries the devices on first use, not when the Api is made: a process that has no device, or
 // forks before it uses one, may make an Api, too.
-const Properties& properties(Device device) {
-  static const std::vector<Properties> all = query_all_devices();
+const cuda::DeviceLimits& limits(Device device) {
+  static const std::vector<cuda::DeviceLimits> all = query_all_devices();
   return all.at(device);
 }
 
@@ -152,18 +136,6 @@ class CudaApi final : public cuda::Api {
   void restore_device(Device device) override {
     check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)));
   }
-  // The UUID, which is the same in all processes, also for a MIG instance.
-  std::string identity(Device device) override {
-    cudaDeviceProp found = {};
-    check(cudaGetDeviceProperties(&found, device));
-    std::string uuid;
-    for (std::size_t i = 0; i < sizeof found.uuid.bytes; i += sizeof(uint64_t)) {
-      uint64_t part = 0;
-      std::memcpy(&part, found.uuid.bytes + i, sizeof part);
-      uuid += ipc::hexadecimal(part);
-    }
-    return uuid;
-  }
   cuda::CaptureMode exchange_capture_mode(cuda::CaptureMode mode) override {
     auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
     check(cudaThreadExchangeStreamCaptureMode(&exchanged));
@@ -177,7 +149,6 @@ class CudaApi final : public cuda::Api {
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
     return {device, stream};
   }
-  void destroy(Stream stream) override { check(cudaStreamDestroy(handle(stream))); }
   uint64_t capture_id(Stream stream) override { return capture_info(stream).id; }
   void at_graph_end(Stream stream, std::function<void()> destroyed) override {
     auto owned = std::make_unique<std::function<void()>>(std::move(destroyed));
@@ -235,7 +206,7 @@ class CudaApi final : public cuda::Api {
     loaded_.insert(kernels);
   }
   void launch(Stream stream, const Launch& launch) override {
-    cuda::launch_level(stream, launch, properties(stream.device).limits);
+    cuda::launch_level(stream, launch, limits(stream.device));
   }
   void copy(Stream stream, const CopyRect& r) override {
     constexpr std::ptrdiff_t kMostPitch =
@@ -251,41 +222,6 @@ class CudaApi final : public cuda::Api {
     for (std::size_t row = 0; row < r.rows; ++row)
       copy_row(handle(stream), r, static_cast<std::ptrdiff_t>(row), r.bytes);
   }
-  void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) override {
-    check(cudaMemsetAsync(memory, value, bytes, handle(stream)));
-  }
-  // With the default flag, earlier writes on the stream are visible to every reader of the value.
-  void write_value(Stream stream, std::byte* word, uint64_t value) override {
-    constexpr const char* kName = "cuStreamWriteValue64";
-    static const auto call = driver_function<StreamValue>(kName);
-    enqueue_value(call, kName, stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT);
-  }
-  // Also flushes earlier writes of other GPUs, on devices that support it.
-  void wait_value(Stream stream, std::byte* word, uint64_t value) override {
-    constexpr const char* kName = "cuStreamWaitValue64";
-    static const auto call = driver_function<StreamValue>(kName);
-    const unsigned int flush = properties(stream.device).can_flush ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
-    enqueue_value(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ | flush);
-  }
-
-  std::byte* allocate(Device device, std::size_t bytes) override {
-    return allocate_shareable(device, bytes);
-  }
-  cuda::ExportedMemory export_memory(std::byte* memory) override {
-    return export_shareable(memory);
-  }
-  std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override {
-    return map_shareable(device, memory, bytes);
-  }
-  void unmap(std::byte* memory) override { unmap_shareable(memory); }
-
-  std::byte* register_host(std::byte* memory, std::size_t bytes) override {
-    check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
-    void* address = nullptr;
-    check(cudaHostGetDevicePointer(&address, memory, 0));
-    return static_cast<std::byte*>(address);
-  }
-  void unregister_host(std::byte* memory) override { check(cudaHostUnregister(memory)); }
 
  private:
   std::mutex loading_;

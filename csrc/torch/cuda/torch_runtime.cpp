@@ -21,7 +21,6 @@
 #include "api.h"
 #include "host_memory_ops.h"
 #include "peer_access.h"
-#include "symmetric_pool.h"
 
 namespace pycollect {
 namespace {
@@ -32,7 +31,6 @@ using c10::cuda::CUDAStream;
 class CudaRuntime final : public TorchRuntime {
  public:
   cuda::Api& cuda() override { return cuda_api(); }
-  bool shares_memory() const override { return true; }
 
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool has(at::Device device) const override { return device.is_cuda(); }
@@ -77,10 +75,6 @@ class CudaRuntime final : public TorchRuntime {
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override {
     return at::Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/true));
   }
-  std::unique_ptr<SharedTensorPool> new_pool(
-      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) override {
-    return std::make_unique<SymmetricPool>(std::move(symmetric_memory), device);
-  }
   bool keeps_memory_of([[maybe_unused]] uint64_t capture) override {
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 14)
     return at::cuda::get_graph_from_capture_id(capture) != nullptr;
@@ -88,7 +82,6 @@ class CudaRuntime final : public TorchRuntime {
     return false;  // torch does not tell
 #endif
   }
-  void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override {
     const c10::DataPtr& memory = tensor.storage().data_ptr();
     if (!tensor.is_cuda()) {

@@ -3,9 +3,6 @@
 
 #include <thread>
 
-#include "../../../plan/error.h"
-#include "../../log.h"
-
 namespace pycollect::dist {
 
 constexpr std::chrono::microseconds kPollInterval{200};
@@ -38,18 +35,7 @@ void DeviceEvent::block(Stream stream) const {
   torch_->cuda().wait(stream, event_);
 }
 
-namespace {
-
-std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_of(const std::shared_ptr<TorchRuntime>& torch) {
-  if (!torch || !torch->shares_memory()) return nullptr;
-  return std::make_shared<cuda_ipc::CudaIpcMemory>(torch->cuda(),
-                                                   [torch] { torch->empty_cache(); });
-}
-
-}  // namespace
-
-DeviceOps::DeviceOps(std::shared_ptr<TorchRuntime> torch)
-    : torch_(std::move(torch)), gpu_(gpu_of(torch_)) {}
+DeviceOps::DeviceOps(std::shared_ptr<TorchRuntime> torch) : torch_(std::move(torch)) {}
 
 // Held tensors that await_held() has not released are leaked, because a device may still use them.
 DeviceOps::~DeviceOps() {
@@ -174,50 +160,6 @@ void DeviceOps::complete(const std::vector<at::Device>& devices, c10::function_r
   const std::vector<Stream> results = streams(devices);
   const CaptureModeGuard guard(torch_->cuda(), results.front().device);
   torch_->complete(results, act);
-}
-
-at::Tensor DeviceOps::new_symmetric(
-    const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory, at::Device device,
-    int64_t count, at::ScalarType type) {
-  device = torch_->with_index(device);
-  if (const auto pool = pool_on(device, symmetric_memory)) return pool->empty(count, type);
-  return torch_->empty({count}, type, device);
-}
-
-// Retries after emptying torch's cache, which may free enough memory.
-std::shared_ptr<SharedTensorPool> DeviceOps::make_pool(
-    at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
-  try {
-    return torch_->new_pool(symmetric_memory, device);
-  } catch (const std::runtime_error&) {
-    torch_->empty_cache();
-    return torch_->new_pool(symmetric_memory, device);
-  }
-}
-
-// Returns null (logged once) if the device's memory cannot be shared. Makes pools without the lock.
-std::shared_ptr<SharedTensorPool> DeviceOps::pool_on(
-    at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = pools_.find(device.index());
-    if (found != pools_.end()) return found->second;
-  }
-  std::shared_ptr<SharedTensorPool> made;
-  try {
-    made = make_pool(device, symmetric_memory);
-  } catch (const std::runtime_error& error) {
-    log_once(text("tensors on ", device, " cannot be shared with other processes: ", error.what()));
-  }
-  const std::lock_guard lock(mutex_);
-  return pools_.emplace(device.index(), made).first->second;
-}
-
-void DeviceOps::drop_pools(bool abandoned) {
-  std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>> gone;  // destroyed without the lock
-  const std::lock_guard lock(mutex_);
-  gone.swap(pools_);
-  if (abandoned) static_cast<void>(new auto(std::move(gone)));
 }
 
 }  // namespace pycollect::dist

@@ -98,17 +98,7 @@ class DeviceOps {
   // Like with_group_streams(), for an `act` that completes a future.
   void complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
 
-  // Calls for GPU memory that processes share; null: not supported.
-  const std::shared_ptr<cuda_ipc::CudaIpcMemory>& gpu() const { return gpu_; }
   cuda::Stream stream(at::Device device);  // the group's stream on `device`
-  // Returns a tensor of `count` elements in symmetric GPU memory, for the current stream, or in
-  // ordinary GPU memory if the device's memory cannot be shared. `symmetric_memory` must be the
-  // same object in every call. A device without an index stands for the current one.
-  at::Tensor new_symmetric(const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory,
-                           at::Device device, int64_t count, at::ScalarType type);
-  // Frees the symmetric memory that no tensor uses, which waits for the device; with `abandoned`,
-  // does not free it. Call at the end of the group.
-  void drop_pools(bool abandoned);
 
  private:
   struct HeldTensors {
@@ -117,18 +107,11 @@ class DeviceOps {
   };
   void hold(HeldTensors more);
   std::vector<cuda::Stream> streams(const std::vector<at::Device>& devices);
-  std::shared_ptr<SharedTensorPool> pool_on(
-      at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
-  std::shared_ptr<SharedTensorPool> make_pool(
-      at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
 
   const std::shared_ptr<TorchRuntime> torch_;
-  const std::shared_ptr<cuda_ipc::CudaIpcMemory> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, cuda::Stream> streams_;  // the group's streams
   std::vector<HeldTensors> held_;
-  std::map<c10::DeviceIndex, std::shared_ptr<SharedTensorPool>>
-      pools_;  // null: no shareable memory
 };
 
 }  // namespace pycollect::dist

@@ -1,10 +1,11 @@
-// Host staging, the last transport, needs only copies: tensors are copied to pinned memory on the
-// caller's stream, the host executor runs there, and the results are copied back on a stream of the
-// group. wait() blocks until the executor is done. The extra cost is one copy of whole tensors in
-// each direction.
+// Host staging, the way of CUDA tensors between processes: tensors are copied to pinned memory on
+// the caller's stream, the host executor runs there, and the results are copied back on a stream of
+// the group. wait() blocks until the executor is done. The extra cost is one copy of whole tensors
+// in each direction.
 #include <algorithm>
 
-#include "transport_selector.h"
+#include "../../../plan/error.h"
+#include "tensor_staging.h"
 
 namespace pycollect::dist {
 namespace {
@@ -16,7 +17,7 @@ class HostStaging final : public TensorStaging {
   ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override;
-  void begin_copy_out(const ipc::OpContext& context) override;
+  void begin_copy_out() override;
   bool outputs_ready() override;
   void wait_on_current_streams() override;
   void release() override;
@@ -72,7 +73,7 @@ bool HostStaging::inputs_ready() {
   return true;
 }
 
-void HostStaging::begin_copy_out(const ipc::OpContext&) {
+void HostStaging::begin_copy_out() {
   for (std::size_t i = 0; i < copies_.size(); ++i)
     if (DeviceCopies& copies = copies_[i]; !copies.out.empty()) {
       devices_->wait_for(on_[i], *copies.copied_in);
@@ -103,6 +104,13 @@ void HostStaging::release() {
 
 std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<DeviceOps> devices) {
   return std::make_shared<HostStaging>(std::move(devices));
+}
+
+void check_no_capture(const TensorStaging& staging, const char* operation) {
+  for (at::Device d : staging.on())
+    require(!staging.devices().is_capturing(d), operation,
+            ": wait() was called while the current stream of ", d,
+            " is under capture; wait before the capture begins");
 }
 
 }  // namespace pycollect::dist

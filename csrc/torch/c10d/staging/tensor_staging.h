@@ -17,14 +17,8 @@ class TensorStaging {
   virtual void begin_copy_in() = 0;  // starts the copies of the inputs; call after the last tensor
   virtual bool inputs_ready() = 0;   // whether the executor may begin
   // Starts the copies of the results to the tensors, after the executor has ended.
-  virtual void begin_copy_out(const ipc::OpContext& context) = 0;
-  // Replaces begin_copy_out() if the executor has failed: copies no results to the tensors.
-  virtual void abort_copies(const ipc::OpContext&) {}
-  virtual bool outputs_ready() = 0;  // whether the results are in the tensors, or never will be
-  // Returns the error of device work that ended after the executor, or null.
-  virtual std::exception_ptr failure() const { return nullptr; }
-  // Returns the transport that can use the staged tensors; null: the host transport.
-  virtual ipc::Transport* transport() { return nullptr; }
+  virtual void begin_copy_out() = 0;
+  virtual bool outputs_ready() = 0;  // whether the results are in the tensors
   // Makes the calling thread's current streams wait for the results.
   virtual void wait_on_current_streams() = 0;
   // Calls `act`, which completes a future, with current streams on which the results are complete.
@@ -33,5 +27,12 @@ class TensorStaging {
   virtual const std::vector<at::Device>& on() const = 0;
   virtual DeviceOps& devices() const = 0;
 };
+
+// Returns the staging of processes' tensors, in pinned memory around the host executor.
+std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<DeviceOps> devices);
+
+// Throws std::invalid_argument if a current stream on one of the staging's devices is under
+// capture, in which `operation` cannot wait.
+void check_no_capture(const TensorStaging& staging, const char* operation);
 
 }  // namespace pycollect::dist

@@ -15,7 +15,9 @@ class DirectStaging final : public TensorStaging {
   ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override { return true; }  // the call is ordered by streams
-  void begin_copy_out(const ipc::OpContext&) override { begin_copy_out(); }
+  // For the thread that runs the call, as wait_for_inputs(). Ends the rank's part: copies results,
+  // and records that they are there.
+  void begin_copy_out() override;
   bool outputs_ready() override;
   void wait_on_current_streams() override;
   void complete(c10::function_ref<void()> act) override;
@@ -27,7 +29,6 @@ class DirectStaging final : public TensorStaging {
 
   // For the thread that runs the call, with its current streams.
   void wait_for_inputs();  // orders these streams after the rank's
-  void begin_copy_out();   // ends the rank's part: copies results, and records that they are there
   // Ends the rank's part where its inputs are ready: the call reads a copy.
   void end_with_inputs() { outputs_ = inputs_; }
   const std::vector<at::Tensor>& tensors() const { return tensors_; }

@@ -40,9 +40,7 @@ NewGroups& new_groups() {
   return groups;
 }
 
-std::string settings_of(const Options& o) {
-  return text(" algorithm=", o.algorithm, " cuda_transport=", o.cuda_transport);
-}
+std::string settings_of(const Options& o) { return text(" algorithm=", o.algorithm); }
 
 // All ranks return the same group.
 std::shared_ptr<ThreadGroup> find_group(const std::shared_ptr<RankScheduler>& scheduler,
@@ -79,7 +77,6 @@ class ThreadConnection final : public Connection {
   CallQueue& queue() override { return *queue_; }
   std::shared_ptr<PointToPoint> messages() const override { return closed_ ? nullptr : messages_; }
   const std::shared_ptr<DeviceOps>& devices() const override { return devices_; }
-  void connect(const Call&, at::Device) override {}
   std::shared_ptr<TensorStaging> begin_staging() override {
     return std::make_shared<DirectStaging>(devices_);
   }
