@@ -21,10 +21,9 @@ MARKS = {
     "on_one_host(why)": "does not run on several hosts",
     "quick_on_hosts": "on several hosts, the test is not slow",
     "between_processes(why)": "does not run on threads",
-    "between_threads(why)": "does not run on processes",
     "slow_on_processes": "with processes as ranks, the test is slow",
 }
-NO_TRANSPORTS = "threads use device tensors in place, so there are no transports"
+IN_PLACE = "threads use device tensors in place"
 
 
 def between_processes(why: str) -> pytest.MarkDecorator:
@@ -41,18 +40,9 @@ slow_on_processes = pytest.mark.slow_on_processes
 quick_on_hosts = pytest.mark.quick_on_hosts
 
 
-def site_marks(name: str) -> list[pytest.MarkDecorator]:
-    """Marks of a site of dist_sites.py: one that names a transport is for processes."""
-    if name == "cuda":
-        return [pytest.mark.between_threads("processes name a transport")]
-    if ":" not in name:
-        return []
-    return [between_processes(NO_TRANSPORTS), on_one_host("hosts use host staging only")]
-
-
 def staged(*names: str) -> list[Any]:
     """pytest parameters (site): host memory (""), and emulated devices."""
-    return [pytest.param(n, marks=site_marks(n), id=n or "host") for n in names]
+    return [pytest.param(n, id=n or "host") for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +83,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _runs(item: pytest.Item) -> bool:
-    if item.get_closest_marker("between_threads"):
-        return _kind(item) == THREADS
     if _kind(item) == HOSTS and item.get_closest_marker("on_one_host"):
         return False
     return _kind(item) != THREADS or not item.get_closest_marker("between_processes")

@@ -1,12 +1,9 @@
 """Sites of the CUDA tests of torch.distributed: emulated devices, or a GPU.
 
 "late" devices defer all work until something waits for it; "eager" devices do all permitted work
-at once. On both, CPU tensors stand for CUDA tensors: staged through the host, or, as
-"late:cuda_ipc" and "eager:cuda_ipc", in memory that the peers can access. "cuda:cuda_ipc" and
-"cuda:host_staging" are a GPU, or the CPU in its place (device_placements.py); so is "cuda", for
-ranks that are threads. A job's tensors are
-created there unless it names another device. `dist_thread_sites.py` has the emulated devices of
-ranks that are threads.
+at once. On both, CPU tensors stand for CUDA tensors. "cuda" is a GPU, or the CPU in its place
+(device_placements.py). A job's tensors are created there unless it names another device.
+`dist_thread_sites.py` has the emulated devices of ranks that are threads.
 """
 
 from __future__ import annotations
@@ -20,19 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from dist_ranks import site_marks
+from dist_ranks import on_one_host
 from torch import Tensor
 
-CUDA_IPC_SITES = ("late:cuda_ipc", "eager:cuda_ipc")
-EMULATED, REAL = (
-    (*CUDA_IPC_SITES, "late", "eager"),
-    ("cuda:cuda_ipc", "cuda:host_staging", "cuda"),
-)
-# Bytes of the staging buffers of an emulated rank: 300,000 elements take dozens of pieces.
-STAGING_BYTES = 1 << 16
+EMULATED, REAL = ("late", "eager"), ("cuda",)
 GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
-LARGE = 300_000  # elements; more than one piece through the staging buffers
+LARGE = 300_000  # elements; more than one piece through the group's memory
 _CYCLES = 10_000_000  # GPU cycles, about 5 ms
 
 
@@ -62,10 +52,9 @@ def site_worlds(*names: str, stands_in: bool = True) -> list[Any]:
 
 def sites(*names: str, stands_in: bool = True) -> list[Any]:
     """pytest parameters (site); see `site_worlds` for `stands_in`."""
-    marks = [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
-    return [
-        pytest.param(n, marks=[*site_marks(n), *(marks if is_real(n) else [])], id=n) for n in names
-    ]
+    marks = [on_one_host("GPUs make no difference to the exchange between hosts")]
+    marks += [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
+    return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
 
 def cpu_by_default(job: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,8 +72,7 @@ class Site:
     """Host memory as a site, and the interface of all sites."""
 
     device = "cpu"  # device of tensors
-    gpu = GPU  # device name for pycollect.symmetric_empty and pycollect.SymmetricAllocator
-    real, streams = False, False
+    real = False
     options: Any = None  # pg_options of groups on the site
     fake: Any = None
 
@@ -101,24 +89,6 @@ class Site:
     def empty(self, count: int) -> Tensor:
         """A tensor from a stream-ordered cache: once freed, its memory is reused on its stream."""
         return torch.empty(count)
-
-    def symmetric(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor in memory that all processes can access (pycollect.symmetric_empty)."""
-        import pycollect
-
-        return pycollect.symmetric_empty(*size, dtype=dtype, device=self.gpu)
-
-    def reaches(self, x: Tensor) -> bool:
-        """Whether the tensor lies in memory that the peers of the default group can access."""
-        import pycollect
-
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        return pycollect._C.in_symmetric_memory(backend, x)
-
-    def usage(self) -> Any:
-        import pycollect
-
-        return pycollect.SymmetricAllocator(device=self.gpu).usage()
 
     def host(self, x: Tensor) -> Tensor:
         """The tensor in host memory; on emulated devices, marked as an ordinary CPU tensor."""
@@ -153,32 +123,19 @@ class Site:
     def violations(self) -> list[str]:
         return []
 
-    def allocations(self) -> int:
-        """Number of live device allocations: staging buffers and tensors."""
-        return 0
-
     def unreleased(self) -> dict[str, int]:
         """Counts of resources that have not been released."""
         return {}
 
 
 class Emulated(Site):
-    gpu = "cuda:0"  # name only: there is no such device
-
-    def __init__(self, name: str, own_thread: bool = False, **options: Any) -> None:
-        """`own_thread`: a thread runs the streams' work, as it does for "cuda_ipc"."""
+    def __init__(self, name: str, own_thread: bool = False) -> None:
+        """`own_thread`: a thread runs the streams' work, as a GPU does."""
         import pycollect as pc  # imported late: only in the rank's process
         from pycollect import _testing
 
-        pace, transport = (*name.split(":"), "")[:2]
-        self.streams = bool(transport)
-        options = {
-            "cuda_transport": transport or "auto",
-            "cuda_buffer_bytes": STAGING_BYTES // 2,
-            **options,
-        }
-        self.options = pc.distributed.options(**options)
-        self.fake = _testing.emulate(self.options, pace == "eager", self.streams or own_thread)
+        self.options = pc.distributed.options()
+        self.fake = _testing.emulate(self.options, name == "eager", own_thread)
         self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
         self.calls, self.synchronize = self.fake.calls, self.fake.finish_caller
 
@@ -216,26 +173,8 @@ class Emulated(Site):
     def violations(self) -> list[str]:
         return self.fake.gpu.violations()
 
-    def launched(self) -> int:
-        """Number of kernels that this rank has launched."""
-        return self.fake.gpu.counters().get("launch", 0)
-
-    def launches_and_copies(self, call: Callable[[], Any]) -> tuple[int, int]:
-        """Numbers of kernels, and of copies by a copy engine, that this rank enqueues in a call."""
-        before = self.fake.gpu.counters().get("copy", 0)
-        launches = self.launches(call)
-        return launches, self.fake.gpu.counters().get("copy", 0) - before
-
-    def launches(self, call: Callable[[], Any]) -> int:
-        before = self.launched()
-        call()
-        return self.launched() - before
-
-    def allocations(self) -> int:
-        return self.alive().get("allocated", 0)
-
     def alive(self) -> dict[str, int]:
-        kept = ("allocated", "freeing", "mapped", "registered", "streams", "events")
+        kept = ("streams", "events")
         return {name: n for name, n in self.fake.gpu.counters().items() if name in kept and n != 0}
 
     def unreleased(self) -> dict[str, int]:
@@ -245,11 +184,7 @@ class Emulated(Site):
 
 
 class Gpu(Site):
-    def __init__(self, name: str) -> None:
-        self.device, self.real = GPU, is_real(GPU)
-        self.streams = name in ("cuda:cuda_ipc", "cuda")
-        if name in REAL and name != "cuda":  # otherwise the group selects the best transport
-            os.environ["PYCOLLECT_CUDA_TRANSPORT"] = name.split(":")[1]
+    device, real = GPU, is_real(GPU)
 
     def as_default_device(self) -> Any:
         return torch.device(self.device) if self.real else super().as_default_device()
@@ -300,4 +235,4 @@ HOST = Site()
 def of(name: str) -> Any:
     if not name:
         return HOST
-    return Gpu(name) if is_real(name) else Emulated(name)
+    return Gpu() if is_real(name) else Emulated(name)

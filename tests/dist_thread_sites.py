@@ -1,8 +1,7 @@
 """Emulated devices of ranks that are threads: one runtime for all ranks, one stream for each.
 
 "late" runs no work before something waits for it; "eager" runs it at once, on a thread. Both are
-sites of `dist_sites.py`, without the ways between processes (`cuda_ipc`, host staging), which
-threads do not need.
+sites of `dist_sites.py`, without host staging, which threads do not need.
 """
 
 from __future__ import annotations
@@ -93,10 +92,9 @@ class LaterRank(FirstRank):
 
 def of_ranks(name: str, world: int) -> list[Any]:
     """The site of each rank of a launch."""
-    assert ":" not in name, f"ranks that are threads have no site {name}"
     if not name:
         return [HOST] * world
     if is_real(name):
-        return [Gpu(name) for _ in range(world)]
+        return [Gpu() for _ in range(world)]
     first = FirstRank(name)
     return [first, *(LaterRank(first) for _ in range(1, world))]

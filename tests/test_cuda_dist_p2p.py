@@ -1,7 +1,6 @@
 """send and recv of CUDA tensors: all sizes, dtypes and layouts, by tag and in batches.
 
-Messages go through pinned memory. Large ones go in fragments, so that the copies off the sender's
-device overlap with the copies to the receiver's device.
+Messages go through pinned memory.
 """
 
 from __future__ import annotations
@@ -13,34 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes
-from dist_sites import REAL, site_worlds, sites, until
+from dist_sites import EMULATED, REAL, site_worlds, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_ranks, scope="module")
-SITES = ("late:cuda_ipc", "late", "eager")
-FRAGMENT = (1 << 20) // 4  # float32 elements of a fragment; smaller messages are one fragment
-MAX_FRAGMENTS = 64  # of a message; larger messages have larger fragments
-LARGE = 3 * FRAGMENT + 3
+MIB = (1 << 20) // 4  # float32 elements
+LARGE = 3 * MIB + 3  # elements; more than the buffers between two ranks
 
 
 def values(count: int, seed: int) -> Tensor:
     return torch.arange(count, dtype=torch.float32) % 1009 + seed
-
-
-def copies_off_device(me: RankContext) -> int:
-    """Number of copies off the device so far."""
-    return me.site.calls().count("copy_ caller")
-
-
-def copies_to_device(me: RankContext) -> int:
-    return me.site.calls().count("copy_ group")
-
-
-def waits_for_a_copy_to_device(me: RankContext, before: int) -> bool:
-    """Wait, with a time limit, until more than `before` copies to the device have been made."""
-    return until(lambda: copies_to_device(me) > before)
 
 
 def finish(works: list[Any]) -> None:
@@ -50,48 +32,30 @@ def finish(works: list[Any]) -> None:
 
 # --- sizes ----------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * FRAGMENT + d for n in (1, 2) for d in (-1, 0, 1))]
-# Sizes for sites with enough memory.
-LARGE_SIZES = [n * FRAGMENT + d for n in (4, MAX_FRAGMENTS) for d in (-1, 0, 1)]
+SIZES = (0, 1, 1000, 4097, MIB - 1, MIB, MIB + 1, 400_000, LARGE)
 
 
-def around_a_ring(me: RankContext, counts: list[int]) -> list[str]:
+def around_a_ring(me: RankContext) -> list[str]:
     """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    staged = me.fake and me.spec.ranks_as != "threads"
-    for count in counts:
+    for count in (*SIZES, *[64 * MIB] * me.site.real):
         for stride in (1, 2):
             y = torch.full((count * stride,), -1.0)[::stride]
             me.site.fill_later(y, -2.0)
             x = values(count * stride, me.rank)[::stride]
-            before = staged and (me.fake.pinned(), copies_off_device(me))
             sent = dist.isend(x, right)
-            source = dist.recv(y, None if count in (1000, 2 * FRAGMENT) else left)
+            source = dist.recv(y, None if count in (1000, MIB) else left)
             sent.wait()
-            took = staged and (me.fake.pinned() - before[0], copies_off_device(me) - before[1])
             x.fill_(-3.0)  # the sender may reuse its tensor after wait()
             if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
                 wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
-            whole = stride == 2 and count > FRAGMENT  # one more copy, to make it contiguous
-            if (
-                staged
-                and count > 1000
-                and took != (2, min(MAX_FRAGMENTS, -(-count // FRAGMENT)) + whole)
-            ):
-                wrong.append(f"{count} elements, stride {stride}: {took}")
     return wrong
 
 
-MOST = pytest.param("late", 2, marks=between_processes(NO_TRANSPORTS))
-
-
-@pytest.mark.parametrize(("site", "world"), [*site_worlds(*SITES, *REAL), MOST])
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL))
 def test_around_a_ring(pools, site, world):
-    counts = (
-        LARGE_SIZES[-1:] if (site, world) == ("late", 2) else SIZES + LARGE_SIZES * (site in REAL)
-    )
-    assert pools(world, site=site).run(around_a_ring, counts) == [[]] * world
+    assert pools(world, site=site).run(around_a_ring) == [[]] * world
 
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
@@ -110,14 +74,12 @@ def of_dtypes(me: RankContext) -> list[str]:
 
 
 def ends_in_different_memory(me: RankContext) -> list[int]:
-    """Messages between host memory and GPU, and from memory that the receiver can access."""
+    """Messages between host memory and GPU."""
     wrong = []
-    for turn in range(12):
-        on_host, symmetric = turn % 3 == me.rank, turn % 2 and me.site.streams
-        x = (me.site.symmetric if symmetric and not on_host else torch.empty)(LARGE)[1000 * turn :]
-        x.copy_(values(x.numel(), turn))
+    for turn in range(6):
+        x = values(LARGE - 1000 * turn, turn)
         y = torch.zeros_like(x)
-        if on_host:
+        if turn % 3 == me.rank:
             x, y = me.site.host(x), me.site.host(y)
         if me.rank == 0:
             dist.send(x, 1)
@@ -133,7 +95,7 @@ def ends_in_different_memory(me: RankContext) -> list[int]:
 
 def by_tag(me: RankContext) -> list[str]:
     """Ten concurrent messages, large and small, received in another order, early or late."""
-    counts = [FRAGMENT + 7 * tag if tag % 3 else 11 for tag in range(10)]
+    counts = [MIB + 7 * tag if tag % 3 else 11 for tag in range(10)]
     wrong = []
     for early in (True, False):
         ys = [torch.zeros(n) for n in counts]
@@ -153,7 +115,7 @@ def batches(me: RankContext) -> list[str]:
     """Batches of more messages than a receiver has buffers, to the right neighbour and to self."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    for count in (50, FRAGMENT + 1, LARGE):
+    for count in (50, MIB + 1, LARGE):
         xs = [values(count, 10 * me.rank + i) for i in range(6)]
         ys = [torch.zeros(count) for _ in xs]
         own, mine = values(count, 99), torch.zeros(count)
@@ -199,14 +161,10 @@ JOBS = (of_dtypes, ends_in_different_memory, by_tag, batches, futures, without_w
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("site", sites(*SITES, "eager:cuda_ipc", *REAL))
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
 def test_messages(pools, site, job):
-    assert pools(2, site=site).run(job) == [[], []]
-
-
-@pytest.mark.parametrize("site", sites(*SITES, *REAL))
-def test_batches_around_a_ring(pools, site):
-    assert pools(3, site=site).run(batches) == [[]] * 3
+    world = 3 if job is batches else 2
+    assert pools(world, site=site).run(job) == [[]] * world
 
 
 # --- messages that do not match -------------------------------------------------------------------

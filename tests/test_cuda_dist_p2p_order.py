@@ -1,5 +1,5 @@
-"""Messages of CUDA tensors: order relative to streams and other messages, overlap of the copies on
-both devices, and no message blocked by another message.
+"""Messages of CUDA tensors: order relative to streams and other messages, and what they do not
+wait for.
 """
 
 from __future__ import annotations
@@ -9,18 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, RankContext, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes
-from dist_sites import CUDA_IPC_SITES, REAL, sites, until
+from dist_pool import OURS, RankContext, fresh, pools_of_ranks
+from dist_ranks import between_processes
+from dist_sites import EMULATED, REAL, sites, until
 from dist_waits import publish, wait_published
-from test_cuda_dist_p2p import (
-    LARGE,
-    SITES,
-    copies_to_device,
-    finish,
-    values,
-    waits_for_a_copy_to_device,
-)
+from test_cuda_dist_p2p import LARGE, finish, values
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_ranks, scope="module")
@@ -50,7 +43,7 @@ def messages_in_order(me: RankContext) -> list[float]:
 
 
 @between_processes("the emulator takes a small message from the host for one from a device")
-@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
 def test_messages_do_not_overtake(pools, site):
     assert pools(3, site=site).run(messages_in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
 
@@ -96,7 +89,7 @@ def behind_the_current_stream(me: RankContext) -> list[bool]:
     return [me.rank == 0 or bool((y == 5.0).all())]
 
 
-@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
 def test_messages_are_ordered_behind_the_current_stream(pools, site):
     assert pools(2, site=site).run(behind_the_current_stream) == [[True], [True]]
 
@@ -135,7 +128,7 @@ def reused_on_another_stream(me: RankContext) -> list[bool]:
     return [me.rank == 0 or bool((y == 5.0).all())]
 
 
-LATE = (*sites("late:cuda_ipc", "late", *REAL, stands_in=False),
+LATE = (*sites("late", *REAL, stands_in=False),
         pytest.param("eager", marks=between_processes("late streams expose more")))  # fmt: skip
 
 
@@ -162,83 +155,9 @@ def to_the_host(me: RankContext) -> bool:
     return bool((y == 5.0).all())
 
 
-@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
 def test_a_late_sending_stream_blocks_no_host(pools, site):
     assert pools(2, site=site).run(to_the_host) == [True, True]
-
-
-def overlapped(me: RankContext) -> tuple[bool, bool]:
-    """The first fragments reach the receiver's device before the last have left the sender's,
-    with no thread in a call of torch.distributed on either end."""
-    x, y = values(LARGE, 1), torch.zeros(LARGE)
-    if me.rank == 0:
-        me.site.synchronize()
-        me.fake.stall(True, after=2)
-        work = dist.isend(x, 1)
-        wait_published(me, "arrived", [1])
-        came = not work.is_completed()
-        me.fake.stall(False)
-    else:
-        before = copies_to_device(me)
-        work = dist.irecv(y, 0)
-        came = waits_for_a_copy_to_device(me, before) and not work.is_completed()
-        publish(me, "arrived")
-    work.wait()
-    return came, me.rank == 0 or torch.equal(y, x)
-
-
-@between_processes(NO_TRANSPORTS)
-@pytest.mark.parametrize("site", SITES)
-def test_copies_overlap(pools, site):
-    assert pools(2, site=site).run(overlapped) == [(True, True)] * 2
-
-
-def past_a_stalled_stream(me: RankContext) -> list[bool]:
-    """A message stalled on its device, or not yet received, delays neither messages of other
-    ranks nor host messages of the same sender."""
-    x, y, good = values(LARGE, 3), torch.zeros(LARGE), []
-    host, z, token = (
-        me.site.host(t) for t in (values(LARGE, 4), torch.zeros(LARGE), torch.ones(1))
-    )
-    if me.rank == 0:
-        me.site.synchronize()
-        me.fake.stall(True, after=2)
-        works = [dist.isend(x, 1, tag=5), dist.isend(x, 2, tag=5)]
-        dist.recv(token, 1, tag=1)
-        works += [dist.isend(host, r, tag=6) for r in (1, 2) for _ in range(4)]
-        dist.recv(token, 2, tag=2)
-        good.append(not works[0].is_completed())
-        me.fake.stall(False)
-        dist.send(token, 2, tag=3)
-        finish(works)
-        return good
-    if me.rank == 1:
-        before = copies_to_device(me)
-        work = dist.irecv(y, 0, tag=5)
-        good.append(waits_for_a_copy_to_device(me, before))
-        dist.send(token, 0, tag=1)
-        for _ in range(4):
-            z.zero_()
-            dist.recv(z, 0, tag=6)
-            good.append(torch.equal(z, host))
-        dist.send(x, 2)
-        work.wait()
-    else:
-        dist.recv(y, 1)
-        good.append(torch.equal(y, x))
-        dist.send(token, 0, tag=2)
-        dist.recv(token, 0, tag=3)
-        for _ in range(4):
-            dist.recv(z, 0, tag=6)
-        dist.recv(y, 0, tag=5)
-    return [*good, torch.equal(y, x)]
-
-
-@between_processes(NO_TRANSPORTS)
-@pytest.mark.parametrize("site", SITES)
-def test_a_stalled_stream_blocks_no_other_message(pools, site):
-    found = pools(3, site=site).run(past_a_stalled_stream)
-    assert found == [[True], [True] * 6, [True] * 2]
 
 
 def late_receiving_stream(me: RankContext) -> bool:
@@ -257,35 +176,34 @@ def late_receiving_stream(me: RankContext) -> bool:
 
 
 @between_processes("a receiver's stream is stalled")
-@pytest.mark.parametrize("site", sites("late", "late:cuda_ipc", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("late", *REAL, stands_in=False))
 def test_a_late_receiving_stream_blocks_no_host(pools, site):
     assert pools(2, site=site).run(late_receiving_stream) == [True, True]
 
 
 def beside_a_collective(me: RankContext) -> bool:
-    """Messages complete while a collective waits, on the group's streams, for a late rank."""
+    """Messages complete while a collective waits for a late rank."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
-    for _ in range(2):
-        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(1000))
     dist.barrier()
-    me.site.run_ahead()
     if me.rank == 2:
         me.site.stall()
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-    time.sleep(0.2)  # time for the streams to reach the collective
     if me.rank != 2:
         message = dist.isend(x, 1) if me.rank == 0 else dist.irecv(y, 0)
         message.wait()
         assert until(message.is_completed)
+        publish(me, "message")
     early = work.is_completed()
     if me.rank == 2:
-        time.sleep(1.0)
-        me.fake.stall(False)
+        wait_published(me, "message", [0, 1])
+        me.site.resume()
     assert until(work.is_completed)
-    me.site.resume()
     return not early and (me.rank != 1 or torch.equal(y, x))
 
 
-@pytest.mark.parametrize("site", sites(*CUDA_IPC_SITES))
-def test_a_message_waits_for_no_collective(pools, site):
-    assert all(pools(3, site=site).run(beside_a_collective))
+@between_processes("the stream of one rank is stalled")
+@pytest.mark.parametrize("site", EMULATED)
+def test_a_message_waits_for_no_collective(site, ranks_as):
+    with fresh(3, site=site, ranks_as=ranks_as) as pool:
+        assert pool.run(beside_a_collective) == [True] * 3

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_ranks
-from dist_ranks import NO_TRANSPORTS, between_processes, on_one_host
+from dist_ranks import IN_PLACE, between_processes, on_one_host
 from dist_sites import EMULATED, LARGE, REAL, site_worlds, until
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    on_one_host("tests the transports within a host"),
+    on_one_host("tests what precedes and follows the exchange"),
 ]
 pools = pytest.fixture(pools_of_ranks, scope="module")
 
@@ -44,11 +45,11 @@ def test_calls_are_ordered_behind_earlier_stream_work(pools, site, world):
     assert pools(world, site=site).run(earlier_stream_work) == [[True] * 12] * world
 
 
-def on_a_side_stream(me: RankContext, zero_copy: bool) -> list[bool]:
+def on_a_side_stream(me: RankContext) -> list[bool]:
     """A call on a side stream; its result is used there or, after wait(), on the main stream."""
     good = []
     for async_op in (False, True, False, True):
-        x = (me.site.symmetric if zero_copy else torch.empty)(LARGE).fill_(0)
+        x = torch.zeros(LARGE)
         me.site.synchronize()
         with me.site.second_stream():
             me.site.fill_later(x, me.rank + 1.0)
@@ -64,20 +65,20 @@ def on_a_side_stream(me: RankContext, zero_copy: bool) -> list[bool]:
 
 @pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
 def test_side_streams(pools, site, world):
-    for zero_copy in (False, True)[: 1 + site.endswith("cuda_ipc")]:
-        assert pools(world, site=site).run(on_a_side_stream, zero_copy) == [[True] * 4] * world
+    assert pools(world, site=site).run(on_a_side_stream) == [[True] * 4] * world
 
 
 def return_while_blocked(me: RankContext) -> tuple[bool, list[float]]:
-    """Async calls, and a barrier, return while the caller's stream is blocked."""
+    """Async calls return while the caller's stream is blocked. So do waits and a barrier of ranks
+    that are threads; between processes they wait for the exchange."""
     x, y = torch.ones(1000), torch.ones(3)
     for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]:
-        work.wait()  # creates contexts, staging buffers and pinned memory, which is slow
+        work.wait()  # creates contexts and pinned memory, which is slow
     dist.barrier()
     with me.site.stalled():
         works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
         futures = [work.get_future() for work in works]
-        if me.site.streams:
+        if me.spec.ranks_as == "threads":
             works[0].wait()
             dist.barrier()
         time.sleep(0.05)
@@ -126,65 +127,6 @@ def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
         assert differences == [0.0] * 40
 
 
-def memory_of_another_library(me: RankContext, calls: int) -> list[float]:
-    """Inputs whose memory is not torch's are freed, and written again, by a host that is ahead."""
-    outs, works = [torch.zeros(64 * me.world) for _ in range(calls)], []
-    me.site.run_ahead(0.001)
-    for i, out in enumerate(outs):
-        x = me.fake.empty_foreign(64).fill_(i + me.rank)
-        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
-        works[-1].wait()
-        del x
-        me.fake.empty_foreign(64).fill_(-1.0)
-    me.site.resume()
-    dist.barrier()
-    dist.all_reduce(torch.ones(3))
-    me.site.synchronize()
-    wanted = torch.arange(me.world)[:, None]
-    return [(out.view(-1, 64) - wanted - i).abs().max().item() for i, out in enumerate(outs)]
-
-
-@between_processes(NO_TRANSPORTS)
-@pytest.mark.parametrize("site", ["late:cuda_ipc", "eager:cuda_ipc"])
-def test_memory_of_another_library_is_held_while_a_stream_uses_it(pools, site):
-    for differences in pools(3, site=site).run(memory_of_another_library, 20):
-        assert differences == [0.0] * 20
-
-
-def hosts_run_ahead(me: RankContext, slow: int, calls: int) -> list[str]:
-    """The hosts and most streams run ahead of one rank's slow stream.
-
-    Broadcasts come in a row, because a root waits only until its staging buffer may be reused.
-    """
-    me.site.run_ahead(0.002 if me.rank == slow else 0.0)
-    xs = [torch.full((100,), float(i if me.rank == 0 else -1)) for i in range(calls)]
-    ys = [torch.full((30_000,), float(i + me.rank)) for i in range(calls)]
-    outs = [torch.full((me.world * 100,), -1.0) for _ in range(calls)]
-    works = [dist.broadcast(x, 0, async_op=True) for x in xs]
-    works += [dist.all_reduce(y, async_op=True) for y in ys]
-    for x, out in zip(xs, outs, strict=True):
-        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
-    for work in works:
-        work.wait()
-    assert all(until(work.is_completed, 60.0) for work in works)
-    me.site.resume()
-    wrong = []
-    for i, (x, y, out) in enumerate(zip(xs, ys, outs, strict=True)):
-        total = me.world * i + me.world * (me.world - 1) / 2
-        if not bool((x == i).all() & (y == total).all() & (out == i).all()):
-            wrong.append(f"call {i}")
-    return wrong
-
-
-@between_processes(NO_TRANSPORTS)
-@pytest.mark.parametrize(
-    ("world", "slow"), [(3, 0), (3, 2), pytest.param(8, 3, marks=pytest.mark.slow)]
-)
-def test_a_slow_stream_delays_only_dependent_calls(pools, world, slow):
-    pool = pools(world, site="late:cuda_ipc")
-    assert pool.run(hosts_run_ahead, slow, 12, seconds=60.0) == [[]] * world
-
-
 def coalesced(me: RankContext) -> list[float]:
     """Coalesced calls, and results through futures, including a chained one."""
     xs = [torch.full((n,), 1.0) for n in (3, LARGE, 0, 7)]
@@ -205,10 +147,32 @@ def coalesced(me: RankContext) -> list[float]:
     return [t.sum().item() / me.world for t in (*xs, *ys, *future.value(), *chained.value())]
 
 
-@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, "cuda:auto"))
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL))
 def test_coalesced_calls_and_futures(pools, site, world):
     for sums in pools(world, site=site).run(coalesced):
         assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
+
+
+def in_a_callback(me: RankContext) -> list[float]:
+    """The callback of a host call starts a call of device tensors, beside another one."""
+    host, x, y = me.site.host(torch.ones(4)), torch.full((5,), 3.0), torch.full((5,), 2.0)
+    inner = []
+
+    def then(future: torch.futures.Future[Any]) -> Any:
+        inner.append(dist.all_reduce(x, async_op=True))
+        return future.value()
+
+    chained = dist.all_reduce(host, async_op=True).get_future().then(then)
+    dist.all_reduce(y)
+    chained.wait()
+    inner[0].wait()
+    return (x + y).unique().tolist()
+
+
+@between_processes("a callback runs in the turn of the rank that completes the call")
+@pytest.mark.parametrize("site", EMULATED)
+def test_a_call_in_a_callback(pools, site):
+    assert pools(2, site=site).run(in_a_callback) == [[10.0]] * 2
 
 
 def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], list[float]]:
@@ -228,7 +192,6 @@ def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], li
         ]
         own = [caught(call, y, right) for call in (dist.send, dist.recv) if mine]
         own += [caught(call, x, right) for call in (dist.isend, dist.irecv) if mine]
-        own += [caught(me.site.symmetric, 3)] if mine and me.site.streams else []
         own += [caught(work.wait) for work in works if mine]
         moved = [c for c in me.site.calls()[before[0] :] if mine and c.startswith("copy_ caller")]
         moved += ["pinned"] * bool(mine and me.fake and me.fake.pinned() != before[1])
@@ -281,7 +244,7 @@ def traced(me: RankContext, async_op: bool) -> list[list[str]]:
     return found
 
 
-@between_processes(NO_TRANSPORTS)
+@between_processes(IN_PLACE)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_order_of_staging_operations(pools, async_op):
     there = ["copy_ caller", "record caller", "done caller"]

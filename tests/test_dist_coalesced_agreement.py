@@ -59,7 +59,7 @@ MISMATCHED = {
 }
 
 
-STAGED = ("", "late", "eager:cuda_ipc")  # host memory, and emulated devices
+STAGED = ("", "late", "eager")  # host memory, and emulated devices
 
 
 @pytest.mark.parametrize("case", MISMATCHED)
@@ -151,7 +151,7 @@ def valid_batch(me: RankContext) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("site", staged(*STAGED, "late:cuda_ipc"))
+@pytest.mark.parametrize("site", staged(*STAGED))
 def test_coalesced_calls_run_in_order(pools, world, site):
     pools(world, site=site).run(valid_batch)
 

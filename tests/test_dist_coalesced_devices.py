@@ -26,8 +26,7 @@ from dist_pool import (
 from dist_ranks import THREADS, between_processes, staged
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
-CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
-HOST, DEVICES = [""], ["late", "eager", *CUDA_IPC_SITES]
+HOST, DEVICES = [""], ["late", "eager"]
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +70,16 @@ def test_coalesced_calls_read_results_of_earlier_ones(pools, world, site, layout
     pools(world, site=site).run(dependent, layout)
 
 
-def blocked_stream(
-    me: RankContext, layout: str, waits: bool
-) -> tuple[list[float], list[float], list[str]]:
+def blocked_stream(me: RankContext, layout: str) -> tuple[list[float], list[float], list[str]]:
     """Part of the second call's input is filled late, on a stream that is blocked meanwhile.
 
     The call's tensors must still be allocated when it runs.
     """
     both = filled(8, 1.0, layout)
     seen = torch.empty(8 * me.world)
-    dist.all_reduce(filled(8, 1.0, layout))  # a kernel's first launch may wait for all streams
+    dist.all_reduce(
+        filled(8, 1.0, layout)
+    )  # pinned memory, for which CUDA may wait for all streams
     dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), filled(8, 1.0, layout))
     me.fake.drain_waits(False)
     backend_of()._start_coalescing()
@@ -91,8 +90,6 @@ def blocked_stream(
     dist.all_gather(list(seen.chunk(me.world)), both)
     dist.all_reduce(both, dist._make_nccl_premul_sum(2.0))
     work = backend_of()._end_coalescing()
-    if waits:
-        work.wait()
     time.sleep(0.05)  # time for work that is wrongly not ordered behind the blocked stream
     assert not work.is_completed()
     me.fake.stall(False)
@@ -107,10 +104,7 @@ def blocked_stream(
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("site", staged(*DEVICES))
 def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
-    """With stream-ordered transport, no host waits for the earlier work of the stream."""
-    for seen, both, violations in pools(2, site=site).run(
-        blocked_stream, layout, site.endswith("cuda_ipc")
-    ):
+    for seen, both, violations in pools(2, site=site).run(blocked_stream, layout):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
         assert violations == []
@@ -136,16 +130,13 @@ def blocked_input(me: RankContext) -> tuple[Caught, Caught]:
     return first, second
 
 
-BLOCKED_SITES = ("late", *CUDA_IPC_SITES)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def blocked_jobs() -> Iterator[dict[str, Pool]]:
-    each = {site: {"site": site} for site in BLOCKED_SITES}
-    yield from started_jobs(dict.fromkeys(BLOCKED_SITES, (blocked_input,)), 2, each, timeout=1.0)
+    each = {site: {"site": site} for site in DEVICES}
+    yield from started_jobs(dict.fromkeys(DEVICES, (blocked_input,)), 2, each, timeout=1.0)
 
 
-@pytest.mark.parametrize("site", BLOCKED_SITES)
+@pytest.mark.parametrize("site", DEVICES)
 def test_a_blocked_stream_times_out(blocked_jobs, site):
     for first, second in blocked_jobs[site].results():
         assert first.kinds[:2] == ("Timeout", "CollectiveError"), first

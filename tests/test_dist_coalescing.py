@@ -143,7 +143,7 @@ def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caug
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("site", staged("", "late", "late:cuda_ipc"))
+@pytest.mark.parametrize("site", staged("", "late"))
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
 def test_an_exception_of_the_block_raises_on_all_ranks(pools, device, site, calls):
     first, *others = pools(3, site=site).run(body_fails, device, calls)

@@ -72,8 +72,6 @@ def test_an_algorithm_is_for_the_collectives_that_have_it(name, ranks_as):
     [
         ("buffer_bytes", 8192, 4096),
         ("symmetric_heap_bytes", 1 << 20, 1 << 21),
-        ("cuda_buffer_bytes", 1 << 20, 1 << 21),
-        ("cuda_transport", "auto", "host_staging"),
     ],
 )
 def test_mismatched_options_raise(name, one, other):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, fresh, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
 from dist_ranks import between_processes
 from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
@@ -312,21 +312,26 @@ def test_memory_is_committed_when_it_is_used(world, ranks_as):
                 assert large > 2 * small, sizes
 
 
-def allocate_on_a_gpu(me: RankContext) -> str:
-    import pycollect
+def invalid_arguments(me: RankContext) -> list[Caught]:
+    import pycollect as pc
 
-    if pycollect._C.has_cuda():
-        return "has no memory that its ranks share"
-    try:
-        return str(pycollect.symmetric_empty(3, device="cuda:0"))
-    except ValueError as error:
-        return str(error)
+    devices = [caught(lambda d=d: pc.symmetric_empty(3, device=d)) for d in ("cuda:0", "meta")]
+    gloo = dist.new_group(backend="gloo")
+    return [
+        *devices,
+        caught(pc.symmetric_empty, -1),
+        caught(lambda: pc.symmetric_empty(3, group=gloo)),
+    ]
 
 
 @IN_SHARED_MEMORY
-def test_a_build_without_cuda(pools):
-    for message in pools(2).run(allocate_on_a_gpu):
-        assert "has no memory that its ranks share" in message, message
+def test_invalid_arguments_raise(pools):
+    for on_gpu, on_meta, negative, foreign in pools(2).run(invalid_arguments):
+        assert "device is 'cuda:0'; symmetric memory is host memory" in on_gpu.text
+        assert "device is 'meta'; symmetric memory is host memory" in on_meta.text
+        assert "no dimension may be negative" in negative.text
+        assert "make the group with 'pycollect'" in foreign.text
+        assert {e.kind for e in (on_gpu, on_meta, negative, foreign)} == {"ValueError"}
 
 
 # --- over 2^31 bytes ------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_timeout_on_a_store_whose_waits_end_late():
     assert store.waits == 2
 
 
-@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes", "cuda_buffer_bytes"])
+@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes"])
 def test_huge_sizes_are_refused(name):
     import pycollect
 
@@ -217,17 +217,13 @@ def test_huge_sizes_are_refused(name):
     assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [("algorithm", "pycollect.algorithms"), ("cuda_transport", "'auto'.*'host_staging'")],
-)
-def test_names_that_are_not_strings_are_refused(name, allowed):
+def test_names_that_are_not_strings_are_refused():
     import pycollect
 
     for value in (3, b"ring", ["ring"]):
         kind = type(value).__name__
-        with pytest.raises(TypeError, match=f"{name} is a {kind}; pass .*{allowed}"):
-            pycollect.distributed.options(**{name: value})
+        with pytest.raises(TypeError, match=f"algorithm is a {kind}; pass .*pycollect.algorithms"):
+            pycollect.distributed.options(algorithm=value)
 
 
 def calls_with_timeout(me: RankContext, timeout: datetime.timedelta) -> None:
