@@ -243,3 +243,35 @@ def test_overlap_prints_every_run(device, capsys, tmp_path, monkeypatch):
     assert [row["where"] for row in record] == [label for label in labels for _ in range(6)]
     assert all(row["seconds"] > 0 for row in record)
     assert "until the calls return" in capsys.readouterr().out
+
+
+def reported(report, out, *arguments):
+    """Run bench/gpu_report.py; return its exit status and the records."""
+    status = report.main([str(out), *arguments])
+    return status, [json.loads(line) for line in (out / "report.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_report_runs(tmp_path):
+    """A selection without a test would fail, as an option that a benchmark does not know."""
+    report = script("gpu_report")
+    status, records = reported(report, tmp_path, "--rehearse", "--seconds", "900")
+    assert {r["name"]: r["output"] for r in records if r["status"] not in (0, report.MISSED)} == {}
+    assert status == 0
+    assert list(dict.fromkeys(record["stage"] for record in records)) == list(report.STAGES)
+    assert len(list(tmp_path.glob("*.json"))) == len(report.BENCHMARKS)
+
+
+def test_a_report_goes_on_after_a_failure_unless_it_is_the_builds(tmp_path, monkeypatch):
+    report = script("gpu_report")
+    commands = {"hangs": "echo begun; sleep 60", "fails": "exit 7", "misses": "exit 3"}
+    cases = [report.Case("lists", name, 0.5, ["sh", "-c", c]) for name, c in commands.items()]
+    monkeypatch.setattr(report, "all_cases", lambda out, rehearse: cases)
+    status, records = reported(report, tmp_path / "new", "lists")
+    assert status == 1
+    assert [record["status"] for record in records] == [report.STOPPED, 7, 3]
+    assert (records[0]["output"], records[0]["command"][0]) == (["begun"], "sh")
+    cases.insert(0, report.Case("build", "build", 9, ["false"]))
+    assert len(reported(report, tmp_path / "next")[1]) == 1
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path), "warp"])

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
@@ -73,13 +72,6 @@ def script(name: str) -> ModuleType:
     return module
 
 
-ABOUT = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
-
-
-def merge(file: str) -> int:
-    return int(script("merge_results").main(["add", file, *ABOUT]))
-
-
 RECORD = ROOT / "bench" / "results" / "cpu.json"
 QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
 COMMANDS: dict[str, Callable[[str], int]] = {
@@ -91,21 +83,10 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     "cli-bench": lambda file: cli.main(["bench", *QUICK, "--json", file]),
     "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
     "train.py-plot": lambda file: script("train").main(["--plot", file]),
-    "merge_results": merge,
     "plot_results": lambda file: int(script("plot_results").main([str(RECORD), file])),
     **{
         f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
-        for name in (
-            *(
-                "copy_bandwidth",
-                "executor_bandwidth",
-                "graph_replay",
-                "overlap",
-                "pinned_ring",
-                "reduce_kernels",
-            ),
-            *("train", "train_step", "gpu_waits"),
-        )
+        for name in ("copy_bandwidth", "executor_bandwidth", "overlap", "train", "train_step")
     },
 }
 
@@ -279,27 +260,16 @@ def test_inputs_must_be_regular_files(tmp_path: Path) -> None:
     ("content", "message"),
     [("{", "cannot be read"), ("[1]", "holds no JSON object"), ("\xff", "cannot be read")],
 )
-@pytest.mark.parametrize("which", ["record", "content"])
 def test_an_invalid_record_is_reported_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str, which: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
-    path, other = tmp_path / "broken.json", tmp_path / "record.json"
+    path, picture = tmp_path / "broken.json", tmp_path / "run.png"
     path.write_bytes(content.encode("latin1"))
-    files = [str(path)] if which == "record" else [str(other), "--content", str(path)]
-    with pytest.raises(SystemExit) as stop:
-        script("merge_results").main(["add", *files, *ABOUT])
-    assert stop.value.code == 2
+    assert script("plot_results").main([str(path), str(picture)]) == 2
     error = capsys.readouterr().err
-    assert f"the {which} {path}" in error
+    assert f"the record {path}" in error
     assert message in error
-    assert path.read_bytes() == content.encode("latin1")
-    assert not other.exists()
-
-
-def test_merge_results_does_not_import_torch() -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import merge_results; "
-    code += "sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not picture.exists()
 
 
 def test_a_picture_without_matplotlib_is_refused(

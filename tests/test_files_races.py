@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_files import ABOUT, COMMANDS, device, script, unix_socket
+from test_files import COMMANDS, script, unix_socket
 
 from pycollect import _files
 from pycollect.train.__main__ import main as train_main
@@ -61,26 +60,3 @@ def test_a_log_to_a_socket_or_folder_is_refused(
     with pytest.raises(SystemExit):
         train_main(["--data", "digits", "--log", str(tmp_path / "log")])
     assert capsys.readouterr().err.endswith(f"file, and {tmp_path}/log is {message}\n")
-
-
-@pytest.mark.parametrize("which", ["content", "log"])
-def test_merged_inputs_must_be_regular_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str
-) -> None:
-    device(tmp_path / "null")
-    files = [str(tmp_path / "record"), f"--{which}", str(tmp_path / "null")]
-    with pytest.raises(SystemExit):
-        script("merge_results").main(["add", *files, *ABOUT])
-    message = f"the {which} must be a regular file, and {tmp_path}/null is a device\n"
-    assert capsys.readouterr().err.endswith(message)
-    assert not (tmp_path / "record").exists()
-
-
-def test_a_record_is_replaced_in_one_step(tmp_path: Path) -> None:
-    """A reader that has opened the old record can read it to its end."""
-    path = tmp_path / "record"
-    path.write_text('{"old": 1}')
-    with path.open() as old:
-        script("merge_results").main(["add", str(path), *ABOUT])
-        assert old.read() == '{"old": 1}'
-    assert "a" in json.loads(path.read_text())["runs"]

@@ -1,7 +1,6 @@
 """The layout of a result file: an indented header, and every measured row on a line of its own.
 
-Results are kept in git, so a changed row is a changed line. This module needs only Python's
-standard library, because records are also merged without torch.
+Results are kept in git, so a changed row is a changed line.
 """
 
 from __future__ import annotations
