@@ -87,13 +87,15 @@ def test_mpi_commands_have_what_the_launch_needs(tmp_path, monkeypatch):
     assert compiled[3:] == f"{tmp_path}/bin/mpicxx -O0 {tmp_path}/a.cpp -o {tmp_path}/a".split()
 
 
-@pytest.mark.parametrize("program", ["allreduce.cpp", "gpu_waits/main.cpp"])
-def test_the_programs_compile_without_a_gpu(program):
+def test_the_program_compiles():
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     done = subprocess.run(
-        ["g++", *flags, BENCH / "native" / program], capture_output=True, text=True, check=False
+        ["g++", *flags, BENCH / "native" / "allreduce.cpp"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -11,7 +11,7 @@ from test_bench_gpu import CPUS, script
 
 import pycollect_bench
 from pycollect import _timing
-from pycollect_bench import cases, comparison, gpu, rank_threads, training
+from pycollect_bench import cases, comparison, rank_threads, training
 from pycollect_bench.processes import run_worlds
 from pycollect_bench.rank_threads import process_pool, whole_worlds
 
@@ -66,12 +66,6 @@ KILLED = {
         "measure_copy",
         "copies",
     ),
-    "graph_replay": (
-        ["--devices", "cpu", "--world", "2", "-e", "16K", *FEW],
-        None,
-        "measure",
-        "replays",
-    ),
     "train": (
         ["--models", "lenet", "--worlds", "1", "2", "--batch", "4", "--no-ddp", *FEW],
         training,
@@ -91,7 +85,6 @@ KILLED = {
 def test_a_killed_benchmark_keeps_all_earlier_cases(name, tmp_path, monkeypatch):
     arguments, owner, function, key = KILLED[name]
     path = tmp_path / "run.json"
-    monkeypatch.setattr(gpu, "graph_of", lambda run, calls: lambda: [run() for _ in range(calls)])
     monkeypatch.setattr(run_worlds, "WorkerPool", KilledPool)
     benchmark = pycollect_bench if name in ("lists", "processes") else script(name)
     if function:

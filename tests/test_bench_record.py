@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_bench_gpu import script
 
-from pycollect_bench import gpu, plot, result_format
+from pycollect_bench import plot, result_format
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 RECORDS = sorted(RESULTS.glob("*.json"))
@@ -25,7 +25,6 @@ SCRIPTS = {
     "allreduce_bandwidth": ["-e", "16K", "--world", "2,3", "--targets", *FEW],
     "copy_bandwidth": COPIES,
     "overlap": ["--size", "8", "--products", "2", "--world", "2", "--devices", "cpu"],
-    "graph_replay": ["--devices", "cpu", "--world", "2", "-e", "4K", *FEW],
     "train": [*TRAIN, "--targets"],
     "train_step": ["--devices", "cpu", "--batch", "4", "--world", "2", "--targets", *FEW],
 }
@@ -79,8 +78,7 @@ def test_a_row_has_a_line_and_a_header_is_indented():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_writes_medians_and_no_rounds(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "graph_of", lambda run, calls: lambda: [run() for _ in range(calls)])
+def test_a_script_writes_medians_and_no_rounds(name, tmp_path):
     path = tmp_path / "run.json"
     assert run(name, [*SCRIPTS[name], "--json", str(path)]) in (0, 3)
     record = json.loads(path.read_text())

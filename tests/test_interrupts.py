@@ -140,12 +140,6 @@ def test_starting_processes_end_silently(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
-PROBE = """#!/bin/sh
-echo '{"question": "ring", "enters": true, "bytes": 1048576, "pieces": 4, "piece": 1, "us": 1.0,
- "pinned_us": 1.0, "pageable_us": 1.0, "library": true}' | tr -d '\\n'
-echo
-exec sleep 600
-"""
 SCRIPTS: dict[str, tuple[list[str], str, str]] = {
     "allreduce_bandwidth": (BENCH, "     2        8192", "cases"),
     "copy_bandwidth": (
@@ -178,24 +172,6 @@ def test_every_script_keeps_its_rows(tmp_path: Path, name: str) -> None:
     run = json.loads(path.read_text())
     assert run["interrupted"] is True
     assert len(run[key]) >= 1
-
-
-def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
-    """The program that nvcc builds is a process of its own; a terminal's Ctrl-C reaches it, too."""
-    program, path = tmp_path / "ring", tmp_path / "run.json"
-    program.write_text(PROBE)
-    program.chmod(0o755)
-    command = [*bench_script("pinned_ring"), "--program", str(program), "--json", str(path)]
-    with started(command) as process:
-        wait_for_line(process, "# command")
-        deadline = time.monotonic() + TIMEOUT
-        while len(group(process)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(1)  # time to read its line, which is one result more
-        errors = interrupt(process)
-    assert process.returncode == 130
-    assert errors == f"interrupted; the partial results are in {path}\n"
-    assert json.loads(path.read_text())["interrupted"] is True
 
 
 def test_a_step_is_all_or_nothing(tmp_path: Path) -> None:
