@@ -143,7 +143,6 @@ def test_every_registered_algorithm_can_be_named(capsys):
         (["--json", "/dev/null"], "must be a regular file, and /dev/null is a device"),
         (["-b", "4KB"], "is not a size"),
         (["--seconds", "nan"], "'nan' is not a positive number of seconds"),
-        (["--peer-limit", "-1"], "'-1' is not a positive number of seconds"),
     ],
 )
 def test_bad_arguments_are_refused_with_a_message(arguments, message, capsys):

@@ -16,7 +16,7 @@ from .baselines import NAMES
 from .cases import COLLECTIVES
 from .pattern import OPS
 from .processes import cases as between
-from .processes.candidates import DEVICE_PEERS, PEERS
+from .processes.candidates import PEERS
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _peer(text: str) -> str:
-    known = dict.fromkeys((*NAMES, *PEERS, *DEVICE_PEERS))
+    known = (*NAMES, *PEERS)
     if text not in known:
         raise ValueError(f"{text!r} is not a peer; there are {', '.join(known)}, all, none")
     return text
@@ -109,8 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("--algorithms", help="'all' or names, besides the default choice")
-    peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; with --devices as well "
-    peers += f"{', '.join(DEVICE_PEERS)}; all or none (all)"
+    peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; all or none (all)"
     add("--peers", type=_peers, default="all", help=peers)
     add(
         "--processes", type=worlds, metavar="N", help="a process per rank, for each of these worlds"
@@ -125,8 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-w", "--warmup", type=_positive, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=_seconds, default=1.0, help="time for each case, about (1.0)")
     add("-t", "--threads", type=_positive, help="threads that torch may use (its own choice)")
-    limit = "time limit per size for peers that may hang, with --processes and --devices (60)"
-    add("--peer-limit", type=_seconds, metavar="SECONDS", default=60.0, help=limit)
     out = parser.add_argument_group("where results go besides standard output")
     out.add_argument("--json", metavar="FILE", help="all results, in medians and their spread")
     out.add_argument("--plot", metavar="FILE", help="speed against size (.png, .svg or .pdf)")

@@ -27,8 +27,6 @@ _PEERS = {
     "cupy": "#56b4e9",
     "gloo": "#d55e00",
     "mpi": "#e69f00",
-    "nccl": "#009e73",
-    "symm_mem": "#cc79a7",
 }
 _GREY = "#7f7f7f"
 

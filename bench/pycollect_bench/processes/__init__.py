@@ -22,10 +22,9 @@ from pycollect._timing import Effort
 from .. import environment, output, record, table
 from ..comparison import CaseResult
 from ..targets import Outcome, status
-from .candidates import DEVICE_PEERS, PEERS
+from .candidates import PEERS
 from .cases import COLLECTIVES, ProcessCase, process_case
-from .groups import MPI, OURS, ZERO_COPY, transports
-from .isolated import ISOLATED
+from .groups import GLOO, MPI, OURS, ZERO_COPY
 from .run_worlds import Printer, measure
 from .targets import LEAST, OTHERS, judge
 from .worker_pool import PoolJob, why_no_mpi
@@ -51,12 +50,9 @@ _DEVICE_LEGEND = """\
 # rank; `:return` until the call returns, `:gpu` the device's own time, by events around a batch of
 # calls on zeros. Before each timed call every rank rewrites its buffer, and all pass a barrier. The
 # candidates take turns, in a new order every round.
-# transport=...: pycollect with that PYCOLLECT_CUDA_TRANSPORT. zero-copy: on symmetric memory.
-# nccl, symm_mem: in separate processes beside pycollect, with a time limit of {seconds:g} s per
-# size; torch's symmetric memory has its own tensors.
 # moved: bytes that must be read and written (all_reduce: 2 x world x size), per second.
 # %limit: on one GPU, relative to `memcpy`, which copies the same bytes there, by the same clock.
-# xgloo, ...: the peer's time divided by this candidate's by the same clock, medians over rounds.
+# xgloo: the peer's time divided by this candidate's by the same clock, medians over rounds.
 # #wrong: elements of all ranks that differ from the exact result, in a separate run."""
 # Options that exist only without --processes.
 _ONE_PROCESS_OPTIONS = ("coalesced", "overhead", "algorithms")
@@ -99,27 +95,24 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _peers(args: argparse.Namespace) -> tuple[str, ...]:
-    return DEVICE_PEERS if args.devices else PEERS
+    return (GLOO,) if args.devices else PEERS
 
 
 def _job(args: argparse.Namespace, world: int) -> PoolJob:
     peers = _peers(args) if args.peers is None else tuple(args.peers)
     named = pycollect.devices(args.devices or "cpu")
     devices = tuple(named[rank % len(named)] for rank in range(world))
-    requested = tuple(dict.fromkeys(_cases(args, devices)))
-    others = tuple(_cases_of_targets(devices)) if args.targets else ()
-    transport_candidates = transports() if args.devices and args.backend == OURS else ()
+    others = _cases_of_targets(devices) if args.targets else ()
     return PoolJob(
         devices=devices,
-        cases=tuple(dict.fromkeys((*requested, *others))),
-        ours=(OURS, *transport_candidates, ZERO_COPY),
-        peers=tuple(peer for peer in peers if peer not in ISOLATED),
+        cases=tuple(dict.fromkeys((*_cases(args, devices), *others))),
+        ours=(OURS,) if args.devices else (OURS, ZERO_COPY),
+        peers=peers,
         backend=args.backend,
         effort=Effort(args.seconds, args.iterations, args.warmup),
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // world),
         no_mpi=why_no_mpi() if MPI in peers else "it is not among the peers",
         both_clocks=bool(args.devices),
-        requested=len(requested),
         timeout=_DEVICE_TIMEOUT if args.devices else PoolJob.timeout,
     )
 
@@ -148,9 +141,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     columns = table.columns(one_memory, against)
     legend = _DEVICE_LEGEND if args.devices else _LEGEND
     print(*environment.header(about), sep="\n")
-    print(legend.format(threads=jobs[0].threads, seconds=args.peer_limit))
+    print(legend.format(threads=jobs[0].threads))
     print(*table.head(columns), sep="\n", flush=True)
-    isolated = tuple(peer for peer in ISOLATED if peer in against)
 
     def content(results: Sequence[CaseResult], outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
         noise = environment.noise(before, environment.Load.now(), results)
@@ -159,7 +151,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     def keep(results: Sequence[CaseResult]) -> None:
         output.keep_json(args.json, partial(content, results))
 
-    found = measure(jobs, isolated, args.peer_limit, Printer(columns), keep)
+    found = measure(jobs, Printer(columns), keep)
     results = found.results
     outcomes = judge(results, bool(args.devices)) if args.targets else []
     if outcomes:

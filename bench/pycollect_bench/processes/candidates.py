@@ -1,8 +1,8 @@
 """The candidates between processes: torch.distributed over several backends, and MPI itself.
 
 All candidates use the same tensors, except `zero-copy`, whose tensors are in the group's symmetric
-memory, and `symm_mem`. The limit is `memory`: every rank multiplies its share of the bytes in
-place. For ranks on one GPU it is `memcpy`: rank 0 copies the same bytes on the GPU.
+memory. The limit is `memory`: every rank multiplies its share of the bytes in place. For ranks on
+one GPU it is `memcpy`: rank 0 copies the same bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,11 @@ from ..cases import Call
 from ..gpu import synchronizer
 from .candidate import Candidate
 from .cases import COLLECTIVES, Buffers, ProcessCase
-from .groups import (
-    GLOO,
-    MPI,
-    NCCL,
-    OURS,
-    SYMM_MEM,
-    TRANSPORT,
-    ZERO_COPY,
-    shared_empty,
-    symm_mem_call,
-)
+from .groups import GLOO, MPI, OURS, ZERO_COPY
 from .speed_limit import limits
 from .spin_barrier import SpinBarrier
 
 PEERS = (GLOO, MPI)
-DEVICE_PEERS = (GLOO, NCCL, SYMM_MEM)
 # Least size in bytes for a limit: fewer bytes take no longer than a call through Python and a
 # barrier.
 LEAST_FOR_LIMIT = 256 << 10
@@ -77,11 +66,7 @@ class CandidateSet:
         self.not_run: dict[str, str] = {}
         self._device = case.devices[ranks.spin_barrier.rank]
         self._plain = Buffers(case, ranks.spin_barrier.rank, self._empty)
-        ways = {
-            ZERO_COPY: self._zero_copy,
-            MPI: self._through_mpi,
-            SYMM_MEM: self._through_symm_mem,
-        }
+        ways = {ZERO_COPY: self._zero_copy, MPI: self._through_mpi}
         for name in names:
             if name != ZERO_COPY or case.count:
                 self._try(name, ways.get(name, partial(self._through_torch, name)))
@@ -105,7 +90,10 @@ class CandidateSet:
 
     def _zero_copy(self) -> tuple[Buffers, Call]:
         group = self._group(OURS)
-        empty = shared_empty(group, self._device)
+
+        def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return pycollect.symmetric_empty(count, dtype=dtype, group=group)
+
         buffers = Buffers(self.case, self.ranks.spin_barrier.rank, empty)
         return buffers, COLLECTIVES[self.case.collective].call(buffers, group)
 
@@ -118,10 +106,6 @@ class CandidateSet:
         of = getattr(mpi, _MPI_TYPES[case.dtype])
         return self._plain, COLLECTIVES[case.collective].mpi(self._plain, mpi, of)
 
-    def _through_symm_mem(self) -> tuple[Buffers, Call]:
-        self._group(SYMM_MEM)
-        return symm_mem_call(self.case, self.ranks.spin_barrier.rank)
-
     def _try(self, name: str, make: _Make) -> None:
         """Add a candidate, unless it refuses the case on any rank; collective."""
         refusal = ""
@@ -129,15 +113,11 @@ class CandidateSet:
             buffers, call = make()
             call()
             synchronizer([self._device])()
-        except pycollect.CollectiveError as error:
-            if not name.startswith(TRANSPORT):  # only the group of a forced transport may break
-                raise
-            refusal = reason(error)
         except (TypeError, ValueError, NotImplementedError) as error:
             refusal = reason(error)
         # The error of a peer is the reason why it does not run; one of pycollect fails the run.
         except RuntimeError as error:
-            if name == OURS:
+            if name == OURS or isinstance(error, pycollect.CollectiveError):
                 raise
             refusal = reason(error)
         refused = self.ranks.spin_barrier.gather(float(bool(refusal)))
@@ -147,22 +127,18 @@ class CandidateSet:
         check = partial(buffers.wrong, call)
         if self.case.collective == "barrier":
             check = partial(_early, call, self.ranks.spin_barrier)
-        kind = "peer" if name in (*PEERS, *DEVICE_PEERS) else "pycollect"
+        kind = "peer" if name in PEERS else "pycollect"
         self.found.append(Candidate(name, kind, call, buffers.rewrite, check, name == ZERO_COPY))
 
 
 def reason(error: Exception) -> str:
     """Return one line with the reason why a candidate does not run.
 
-    >>> reason(RuntimeError("NCCL error in: a.cpp:1\\nLast error:\\nDuplicate GPU detected"))
-    'NCCL error in: a.cpp:1 ... Duplicate GPU detected'
+    >>> reason(RuntimeError("no connection\\nat a.cpp:1"))
+    'no connection'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    # The last line is NCCL's own message, the first one torch's call site.
-    of_nccl = len(lines) > 1 and lines[0].startswith("NCCL")
-    return f"{lines[0]} ... {lines[-1]}" if of_nccl else lines[0]
+    return lines[0] if lines else type(error).__name__
 
 
 def _early(call: Call, spin_barrier: SpinBarrier) -> int:

@@ -14,7 +14,7 @@ from pycollect._timing import Effort, Sampler, Timing, interleave, shuffled
 
 from ..comparison import GPU, RETURN, WALL, CaseResult, Row, clocked, compared
 from .candidate import Candidate
-from .candidates import DEVICE_PEERS, PEERS, CandidateSet, RankState
+from .candidates import PEERS, CandidateSet, RankState
 from .cases import ProcessCase
 from .speed_limit import LIMITS
 from .timers import Clocks
@@ -54,7 +54,7 @@ def _row(candidate: Candidate, clock: str, timings: dict[str, Timing], wrong: in
     name = clocked(candidate.name, clock)
     ways = [clocked(limit, clock) for limit in LIMITS]
     limit = next((timings[w].rounds for w in ways if w in timings and clock != RETURN), None)
-    theirs = {peer: clocked(peer, clock) for peer in (*PEERS, *DEVICE_PEERS)}
+    theirs = {peer: clocked(peer, clock) for peer in PEERS}
     wrong = wrong if clock == WALL else None
     row = Row(name, candidate.kind, timings[name], wrong, clock=clock)
     return compared(row, timings, limit, theirs)

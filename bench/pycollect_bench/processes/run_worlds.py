@@ -1,4 +1,4 @@
-"""A benchmark run between processes: world by world, each followed by the peers that may hang.
+"""A benchmark run between processes, world by world.
 
 The measurement ends with a rank that fails or does not answer, with Ctrl-C, and with SIGTERM, the
 signal of a time limit. Results up to then are kept.
@@ -13,7 +13,6 @@ from pycollect._command import Interruption
 
 from .. import table
 from ..comparison import CaseResult
-from .isolated import Isolated
 from .worker_pool import PoolJob, WorkerPool
 
 # Timeout in seconds for a result of ranks on devices: a case takes seconds, so more is a hang.
@@ -51,28 +50,15 @@ class WorldResults:
 
 def measure(
     jobs: Sequence[PoolJob],
-    isolated: Sequence[str],
-    seconds: float,
     printer: Printer,
     keep: Callable[[Sequence[CaseResult]], None],
 ) -> WorldResults:
-    """Measure world by world; the time limit of the `isolated` peers is `seconds` for each size.
-
-    `keep` is called with the results so far: after each case, and after the peers of a world.
-    """
+    """Measure world by world; `keep` is called with the results so far after each case."""
     found = WorldResults()
-    isolated_peers = Isolated(seconds, printer)
     try:
         with found.interruption:
             for job in jobs:
                 _measure_world(job, found.results, printer, keep)
-                begin = len(found.results) - len(job.cases)
-                requested = slice(begin, begin + job.requested)
-                for peer in isolated:
-                    found.results[requested] = isolated_peers.join(
-                        peer, job, found.results[requested]
-                    )
-                    keep(found.results)
     except (RuntimeError, TimeoutError) as error:
         found.failure = str(error)
     return found

@@ -36,7 +36,7 @@ def _work(job: PoolJob, rank: int, parent: Connection[Any, Any]) -> None:
     store = dist.TCPStore(HOST, job.port, is_master=False)
     limit = datetime.timedelta(seconds=job.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=limit)
-    groups, missing = make_groups(job.backend, (*job.ours, *job.peers), limit)
+    groups, missing = make_groups(job.backend, limit)
     ranks = RankState(spin_barrier, groups, mpi, {MPI: job.no_mpi, **missing}, job.both_clocks)
     for number, case in enumerate(job.cases):
         result = run_case(case, ranks, (*job.ours, *job.peers), job.effort, number)

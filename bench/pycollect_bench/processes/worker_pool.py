@@ -46,7 +46,6 @@ class PoolJob:
 
     Rank 0 sends a result for every case; a rank that fails sends a Failure. `ours` and `peers`
     are the candidates. With `both_clocks` they are timed by the host's and by the device's clock.
-    The first `requested` cases are those of the options, the others only serve the targets.
     `timeout` is the limit in seconds of a call.
     """
 
@@ -59,9 +58,7 @@ class PoolJob:
     threads: int
     no_mpi: str = ""
     both_clocks: bool = False
-    requested: int = 0
     timeout: float = 120.0
-    environ: tuple[tuple[str, str], ...] = ()
     page: str = ""
     port: int = 0
 
@@ -103,7 +100,6 @@ class WorkerPool:
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Connection[Any, Any]] = []
-        self._abandoned = False
 
     def __enter__(self) -> WorkerPool:
         page = Path(self._folder.name, "page")
@@ -131,7 +127,7 @@ class WorkerPool:
         path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
         # Loopback is gloo's fastest interface on one host, whatever the host's name resolves to.
         about = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
-        return about | {"OMP_NUM_THREADS": str(self._job.threads), **dict(self._job.environ)}
+        return about | {"OMP_NUM_THREADS": str(self._job.threads)}
 
     def _start(self, address: str) -> None:
         job, about = self._job, self._environ()
@@ -177,15 +173,11 @@ class WorkerPool:
                     raise RuntimeError(answer.text)
                 return answer
 
-    def abandon(self) -> None:
-        """Kill the processes at the end of the context, and ignore their exit statuses."""
-        self._abandoned = True
-
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        status = self._end(at_once=self._abandoned or kind is not None)
-        if kind is None and any(status) and not self._abandoned:
+        status = self._end(at_once=kind is not None)
+        if kind is None and any(status):
             raise RuntimeError(f"after the last result the processes ended with {status}")
 
     def _end(self, at_once: bool) -> list[int]:
