@@ -285,8 +285,6 @@ class Emulator:
         """Let calls of this name (launch, query) return only when the stream's work up
         to there is done."""
 
-
-
     def set_pause(self, seconds: float) -> None:
         """Set the pause of the streams' thread between two rounds of work."""
 

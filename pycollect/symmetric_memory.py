@@ -131,8 +131,8 @@ def _backend_of(group: Any) -> Any:
         ) from error
     if backend.name() != "pycollect" or not backend.supports_tensor_alloc(torch.device("cpu")):
         raise ValueError(
-            f"the group's backend for CPU tensors, {backend.name()!r}, has no memory that its ranks "
-            "share; make the group with 'pycollect'"
+            f"the group's backend for CPU tensors, {backend.name()!r}, has no memory that its "
+            "ranks share; make the group with 'pycollect'"
         )
     return backend
 
@@ -146,11 +146,11 @@ def symmetric_empty(
     """Return an uninitialized CPU tensor in the symmetric memory of a group.
 
     `size` and `dtype` are those of torch.empty, `device` may be "cpu" or None, which means the
-    same, and `group` defaults to the default group. The call is not collective: other ranks may allocate
-    other sizes, in another order, or nothing, and no rendezvous call follows. Raises the errors of
-    `SymmetricAllocator` and `SymmetricAllocator.empty`; among them are the group's PeerLost or
-    Timeout after a call has failed with it, and CollectiveError after the group has been
-    destroyed.
+    same, and `group` defaults to the default group. The call is not collective: other ranks may
+    allocate other sizes, in another order, or nothing, and no rendezvous call follows. Raises the
+    errors of `SymmetricAllocator` and `SymmetricAllocator.empty`; among them are the group's
+    PeerLost or Timeout after a call has failed with it, and CollectiveError after the group has
+    been destroyed.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()

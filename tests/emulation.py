@@ -51,7 +51,6 @@ def launch(
     multiprocessors: int = 1,
     args_bytes: int = LARGE,
     float8: Sequence[int] = (),
-    guard: int = 0,
 ) -> list[dict[str, Any]]:
     dtype = ref.short(rows[0].dsts[0].dtype)
     launches: list[dict[str, Any]] = _testing.emulate_launch(
@@ -62,12 +61,10 @@ def launch(
         multiprocessors,
         args_bytes,
         float8 or float8_bytes(),
-        guard,
     )
     for one in launches:
         assert one["stored_twice"] == 0
         assert one["args_bytes"] <= args_bytes
-        assert one["guard"] == guard
     return launches
 
 

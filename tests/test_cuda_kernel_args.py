@@ -83,15 +83,13 @@ def test_lines_without_gaps_are_merged():
 # Arguments and grids
 
 
-@pytest.mark.parametrize("guard", [0, 0x7F00_1234_5678])
 @pytest.mark.parametrize("args_bytes", [SMALL, LARGE])
-def test_works_that_exceed_the_arguments_take_several_launches(args_bytes: int, guard: int):
-    """Each launch carries the address of the guard word that can disable it."""
+def test_works_that_exceed_the_arguments_take_several_launches(args_bytes: int):
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
     rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]
-    launches = launch(rows, args_bytes=args_bytes, guard=guard)
-    assert len(launches) == -(-700 // ((args_bytes - 32 - 8 * (guard != 0)) // 64))
+    launches = launch(rows, args_bytes=args_bytes)
+    assert len(launches) == -(-700 // ((args_bytes - 32) // 64))
     assert sum(one["works"] for one in launches) == 700
     for four, row in zip(tensors, rows, strict=True):
         ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)

@@ -111,11 +111,6 @@ def bursts(operations: list[str], load: str = "LDG.E.128") -> list[tuple[int, in
     ]
 
 
-def guard_index(operations: list[str]) -> int:
-    """Index of the operation with which the threads of a block share the guard word."""
-    return next(i for i, op in enumerate(operations) if op.startswith("BAR.RED"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUMS)
 def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]], name: str):
@@ -142,9 +137,7 @@ def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
     edges = {"float, Avg": {""}, "BFloat16, Avg": {"U16"}, "Complex, Prod": {""}}
     edges["copy"] = {"64", "", "U16", "U8"}
     for name, operations in kernels.items():
-        end = guard_index(operations)
-        assert memory(operations[:end]) == [("LDG", "")], name  # one thread of a block
-        accesses = memory(operations[end:])
+        accesses = memory(operations)
         assert {width for _, width in accesses} == {"128", *edges[name]}, name
         width = ""
         for kind, wide in accesses:
