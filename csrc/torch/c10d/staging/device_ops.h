@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../group/wait.h"
 #include "../../torch_runtime.h"
 
 namespace pycollect::dist {
