@@ -174,7 +174,7 @@ class Emulated(Site):
         return self.fake.gpu.violations()
 
     def alive(self) -> dict[str, int]:
-        kept = ("streams", "events")
+        kept = ("events",)
         return {name: n for name, n in self.fake.gpu.counters().items() if name in kept and n != 0}
 
     def unreleased(self) -> dict[str, int]:

@@ -112,6 +112,26 @@ def test_a_device_failure_of_one_end_affects_no_peer(job, faulty_rank, ranks_as)
         assert all(right)
 
 
+def late_sender_fails(me: RankContext) -> Caught:
+    """The sender's device fails when the receiver waits already."""
+    if me.rank == 1:
+        return caught(dist.recv, torch.zeros(SMALL), 0)
+    me.site.stall()
+    work = dist.isend(torch.ones(SMALL), 1)
+    me.fake.fail_call(0)
+    return caught(work.wait)
+
+
+def test_the_receiver_learns_that_the_device_of_its_sender_has_failed():
+    with fresh(2, site="late") as pool:
+        start = time.monotonic()
+        sender, receiver = pool.run(late_sender_fails)
+    assert "injected failure" in sender.text
+    assert receiver.kind == "PeerLost"
+    assert "the device of a rank failed in send: " in receiver.text
+    assert receiver.when - start < NOTICE_SECONDS
+
+
 def failing(me: RankContext, end: int, after: int) -> tuple[Caught, bool]:
     """One CUDA call for a message fails on one end."""
     x, y = torch.full((100_000,), 7.0), torch.zeros(100_000)

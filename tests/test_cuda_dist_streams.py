@@ -254,3 +254,25 @@ def test_the_order_of_staging_operations(pools, async_op):
         assert root == [there + back, there + back, there]  # no copy back after a root's broadcast
         # Other ranks of a broadcast wait for no copy off the device: it overwrites their tensors.
         assert others == [[there + back, there + back, ["record caller", *back]]] * 2
+
+
+def on_the_host_of_one_rank(me: RankContext) -> list[bool]:
+    """One rank's tensor is on the CPU, the others' are on their devices."""
+    good = []
+    for count in (5, LARGE):
+        x = torch.full((count,), me.rank + 1.0)
+        if me.rank == 1:
+            x = me.site.host(x)
+        else:
+            me.site.fill_later(x, me.rank + 1.0)
+        dist.all_reduce(x)
+        if me.rank != 1:
+            me.site.synchronize()
+        good.append(bool(x.eq(me.world * (me.world + 1) / 2).all()))
+    return good
+
+
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
+@between_processes("ranks that are threads make one call on all tensors")
+def test_ranks_may_mix_devices(pools, site, world):
+    assert pools(world, site=site).run(on_the_host_of_one_rank) == [[True, True]] * world

@@ -117,7 +117,7 @@ class Group {
       require_healthy(context);
   }
   // Aborts the group from any thread: all waiting ranks throw, and later calls. Calls that this
-  // rank has finished return on the other ranks, too.
+  // rank has finished return on the other ranks, too; on other hosts if their data has arrived.
   void abort(const std::string& why);
   void abort(const AbortCause& cause);
   // Called when this rank's call has failed because the group is aborted: no rank can finish it.

@@ -26,9 +26,9 @@ class Wire {
 
   virtual ~Wire() = default;
   // Begin to send and to receive. The memory must stay valid until the transfer is awaited, or as
-  // long as `owner` keeps it: after a failure the wire keeps owners until its connections are
-  // closed. The n-th send with a number to a rank arrives at that rank's n-th receive with the
-  // number from this one. `bytes` of a receive is a limit: the message may be shorter.
+  // long as `owner` keeps it: after a failure the wire keeps owners until it is destroyed. The n-th
+  // send with a number to a rank arrives at that rank's n-th receive with the number from this one.
+  // `bytes` of a receive is a limit: the message may be shorter.
   virtual void send(Rank to, int number, const std::byte* at, std::size_t bytes, Deadline deadline,
                     MemoryOwner owner = {}) = 0;
   virtual void receive(Rank from, int number, std::byte* at, std::size_t bytes, Deadline deadline,

@@ -48,7 +48,7 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   const at::Device device = options.device();
   require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
-          " cannot lie in memory that processes share; pass device='cpu' or a CUDA device");
+          " cannot lie in memory that ranks share; pass device='cpu'");
   require(size >= 0, "allocate_tensor: the size is ", size, "; it must not be negative");
   fork_guard_.require_not_forked("allocate_tensor");
   return connection_->new_symmetric(device, size, c10::typeMetaToScalarType(options.dtype()));

@@ -43,7 +43,6 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
   std::shared_ptr<SymmetricHeapAllocator> allocator() const;
-  Connection& connection() const { return *connection_; }
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
@@ -89,9 +88,6 @@ class Backend final : public c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override;
-
-  // Runs the GPU rendezvous that otherwise precedes the first collective of GPU tensors. Every rank
-  // must call it. torch calls it if a group is created with a device.
 
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;

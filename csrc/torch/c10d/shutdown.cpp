@@ -3,8 +3,6 @@
 #include <set>
 #include <thread>
 
-#include "../../plan/error.h"
-#include "../log.h"
 #include "backend.h"
 #include "gil_release.h"
 #include "in_flight_guard.h"
@@ -19,16 +17,6 @@ constexpr std::chrono::milliseconds kShutdownTimeout{5000};
 // Time limit for threads that wake when the groups close, and then only raise an error. Threads
 // that close a group themselves have the shutdown timeout before that.
 constexpr std::chrono::milliseconds kWakeTimeout{1000};
-
-void warn_of(const std::exception_ptr& unreported) {
-  if (!unreported) return;
-  try {
-    std::rethrow_exception(unreported);
-  } catch (const std::exception& error) {
-    warn(
-        text("a collective of CUDA tensors has failed, and its results are wrong: ", error.what()));
-  }
-}
 
 // Every backend of this process, for close_groups().
 struct LiveBackends {
@@ -60,16 +48,15 @@ Backend::~Backend() {
     const std::lock_guard lock(live_backends().mutex);
     live_backends().all.erase(this);
   }
-  warn_of(close(ipc::Clock::now() + kShutdownTimeout));
+  close(ipc::Clock::now() + kShutdownTimeout);
 }
 
-// Throws what a signal handler raised meanwhile, or the error of a call that failed on its device
-// without a caller waiting for it: no later call can report it.
+// Throws what a signal handler raised meanwhile.
 void Backend::shutdown() {
   const InFlightGuard in_flight;
   if (fork_guard_.forked()) return;
-  if (const auto unreported = close(ipc::Clock::now() + kShutdownTimeout))
-    std::rethrow_exception(unreported);
+  if (const auto raised = close(ipc::Clock::now() + kShutdownTimeout))
+    std::rethrow_exception(raised);
   const GilRelease gil_release;
   connection_->await_end_of_store();
 }
@@ -93,7 +80,7 @@ bool close_groups() {
   const auto deadline = ipc::Clock::now() + kShutdownTimeout;
   const SignalsDeferred deferred;
   for (const auto& b : all)
-    if (!b->fork_guard_.forked()) warn_of(b->close(deadline));
+    if (!b->fork_guard_.forked()) b->close(deadline);
   const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;
   while (InFlightGuard::any() && ipc::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -344,11 +344,10 @@ void ProcessGroupWire::await_sends(ipc::Deadline deadline) {
     {
       const std::lock_guard lock(mutex_);
       if (sends_.empty()) return;
-      oldest = sends_.front();
+      oldest = std::move(sends_.front());
+      sends_.pop_front();  // a wait for a send that has failed would last until its deadline
     }
     await(oldest, deadline);
-    const std::lock_guard lock(mutex_);
-    if (!sends_.empty()) sends_.pop_front();
   }
 }
 
