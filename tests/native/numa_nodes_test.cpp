@@ -126,7 +126,7 @@ void ranks_commit_what_they_write() {
   settings.buffer_bytes = kBuffer;
   settings.mailbox_bytes = kWorld * (256 << 10);
   settings.mailbox_header_bytes = 2 * kPage;
-  const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0, 0});
+  const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0});
   std::vector<std::set<Rank>> by(layout.heaps / kPage);  // page -> ranks that committed it
   const auto ends = run(kWorld, settings, join);
   for (Rank r = 0; r < kWorld; ++r) {
