@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -26,8 +27,7 @@ STAGES = ("build", "call", "smoke", "lists", "threads", "processes", "step", "te
 # Exit status of a case that was stopped at its time limit, as that of `timeout`, and of a benchmark
 # that missed a speed target, which is no failure.
 STOPPED, MISSED = 124, 3
-# Seconds from the signal that ends a case to the one that kills it. A benchmark between processes
-# waits 30 s for ranks that hang in the driver, and then writes its results.
+# Seconds from a case's end signal to its kill: a benchmark waits 30 s for hanging ranks.
 GRACE = 40
 CALL = """import torch, pycollect
 tensors = [torch.full((8,), rank + 1.0, device={device!r}) for rank in range(4)]
@@ -45,8 +45,7 @@ BENCHMARKS = (
     ("processes", "processes", 110, f"{SWEEP} --processes 4 -b 4 -e 64M -f 64", TINY),
     ("step", "step", 40, "train_step --batch 256 --targets", "--batch 4 -n 1 -w 1"),
 )
-# GPU tests fail without a GPU, and a job that hangs ends. Gloo otherwise resolves the host's name,
-# which takes long without a network.
+# GPU tests fail without a GPU, a job that hangs ends, and Gloo does not look up the host's name.
 ENVIRON = {"PYCOLLECT_REQUIRE_CUDA": "1", "PYCOLLECT_TEST_SECONDS": "35", "PYTHONUNBUFFERED": "1"}
 ENVIRON |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 ENVIRON |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -74,7 +73,8 @@ def all_cases(out: Path, rehearse: bool) -> list[Case]:
         found.append(Case(stage, name, limit, [PYTHON, f"bench/{script}.py", *arguments]))
     tests = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["--maxfail=20", "-m", "cuda and not slow", *["--collect-only"] * rehearse]
-    for line in (ROOT / "tests/gpu_tests.txt").read_text().splitlines():
+    text = (ROOT / "tests/gpu_tests.txt").read_text()
+    for line in (text if find_spec("xdist") else text.replace(" -n 6 ", " ")).splitlines():
         if words := shlex.split(line, comments=True):
             found.append(Case(words[0], words[1], float(words[2]), tests + words[3:]))
     return sorted(found, key=lambda case: STAGES.index(case.stage))

@@ -99,14 +99,13 @@ class DeviceOps {
   // Like with_group_streams(), for an `act` that completes a future.
   void complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
 
-  cuda::Stream stream(at::Device device);  // the group's stream on `device`
-
  private:
   struct HeldTensors {
     std::shared_ptr<DeviceEvent> until;
     std::vector<at::Tensor> tensors;
   };
   void hold(HeldTensors more);
+  cuda::Stream stream(at::Device device);  // the group's stream on `device`
   std::vector<cuda::Stream> streams(const std::vector<at::Device>& devices);
 
   const std::shared_ptr<TorchRuntime> torch_;
