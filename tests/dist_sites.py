@@ -120,6 +120,10 @@ class Site:
     def calls(self) -> list[str]:
         return []
 
+    def pinned(self) -> int:
+        """Number of pinned allocations, on emulated devices."""
+        return 0
+
     def violations(self) -> list[str]:
         return []
 
@@ -136,46 +140,58 @@ class Emulated(Site):
 
         self.options = pc.distributed.options()
         self.fake = _testing.emulate(self.options, name == "eager", own_thread)
-        self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
-        self.calls, self.synchronize = self.fake.calls, self.fake.finish_caller
+        self.stream = self.fake.current()
+        self.calls = self.fake.cuda.calls
+
+    def fill_later(self, x: Tensor, value: float) -> None:
+        self.fake.write(x, torch.full(x.shape, value, dtype=x.dtype))
+
+    def empty(self, count: int) -> Tensor:
+        return self.fake.empty([count])
+
+    def synchronize(self) -> None:
+        self.fake.cuda.finish(self.stream)
 
     def host(self, x: Tensor) -> Tensor:
         self.fake.put_on_host(x)
         return x
 
     def stall(self, seconds: float = 0.2) -> None:
-        self.fake.drain_waits(False)
-        self.fake.stall(True)
+        self.fake.cuda.drain_waits(False)
+        self.fake.stall(self.stream)
         self.fill_later(torch.zeros(1), 0.0)  # keeps the stream busy until `resume`
 
     def run_ahead(self, pace: float | None = None) -> None:
-        self.fake.drain_waits(False)
+        self.fake.cuda.drain_waits(False)
         if pace is not None:
-            self.fake.gpu.set_pause(pace)
+            self.fake.cuda.set_pause(pace)
 
     def resume(self) -> None:
-        self.fake.stall(False)
-        self.fake.drain_waits(True)
-        self.fake.gpu.set_pause(0.0001)
+        self.fake.resume()
+        self.fake.cuda.drain_waits(True)
+        self.fake.cuda.set_pause(0.0001)
 
     @contextlib.contextmanager
     def second_stream(self) -> Iterator[None]:
-        self.fake.use_second_stream(True)
+        self.fake.use(self.fake.cuda.stream(0))
         yield
-        self.fake.use_second_stream(False)
+        self.fake.use(self.stream)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        self.fake.capture(True)
+        self.fake.begin_capture(self.stream)
         yield
-        self.fake.capture(False)
+        self.fake.end_capture(self.stream)
+
+    def pinned(self) -> int:
+        return self.fake.cuda.counters().get("empty_pinned", 0)
 
     def violations(self) -> list[str]:
-        return self.fake.gpu.violations()
+        return self.fake.cuda.violations()
 
     def alive(self) -> dict[str, int]:
         kept = ("events",)
-        return {name: n for name, n in self.fake.gpu.counters().items() if name in kept and n != 0}
+        return {name: n for name, n in self.fake.cuda.counters().items() if name in kept and n != 0}
 
     def unreleased(self) -> dict[str, int]:
         """Counts of live resources, after up to 2 s for the streams to release finished work."""

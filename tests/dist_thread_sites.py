@@ -36,7 +36,7 @@ class DeviceMemory(TorchFunctionMode):
             return function(*args, **kwargs)
         given = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if given:
-            self._fake.finish_own_stream()
+            self._fake.finish()
         found = function(*args, **kwargs)
         if not isinstance(found, (Tensor, list, tuple)):
             return found
@@ -45,9 +45,9 @@ class DeviceMemory(TorchFunctionMode):
     def _moved(self, made: Tensor) -> Tensor:
         """The same values, and the same strides, in the device's memory."""
         count = made.untyped_storage().nbytes() // made.itemsize
-        memory = self._fake.empty(-(-count * made.itemsize // 4)).view(torch.uint8)
+        memory = self._fake.empty([-(-count * made.itemsize // 4)]).view(torch.uint8)
         memory = memory[: count * made.itemsize].view(made.dtype)
-        self._fake.finish_own_stream()  # the last work on this memory
+        self._fake.finish()  # the last work on this memory
         memory.copy_(made.as_strided((count,), (1,), 0))
         return memory.as_strided(made.shape, made.stride(), made.storage_offset())
 
@@ -72,10 +72,12 @@ class LaterRank(FirstRank):
 
     def __init__(self, first: FirstRank) -> None:
         self.__dict__.update(vars(first))  # the same devices
-        self.synchronize = self.fake.finish_own_stream
 
     def begin_rank(self) -> None:
         self.fake.use_own_stream()
+
+    def synchronize(self) -> None:
+        self.fake.finish()
 
     def stall(self, seconds: float = 0.2) -> None: ...
 

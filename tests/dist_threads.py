@@ -54,7 +54,8 @@ class ThreadPool(JobPool):
         except Timeout as error:
             hang = f"{job.__name__}: {error}"
         else:
-            assert sites[0].violations() == []
+            violations = sites[0].violations()
+            assert violations == []
             return outcomes
         self._fail([hang, *(o.error for o in outcomes if o.error)])
 

@@ -1,8 +1,8 @@
 """Emulated GPUs for calls on lists: collectives on their tensors, callers' work, checks of it all.
 
 The calls run with the same code as on CUDA, from Python's arguments to single operations on
-streams, and are only recorded: `Gpus.check` looks for accesses that nothing orders, then runs all
-work in random orders that streams and events allow.
+streams, and their work runs late: `Gpus.check` looks for accesses that nothing orders, then runs
+what is left in a random order that streams and events allow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gpus:
     """Some emulated GPUs, and the tensors whose final values a test expects."""
 
     def __init__(self, devices: int) -> None:
-        self.torch = _testing.EmulatedGpus(devices)
+        self.torch = _testing.EmulatedTorch(devices)
         self.cuda = self.torch.cuda
         self._expected: list[tuple[Tensor, Tensor]] = []
 

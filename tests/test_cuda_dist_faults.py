@@ -129,9 +129,9 @@ def test_a_late_rank_times_out(site, stream_only):
 def failing(me: RankContext, call: int) -> tuple[Caught, Caught, float]:
     """One CUDA call of the faulty rank fails."""
     if me.rank == FAULTY_RANK:
-        me.fake.fail_call(call)
+        me.fake.cuda.inject("fail", after=call)
     first = caught(dist.all_reduce, torch.ones(100))
-    me.fake.fail_call(-1)
+    me.fake.cuda.heal()
     y = torch.ones(3)
     second = caught(dist.all_reduce, y)
     return first, second, y.sum().item()

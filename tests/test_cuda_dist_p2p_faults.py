@@ -29,7 +29,7 @@ def send(me: RankContext, stalled: bool = False, count: int = LARGE) -> Any:
     """Start the send; with `stalled`, the stream does not reach it."""
     if stalled:
         me.site.synchronize()
-        me.fake.stall(True)
+        me.fake.stall(me.site.stream)
     return dist.isend(values(count, 1), 1)
 
 
@@ -82,10 +82,10 @@ def receiver_fails(me: RankContext) -> tuple[Caught, bool]:
         dist.send(values(SMALL, 2), 1)
         return error, True
     work = dist.irecv(y, 0)
-    me.fake.fail_call(0)
+    me.fake.cuda.inject("fail", after=0)
     dist.send(token, 0)
     error = caught(work.wait)
-    me.fake.fail_call(-1)
+    me.fake.cuda.heal()
     dist.send(token, 0)
     dist.recv(y, 0)
     return error, torch.equal(y, values(SMALL, 2))
@@ -94,7 +94,7 @@ def receiver_fails(me: RankContext) -> tuple[Caught, bool]:
 def sender_fails(me: RankContext) -> tuple[Caught, bool]:
     """A send fails on the sender alone, and the next message is right."""
     if me.rank == 0:
-        me.fake.fail_call(3)  # allocation, copy and event succeed; the first query fails
+        me.fake.cuda.inject("fail", after=3)  # allocation, copy and event succeed; the first query fails
         error = caught(lambda: dist.isend(torch.ones(SMALL), 1).wait())
         dist.send(torch.full((SMALL,), 5.0), 1)
         return error, True
@@ -118,7 +118,7 @@ def late_sender_fails(me: RankContext) -> Caught:
         return caught(dist.recv, torch.zeros(SMALL), 0)
     me.site.stall()
     work = dist.isend(torch.ones(SMALL), 1)
-    me.fake.fail_call(0)
+    me.fake.cuda.inject("fail", after=0)
     return caught(work.wait)
 
 
@@ -136,9 +136,9 @@ def failing(me: RankContext, end: int, after: int) -> tuple[Caught, bool]:
     """One CUDA call for a message fails on one end."""
     x, y = torch.full((100_000,), 7.0), torch.zeros(100_000)
     if me.rank == end:
-        me.fake.fail_call(after)
+        me.fake.cuda.inject("fail", after=after)
     error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, y, 0)
-    me.fake.fail_call(-1)
+    me.fake.cuda.heal()
     return error, bool((y == 7.0).all())
 
 
@@ -205,7 +205,7 @@ def wait_with_timeout(me: RankContext) -> tuple[Caught, bool]:
     work = send(me, True) if me.rank == 0 else dist.irecv(y, 0)
     error = caught(work.wait, datetime.timedelta(seconds=0.3))
     time.sleep(0.3)
-    me.fake.stall(False)
+    me.fake.resume()
     work.wait()
     return error, me.rank == 0 or torch.equal(y, values(LARGE, 1))
 

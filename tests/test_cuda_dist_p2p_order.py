@@ -76,7 +76,7 @@ def behind_the_current_stream(me: RankContext) -> list[bool]:
     me.site.synchronize()
     me.site.stall()  # the first stream
     if me.fake:
-        me.fake.drain_waits(True)
+        me.fake.cuda.drain_waits(True)
     with me.site.second_stream():
         if me.rank == 0:
             me.site.fill_later(x, 5.0)

@@ -184,7 +184,7 @@ def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], li
     works = [dist.all_reduce(torch.ones(2), async_op=True)]
     works += [dist.isend(y * me.rank, right), dist.irecv(z, left)]
     with me.site.capturing() if mine else contextlib.nullcontext():
-        before = len(me.site.calls()), me.fake and me.fake.pinned()
+        before = len(me.site.calls()), me.site.pinned()
         errors = [
             caught(dist.all_reduce, x),
             caught(dist.all_gather_into_tensor, out, x),
@@ -194,7 +194,7 @@ def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], li
         own += [caught(call, x, right) for call in (dist.isend, dist.irecv) if mine]
         own += [caught(work.wait) for work in works if mine]
         moved = [c for c in me.site.calls()[before[0] :] if mine and c.startswith("copy_ caller")]
-        moved += ["pinned"] * bool(mine and me.fake and me.fake.pinned() != before[1])
+        moved += ["pinned"] * bool(mine and me.site.pinned() != before[1])
     for work in works:
         work.wait()
     dist.all_reduce(x)

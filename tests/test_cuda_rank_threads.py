@@ -37,11 +37,17 @@ class Site:
     def full(self, count: int, value: float) -> torch.Tensor:
         """Return a tensor whose values are written late on the rank's stream."""
         if self.fake:
-            made = self.fake.empty(count)
-            self.fake.fill_later(made, value)
+            made = self.fake.empty([count])
+            self.fill_later(made, value)
             return made
         torch.cuda._sleep(2_000_000)
         return torch.full((count,), value, device=self.device)
+
+    def fill_later(self, tensor: torch.Tensor, value: float) -> None:
+        if self.fake:
+            self.fake.write(tensor, torch.full_like(tensor, value))
+        else:
+            tensor.fill_(value)
 
     def empty(self, count: int) -> torch.Tensor:
         return self.full(count, -1.0)
@@ -49,7 +55,7 @@ class Site:
     def values(self, tensor: torch.Tensor) -> list[float]:
         """Return the values that the rank's stream sees now."""
         if self.fake:
-            self.fake.finish_own_stream()
+            self.fake.finish()
         return sorted(set(tensor.cpu().reshape(-1).tolist()))
 
     def run(self, fn: Callable[..., Any], world: int, **options: Any) -> list[Any]:
@@ -71,7 +77,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     options = pc.distributed.options()
     fake = _testing.emulate(options, request.param == "eager", True)
     yield Site("cpu", fake, options)
-    assert not fake.gpu.violations()
+    assert not fake.cuda.violations()
 
 
 def all_reduce(rank: int, world: int, site: Site) -> Any:
@@ -121,10 +127,7 @@ def reused_send(rank: int, world: int, site: Site) -> Any:
     if rank == 0:
         x = site.full(100, 5.0)
         dist.send(x, 1)
-        if site.fake:
-            site.fake.fill_later(x, 9.0)
-        else:
-            x.fill_(9.0)
+        site.fill_later(x, 9.0)
         return site.values(x)
     y = site.empty(100)
     dist.recv(y, 0)
@@ -185,12 +188,12 @@ def test_a_read_that_is_not_joined_sees_the_old_values(site: Site, request: Any)
         x = site.empty(1000)
         site.values(x)
         if site.fake:
-            site.fake.gpu.set_pause(0.3)  # seconds between two pieces of the streams' work
-            site.fake.fill_later(site.fake.empty(1), 0.0)
+            site.fake.cuda.set_pause(0.3)  # seconds between two pieces of the streams' work
+            site.fill_later(site.fake.empty([1]), 0.0)
             time.sleep(0.05)
-            site.fake.fill_later(x, 5.0)
+            site.fill_later(x, 5.0)
             found = sorted(set(x.tolist()))
-            site.fake.gpu.set_pause(0.0001)
+            site.fake.cuda.set_pause(0.0001)
             return found
         torch.cuda._sleep(200_000_000)
         x.fill_(5.0)
@@ -211,9 +214,9 @@ def test_a_call_takes_two_events_for_each_rank(site: Site) -> None:
             for _ in range(calls):
                 dist.all_reduce(x)
 
-        before = len(site.fake.calls())
+        before = len(site.fake.cuda.calls())
         site.run(program, world)
-        return Counter(site.fake.calls()[before:])
+        return Counter(site.fake.cuda.calls()[before:])
 
     one, six = made_by(1), made_by(6)
     expected = 2 * world * 5

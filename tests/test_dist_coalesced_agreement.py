@@ -89,9 +89,9 @@ def device_fails(me: RankContext, calls: int) -> tuple[Caught, list[float]]:
     for x in tensors:
         dist.broadcast(x, 0)
     if me.rank == 0:
-        me.fake.fail_call(calls)
+        me.fake.cuda.inject("fail", after=calls)
     raised = caught(lambda: backend_of()._end_coalescing().wait())
-    me.fake.fail_call(-1)
+    me.fake.cuda.heal()
     assert_in_step(me)
     return raised, [x[0].item() for x in tensors]
 

@@ -81,22 +81,22 @@ def blocked_stream(me: RankContext, layout: str) -> tuple[list[float], list[floa
         filled(8, 1.0, layout)
     )  # pinned memory, for which CUDA may wait for all streams
     dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), filled(8, 1.0, layout))
-    me.fake.drain_waits(False)
+    me.fake.cuda.drain_waits(False)
     backend_of()._start_coalescing()
     dist.all_reduce(both[:4])
-    me.fake.finish_caller()
-    me.fake.stall(True)
-    me.fake.fill_later(both[4:], 3.0)
+    me.fake.cuda.finish(me.site.stream)
+    me.fake.stall(me.site.stream)
+    me.site.fill_later(both[4:], 3.0)
     dist.all_gather(list(seen.chunk(me.world)), both)
     dist.all_reduce(both, dist._make_nccl_premul_sum(2.0))
     work = backend_of()._end_coalescing()
     time.sleep(0.05)  # time for work that is wrongly not ordered behind the blocked stream
     assert not work.is_completed()
-    me.fake.stall(False)
-    me.fake.drain_waits(True)
+    me.fake.resume()
+    me.fake.cuda.drain_waits(True)
     work.wait()
     assert_in_step(me)
-    violations = me.fake.gpu.violations() if me.fake.gpu else []
+    violations = me.fake.cuda.violations()
     return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
@@ -114,19 +114,19 @@ def blocked_input(me: RankContext) -> tuple[Caught, Caught]:
     """Rank 0's stream is blocked before the second call's input, so the call times out."""
     both = torch.ones(8)
     dist.all_reduce(torch.ones(3))
-    me.fake.drain_waits(False)
+    me.fake.cuda.drain_waits(False)
     backend_of()._start_coalescing()
     dist.all_reduce(both[:4])
     if me.rank == 0:
-        me.fake.stall(True)
-        me.fake.fill_later(both[4:], 3.0)
+        me.fake.stall(me.site.stream)
+        me.site.fill_later(both[4:], 3.0)
     dist.all_reduce(both)
     work = backend_of()._end_coalescing()
     end = time.monotonic() + 10.0
     while not work.is_completed() and time.monotonic() < end:
         time.sleep(0.001)
     first, second = caught(work.wait), caught(dist.all_reduce, both)
-    me.fake.stall(False)
+    me.fake.resume()
     return first, second
 
 
@@ -153,9 +153,9 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
         dist.all_reduce(x)
         dist.broadcast(y, 1)
         if me.rank == 0:
-            me.fake.fail_call(calls)
+            me.fake.cuda.inject("fail", after=calls)
         raised = caught(lambda: backend_of()._end_coalescing().wait())
-        me.fake.fail_call(-1)
+        me.fake.cuda.heal()
         assert_in_step(me)
         found.append((raised, x[0].item()))
     return found
@@ -176,7 +176,7 @@ def under_another_stream(me: RankContext) -> list[float]:
     """The block ends on another current stream than the one on which its messages were issued."""
     x, found = torch.zeros(4), []
     for step in (1.0, 2.0, 3.0):
-        me.fake.fill_later(x, step if me.rank == 0 else -1.0)  # filled late, on the first stream
+        me.site.fill_later(x, step if me.rank == 0 else -1.0)  # filled late, on the first stream
         backend_of()._start_coalescing()
         if me.rank == 0:
             dist.isend(x, 1)
@@ -184,7 +184,7 @@ def under_another_stream(me: RankContext) -> list[float]:
             dist.irecv(x, 0)
         with me.site.second_stream():
             backend_of()._end_coalescing().wait()
-            me.fake.finish_caller()
+            me.fake.cuda.finish(me.site.stream)
             found += x.tolist()
         dist.barrier()
     return found

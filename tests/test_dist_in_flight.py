@@ -182,7 +182,7 @@ def stalled_send(me: RankContext, how: str) -> tuple[Errors, float]:
     found, took = Errors(), 0.0
     set_short_timeout()
     if me.rank == 0:
-        me.fake.stall(True)
+        me.fake.stall(me.site.stream)
         works = [("isend", dist.isend(torch.ones(3), 2)), ("irecv", dist.irecv(torch.ones(3), 1))]
         futures = [(name, work.get_future()) for name, work in works]
         start = time.monotonic()

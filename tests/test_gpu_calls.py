@@ -182,7 +182,7 @@ def test_another_thread_runs_while_the_host_waits(gpus: Gpus) -> None:
     gpus.torch.adopt(host, True)
     device = gpus.tensor(torch.ones(1))
     gpus.copy_(host, device)
-    gpus.cuda.delay("synchronize", 0.5)
+    gpus.cuda.inject("slow", "synchronize", seconds=0.5)
     ended, steps = threading.Event(), []
 
     def tick() -> None:

@@ -174,7 +174,7 @@ def test_a_work_is_waited_for_in_the_capture_of_its_call(gpus: Gpus) -> None:
 
 def test_a_dropped_work_leaves_another_capture_as_it_was(gpus: Gpus) -> None:
     """Its memory is not torch's, so the current stream would have to wait for the call."""
-    tensors = [gpus.torch.foreign(8, 0) for _ in range(2)]
+    tensors = [gpus.torch.empty_foreign(8, 0) for _ in range(2)]
     works = [gpus.all_reduce(tensors, async_op=True)]
 
     def drop() -> None:

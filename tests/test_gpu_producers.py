@@ -41,7 +41,7 @@ def test_memory_of_other_libraries_is_ordered_when_a_work_is_dropped(gpus: Gpus)
 def test_memory_that_torch_does_not_own_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
     """Its owner, such as another process, reuses it in the order of the current stream."""
     of = values(2)
-    tensors = [gpus.torch.foreign(8, 0) for _ in of]
+    tensors = [gpus.torch.empty_foreign(8, 0) for _ in of]
     for t, v in zip(tensors, of, strict=True):
         gpus.torch.write(t, v)
     work = gpus.all_reduce(tensors, async_op=True)
@@ -81,7 +81,7 @@ def test_an_asynchronous_call_on_arrays_overlaps_with_later_work(gpus: Gpus, tel
 
 
 def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:
-    tensors = [gpus.torch.foreign(8, 0, offset) for offset in (0, 2)]
+    tensors = [gpus.torch.empty_foreign(8, 0, offset) for offset in (0, 2)]
     with pytest.raises(ValueError, match=r"tensors\[1\] .*not aligned"):
         gpus.all_reduce(tensors)
 

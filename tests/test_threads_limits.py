@@ -68,7 +68,7 @@ class DelayedAbort:
     def __init__(self) -> None:
         self.options = pc.distributed.options()
         self.fake = _testing.emulate(self.options, False, False)
-        self.fake.drain_waits(False)
+        self.fake.cuda.drain_waits(False)
         self.posted, self.sent, self.raised = (threading.Event() for _ in range(3))
 
     def run(self, rank: int, world: int) -> float | None:
@@ -90,14 +90,15 @@ class DelayedAbort:
 
     def send(self, group: Any) -> None:
         self.posted.wait(10)
-        x = self.fake.empty(10)
-        self.fake.stall(True)  # otherwise each look at the arrival runs some of the stream's work
-        self.fake.fill_later(x, 5.0)
+        x = self.fake.empty([10])
+        # Otherwise each look at the arrival runs some of the stream's work.
+        self.fake.stall(self.fake.current())
+        self.fake.write(x, torch.full((10,), 5.0))
         dist.isend(x, 0, group=group)
         self.sent.set()
         self.raised.wait(10)
-        self.fake.stall(False)
-        self.fake.finish_caller()  # the data arrives
+        self.fake.resume()
+        self.fake.finish()  # the data arrives
 
     def fail(self, group: Any) -> None:
         def slow(future: Any) -> None:

@@ -2,6 +2,7 @@
 #include "emulated_run.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -14,6 +15,7 @@ namespace pycollect::cuda {
 namespace {
 
 constexpr std::byte kGarbage{0x5a};
+constexpr std::chrono::seconds kLongestDrain(10);
 
 }  // namespace
 
@@ -132,8 +134,8 @@ void EmulatedRun::expect() {
       {written_, expected_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}});
 }
 
-// Records an access to all memory. Pageable memory, and host memory for which the executor waits,
-// is accessed by the host; all other memory, by the stream of its rank's caller.
+// Accesses all memory: pageable memory, and host memory for which the executor waits, by the host;
+// all other memory, by the stream of its rank's caller.
 void EmulatedRun::callers_access(const char* what, void (*act)(TestBlock&)) {
   for (Rank r = 0; r < test_case_.plan.world; ++r) {
     const bool waited = test_case_.devices[r] == kHost && test_case_.host_waits;
@@ -153,7 +155,7 @@ void EmulatedRun::callers_access(const char* what, void (*act)(TestBlock&)) {
       if (by_host)
         cuda_.host_work(label, std::move(accesses), all);
       else
-        cuda_.stream_work(streams_.ranks[r].caller, label, std::move(accesses), all);
+        cuda_.caller_work(streams_.ranks[r].caller, label, std::move(accesses), all);
     }
   }
 }
@@ -171,7 +173,7 @@ void EmulatedRun::execute() {
 }
 
 void EmulatedRun::run_half_captured() {
-  cuda_.clear_trace();
+  cuda_.clear_log();
   cuda_.begin_capture(streams_.ranks[0].caller);
   execute();
 }
@@ -193,20 +195,30 @@ void EmulatedRun::fork_or_join_callers(bool fork) {
 }
 
 void EmulatedRun::run(int calls, bool capture) {
-  cuda_.clear_trace();
+  calls_ = calls;
+  capture_ = capture;
+  cuda_.streams().set_order(WorkOrder::late);
+  issue();
+}
+
+void EmulatedRun::issue() {
+  cuda_.clear_log();
+  if (skipped_) cuda_.inject(Fault{Fault::Kind::skip, "wait", *skipped_});
   const Device before = cuda_.current_device();
-  if (capture) {
+  if (capture_) {
     cuda_.begin_capture(streams_.ranks[0].caller);
     fork_or_join_callers(true);
     cuda_.set_device(before);
   }
   std::exception_ptr failure;
-  for (int i = 0; i < calls && !failure; ++i) failure = call();
-  if (capture) {
+  for (int i = 0; i < calls_ && !failure; ++i) failure = call();
+  if (capture_) {
     fork_or_join_callers(false);
     cuda_.end_capture(streams_.ranks[0].caller);
     cuda_.set_device(before);
   }
+  cuda_.inject({});
+  require(cuda_.streams().drain_all(kLongestDrain), "deadlock: work waits for each other");
   if (failure) std::rethrow_exception(failure);
 }
 
@@ -217,13 +229,13 @@ std::exception_ptr EmulatedRun::call() {
   const Device before = cuda_.current_device();
   callers_access("'s caller before the call",
                  [](TestBlock& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
-  cuda_.fail_call(std::exchange(fail_after_, -1));
+  if (fail_after_ >= 0) cuda_.inject(Fault{Fault::Kind::fail, "", std::exchange(fail_after_, -1)});
   try {
     execute();
   } catch (...) {
     failure = std::current_exception();
   }
-  cuda_.fail_call(-1);
+  if (!skipped_) cuda_.inject({});
   require(cuda_.current_device() == before, "the executor left another device current");
   callers_access("'s caller after the call", [](TestBlock& b) {
     b.wrong |= b.is_checked && !std::equal(b.after.begin(), b.after.end(), b.base);
@@ -237,10 +249,9 @@ std::string EmulatedRun::mismatch(int64_t seed) {
     block->wrong = false;
     std::fill_n(block->base, block->after.size(), kGarbage);
   }
-  if (seed < 0)
-    run_as_issued(cuda_.trace());
-  else
-    run_shuffled(cuda_.trace(), static_cast<uint64_t>(seed));
+  cuda_.streams().set_order(seed < 0 ? WorkOrder::as_issued : WorkOrder::random,
+                            static_cast<uint64_t>(seed));
+  issue();
   for (const auto& block : blocks_)
     if (block->wrong)
       return text("a buffer of rank ", block->rank, " differs from the result of the plan");

@@ -1,8 +1,9 @@
-// Emulated run of a call: memory, streams and callers for a plan on emulated devices, run by the
-// same executor as on real devices, and checks of the result. For tests.
+// Calls of a plan on emulated devices by the same executor as on real devices, for tests: the
+// memory, streams and callers, and checks of the results.
 #pragma once
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,7 @@ namespace pycollect::cuda {
 
 struct EmulatedMachine {
   EmulatedMachine(int devices, PinnedRingSize ring)
-      : cuda(Emulator::recording(devices)), executor(*cuda, *cuda, ring) {}
+      : cuda(std::make_shared<Emulator>(devices)), executor(*cuda, *cuda, ring) {}
   const std::shared_ptr<Emulator> cuda;
   Executor executor;
 };
@@ -27,16 +28,19 @@ class EmulatedRun {
 
   void replace_streams(Workers workers, bool callers_apart);  // new streams for later runs
 
-  // Clears the trace, then issues `calls` calls without waiting. In each one, the callers write
-  // their ranks' memory, the executor runs, and the callers check and overwrite all memory.
+  // Begins a new log and issues `calls` calls without waiting. In each one, the callers write their
+  // ranks' memory, the executor runs, and the callers check and overwrite all memory. Then all work
+  // runs, as late as possible.
   void run(int calls = 1, bool capture = false);
   // In the next run, the CUDA call after `after` successful ones throws.
   void fail_call(int after) { fail_after_ = after; }
+  // In all later runs, this wait for an event has no effect.
+  void skip_wait(int number) { skipped_ = number; }
   void run_half_captured();  // runs while only the first caller's stream is capturing
 
-  // Runs the trace in a random order (as issued if the seed is negative), and compares the results
-  // with those of the original plan, run step by step. Returns a description of the first
-  // difference, or "".
+  // Runs the last calls again in a random order (as issued if the seed is negative), and compares
+  // the results with those of the original plan, run step by step. Returns a description of the
+  // first difference, or "".
   std::string mismatch(int64_t seed);
 
   const CompiledPlan& compiled() const { return compiled_; }  // the plan as run, after staging
@@ -44,7 +48,7 @@ class EmulatedRun {
   Emulator& cuda() { return cuda_; }
   ChunkSizes chunk_sizes() const { return chunk_sizes_; }
 
-  TraceRaceDetector race_detector() const { return TraceRaceDetector(cuda_.trace()); }
+  RaceDetector race_detector() const { return RaceDetector(cuda_.log()); }
 
  private:
   struct TestBlock {  // one buffer of one rank, for one tensor
@@ -64,6 +68,7 @@ class EmulatedRun {
   std::byte* add_block(Rank rank, int buffer, std::size_t bytes);
   void expect();
   void execute();
+  void issue();
   std::exception_ptr call();
   void callers_access(const char* what, void (*act)(TestBlock&));
   void fork_or_join_callers(bool fork);
@@ -75,6 +80,9 @@ class EmulatedRun {
   ChunkSizes chunk_sizes_;
   CallStreams streams_;
   int fail_after_ = -1;
+  std::optional<int> skipped_ = {};  // number of a wait
+  int calls_ = 1;                    // of the last run
+  bool capture_ = false;
   std::vector<std::unique_ptr<TestOffsets>> tensors_;
   std::vector<std::unique_ptr<TestBlock>> blocks_;
   std::vector<Binding> expected_, bound_;

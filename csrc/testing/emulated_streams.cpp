@@ -6,6 +6,9 @@
 
 namespace pycollect::cuda {
 
+// Mean number of steps before the streams change their turns.
+constexpr int kTurn = 8;
+
 void EmulatedStreams::stop() {
   {
     const Lock lock(mutex);
@@ -20,15 +23,26 @@ std::size_t EmulatedStreams::add() {
   return streams_.size() - 1;
 }
 
-void EmulatedStreams::enqueue(std::size_t stream, Work work) {
+void EmulatedStreams::set_order(WorkOrder order, std::uint64_t seed) {
+  const Lock lock(mutex);
+  order_ = order;
+  random_.seed(seed);
+  earliness_ = random_() % 4;
+}
+
+void EmulatedStreams::enqueue(std::size_t stream, Work work, bool of_caller) {
   streams_[stream].work.push_back(std::move(work));
   ++streams_[stream].enqueued;
+  if (order_ == WorkOrder::as_issued || (order_ == WorkOrder::eager && !of_caller))
+    advance(end(stream));
+  while (order_ == WorkOrder::random && random_() % 4 < earliness_ && step_any()) {
+  }
   changed_.notify_all();
 }
 
 bool EmulatedStreams::step(std::size_t stream) {
   StreamQueue& s = streams_[stream];
-  if (s.work.empty() || is_stalled(stream) || !s.work.front()()) return false;
+  if (s.work.empty() || stalled_ == stream || !s.work.front()()) return false;
   Work done = std::move(s.work.front());
   s.work.pop_front();
   ++s.done;
@@ -39,10 +53,29 @@ bool EmulatedStreams::step(std::size_t stream) {
   return true;
 }
 
+bool EmulatedStreams::step_any() {
+  if (turns_.size() != streams_.size() || random_() % kTurn == 0)
+    turns_ = any_order(streams_.size());
+  for (const std::size_t s : turns_)
+    if (step(s)) return true;
+  return false;
+}
+
 bool EmulatedStreams::advance(Point to) {
   while (!passed(to))
-    if (!step(to.stream)) return false;
+    if (!(order_ == WorkOrder::random ? step_any() : step(to.stream))) return false;
   return true;
+}
+
+bool EmulatedStreams::reach(Point to) {
+  return passed(to) || (order_ != WorkOrder::random && advance(to));
+}
+
+std::vector<std::size_t> EmulatedStreams::any_order(std::size_t count) {
+  std::vector<std::size_t> all(count);
+  std::iota(all.begin(), all.end(), 0);
+  if (order_ == WorkOrder::random) std::shuffle(all.begin(), all.end(), random_);
+  return all;
 }
 
 void EmulatedStreams::start_thread() {
@@ -64,7 +97,7 @@ void EmulatedStreams::serve() {
     std::shuffle(turns.begin(), turns.end(), random_);
     for (const std::size_t s : turns) {
       if (random_() % 8 == 0) continue;
-      while (step(s) && eager_) {
+      while (step(s) && order_ == WorkOrder::eager) {
       }
     }
     std::vector<Work> finished;
@@ -76,6 +109,11 @@ void EmulatedStreams::serve() {
   }
 }
 
+void EmulatedStreams::pause_for(double seconds) {
+  const Lock lock(mutex);
+  pause_ = std::chrono::microseconds(static_cast<std::int64_t>(seconds * 1e6));
+}
+
 void EmulatedStreams::drain(std::size_t stream) {
   Lock lock(mutex);
   const Point to = end(stream);
@@ -85,7 +123,7 @@ void EmulatedStreams::drain(std::size_t stream) {
 
 void EmulatedStreams::drain(Point to) {
   Lock lock(mutex);
-  while (!advance(to) && thread_.joinable() && !is_stalled(to.stream)) {
+  while (!advance(to) && thread_.joinable() && stalled_ != to.stream) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     lock.lock();

@@ -1,5 +1,4 @@
-// Work on the emulator's streams (emulator.h). A launch becomes functions that run the host's folds
-// on real bytes.
+// Memory and work of the emulator (emulator.h). A launch runs the host's folds on real bytes.
 #include <algorithm>
 
 #include "../cuda/device_guard.h"
@@ -8,67 +7,161 @@
 #include "reference_kernels.h"
 
 namespace pycollect::cuda {
-void Emulator::enqueue(Stream stream, Operation operation) {
+
+// --- memory -------------------------------------------------------------------------------------
+
+std::byte* Emulator::allocate(MemoryKind kind, Device device, std::size_t bytes) {
+  const Lock lock = locked();
+  auto storage = std::make_unique<std::byte[]>(bytes + 1);  // regions are never adjacent
+  std::byte* const base = storage.get();
+  std::fill_n(base, bytes, std::byte{kPoison});
+  regions_[base] = {bytes, kind, kind == MemoryKind::device ? device : kHost, std::move(storage)};
+  return base;
+}
+
+void Emulator::adopt(MemoryKind kind, std::byte* memory, std::size_t bytes) {
+  const Lock lock = locked();
+  regions_[memory] = {bytes, kind, kHost, nullptr};
+}
+
+std::byte* Emulator::new_pinned(std::size_t bytes) {
+  require_no_capture("allocation of pinned memory");
+  enter("new_pinned");
+  return allocate(MemoryKind::pinned, kHost, bytes);
+}
+
+const Emulator::EmulatedAllocation* Emulator::find(const std::byte* address) const {
+  const Lock lock = locked();
+  const auto after = regions_.upper_bound(address);
+  if (after == regions_.begin()) return nullptr;
+  const auto& [base, r] = *std::prev(after);
+  return address < base + r.bytes ? &r : nullptr;
+}
+
+MemoryKind Emulator::kind_of(const std::byte* address) const {
+  const EmulatedAllocation* const known = find(address);
+  if (known != nullptr) return known->kind;
+  return stands_in_ ? MemoryKind::device : MemoryKind::pageable;
+}
+
+const Emulator::EmulatedAllocation& Emulator::region(const std::byte* begin,
+                                                     std::size_t bytes) const {
+  auto after = regions_.upper_bound(begin);
+  demand(after != regions_.begin(), "an address outside of all allocations");
+  const auto& [base, r] = *std::prev(after);
+  demand(begin + bytes <= base + r.bytes, "an access beyond the end of its allocation");
+  return r;
+}
+
+void Emulator::require_access(Device device, const std::byte* begin, std::size_t bytes) const {
+  const EmulatedAllocation& r = region(begin, bytes);
+  demand(r.kind != MemoryKind::pageable, "a kernel accesses pageable memory");
+  demand(r.kind == MemoryKind::pinned || r.device == device || peers_[device][r.device], "device ",
+         device, " cannot access the memory of device ", r.device);
+}
+
+std::vector<MemoryAccess> Emulator::accesses(Device device, const LaunchWork& work,
+                                             std::size_t item, int part) const {
+  demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
+         "kernel work without elements or without pointers");
+  std::vector<MemoryAccess> all;
+  auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
+                  bool writes) {
+    demand(work.lines == 1 || at.size() == pitches.size(),
+           "kernel work without a pitch for each pointer");
+    for (std::size_t i = 0; i < at.size(); ++i)
+      for (std::size_t r = 0; r < work.lines; ++r) {
+        const std::byte* begin = at[i];
+        if (r > 0) begin += pitches[i] * static_cast<std::ptrdiff_t>(r);
+        if (stands_in_ && !knows(begin)) continue;
+        require_access(device, begin, work.count * item);
+        all.push_back({begin, work.count * item, writes, part});
+      }
+  };
+  side(work.srcs, work.src_pitches, false);
+  side(work.dsts, work.dst_pitches, true);
+  for (const MemoryAccess& a : all)
+    for (const MemoryAccess& b : all)
+      demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
+                 b.begin + b.bytes <= a.begin,
+             "kernel work whose destination partly overlaps another of its slices");
+  return all;
+}
+
+std::vector<MemoryAccess> Emulator::accesses(const CopyRect& it) const {
+  std::vector<MemoryAccess> all;
+  for (std::size_t r = 0; r < it.rows; ++r) {
+    const auto row = static_cast<std::ptrdiff_t>(r);
+    for (bool writes : {false, true}) {
+      const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
+      const Device owner = knows(at) ? region(at, it.bytes).device : kHost;
+      demand(owner == (writes ? it.dst_device : it.src_device),
+             "a copy names a device that does not own the address");
+      all.push_back({at, it.bytes, writes, 0});
+    }
+  }
+  return all;
+}
+
+// --- work ---------------------------------------------------------------------------------------
+
+void Emulator::add(Stream stream, Operation operation, std::function<void()> act, bool of_caller) {
+  const Lock lock = locked();
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
-  demand(capture_ == 0 || !records_ || s.capture != 0 || allows_eager_work_, operation.what,
+  demand(capture_ == 0 || s.capture != 0 || allows_eager_work_, operation.what,
          " on a stream that has not joined the capture");
   if (s.clock.size() <= n) s.clock.resize(n + 1);
   ++s.clock[n];
   operation.stream = static_cast<int>(n);
-  if (records_) {
-    trace_.operations.push_back(std::move(operation));
-  } else {
-    streams_.enqueue(n, [this, parts = std::move(operation.parts)] {
-      for (const auto& part : parts) part();
-      return true;
-    });
-  }
+  if (!operation.accesses.empty()) log_.operations.push_back(std::move(operation));
+  const auto work = [act = std::move(act)] {
+    act();
+    return true;
+  };
+  streams_.enqueue(n, work, of_caller);
 }
 
-void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work work) {
+void Emulator::enqueue(Stream stream, const char* call, std::vector<MemoryAccess> accesses,
+                       std::function<void()> act) {
   const Lock lock = locked();
-  enter(call);
-  log(call, state(stream, call));
-  const std::size_t n = number(stream);
-  streams_.enqueue(n, std::move(work));
-  if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
+  if (!enter(call)) return;
+  log_call(call, state(stream, call));
+  add(stream, {.kind = Operation::Kind::work, .what = call, .accesses = std::move(accesses)},
+      std::move(act), false);
 }
 
-// The copy kernel, and that of a dtype and op.
-void Emulator::load(Device device, DType dtype, ReduceOp op) {
-  {
-    const Lock lock = locked();
-    const bool copies = loaded_.insert({device, -1, -1}).second;
-    if (!loaded_.insert({device, static_cast<int>(dtype), static_cast<int>(op)}).second && !copies)
-      return;
-  }
-  const CaptureModeGuard guard(*this, device);
-  synchronize_all("load");
+void Emulator::caller_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
+                           std::function<void()> act) {
+  add(stream,
+      {.kind = Operation::Kind::work, .what = std::move(what), .accesses = std::move(accesses)},
+      std::move(act), true);
 }
 
-// Waits for all streams at the first launch of a kernel: CUDA may load the kernel there, and
-// synchronizes to do so. That is forbidden during a capture.
-void Emulator::load(Stream stream, const Launch& launch) {
-  const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
-                                  [](const LaunchWork& work) { return work.srcs.size() == 1; });
-  const int dtype = copies ? -1 : static_cast<int>(launch.dtype);
-  const int op = copies ? -1 : static_cast<int>(launch.op);
-  {
-    const Lock lock = locked();
-    if (!loaded_.insert({stream.device, dtype, op}).second) return;
-  }
-  synchronize_all("load");
+void Emulator::host_work(std::string what, std::vector<MemoryAccess> accesses,
+                         const std::function<void()>& act) {
+  const Lock lock = locked();
+  log_.operations.push_back({.kind = Operation::Kind::host_work,
+                             .what = std::move(what),
+                             .accesses = std::move(accesses)});
+  act();
+}
+
+void Emulator::copy(const CopyRect& it) {
+  demand(it.bytes > 0 && it.rows > 0, "a host copy of zero bytes");
+  demand(capture_ == 0 || allows_eager_work_, "a host copy during a capture");
+  host_work("a copy by the host", accesses(it), [it] { move(it); });
+  const Lock lock = locked();
+  ++counters_["host_copy"];
 }
 
 void Emulator::launch(Stream stream, const Launch& launch) {
-  load(stream, launch);
-  Lock lock = locked();
-  enter("launch");
+  load_at_launch(stream.device, launch);
+  const Lock lock = locked();
+  if (!enter("launch")) return;
   state(stream, "launch");
   demand(!launch.works.empty(), "a launch without work");
   counters_["works"] += static_cast<int>(launch.works.size());
-  if (is_dropped("launch")) return;
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
   for (std::size_t i = 0; i < how->works.size(); ++i) {
@@ -78,38 +171,31 @@ void Emulator::launch(Stream stream, const Launch& launch) {
       for (const std::byte* at : *side)
         demand(work.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
                "misaligned address");
-    if (records_)
-      for (const MemoryAccess& t :
-           accesses(stream.device, work, item_bytes(how->dtype), static_cast<int>(i)))
-        o.accesses.push_back(t);
-    o.parts.emplace_back([how, &work] { fold(work, *how); });
+    for (const MemoryAccess& t :
+         accesses(stream.device, work, item_bytes(how->dtype), static_cast<int>(i)))
+      o.accesses.push_back(t);
   }
-  enqueue(stream, std::move(o));
-  return_late("launch", lock, streams_.end(number(stream)));
+  const auto act = [this, how] {
+    for (const std::size_t i : streams_.any_order(how->works.size())) fold(how->works[i], *how);
+  };
+  add(stream, std::move(o), act, false);
 }
 
-// For a copy to pageable memory, CUDA makes the host wait for earlier work without a time limit, so
-// a running emulator allows copies only on an idle stream.
 void Emulator::copy(Stream stream, const CopyRect& it) {
   const Lock lock = locked();
-  enter("copy");
+  if (!enter("copy")) return;
   state(stream, "copy");
   demand(it.bytes > 0 && it.rows > 0, "a copy of zero bytes");
   Operation o{.kind = Operation::Kind::work, .what = text("a copy on stream ", number(stream))};
-  if (records_) {
-    o.accesses = accesses(it);
-    for (const MemoryAccess& t : o.accesses)
-      demand(region(t.begin, t.bytes).kind != MemoryKind::pageable || capture_ == 0,
-             "a copy of pageable memory during a capture");
-    demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
-               peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
-           "a copy between devices ", it.src_device, " and ", it.dst_device,
-           ", which do not reach each other");
-  } else if (!streams_.is_idle(number(stream))) {
-    violation("a copy on a busy stream, which can block the host without a time limit");
-  }
-  o.parts.emplace_back([it] { move(it); });
-  enqueue(stream, std::move(o));
+  o.accesses = accesses(it);
+  for (const MemoryAccess& t : o.accesses)
+    demand(kind_of(t.begin) != MemoryKind::pageable || capture_ == 0,
+           "a copy of pageable memory during a capture");
+  demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
+             peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
+         "a copy between devices ", it.src_device, " and ", it.dst_device,
+         ", which do not reach each other");
+  add(stream, std::move(o), [it] { move(it); }, false);
 }
 
 }  // namespace pycollect::cuda

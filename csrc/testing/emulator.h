@@ -1,12 +1,13 @@
-// Emulates CUDA behind `Api`, without a device. Fails where CUDA would fail, and also where CUDA
-// would accept a mistake whose effect appears later and elsewhere. A running emulator executes the
-// work of its streams. A recording emulator only records a
-// trace, which can be checked for races and run in any order.
+// Emulates CUDA behind `Api`, without a device: runs the work of its streams on host memory, in an
+// order that CUDA allows, and logs it, so that accesses that nothing orders are found even if the
+// order was harmless. Fails where CUDA would fail, and also where CUDA would accept a mistake whose
+// effect appears later and elsewhere.
 #pragma once
 #include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -16,7 +17,7 @@
 #include "../cuda/pinned_ring.h"
 #include "../plan/error.h"
 #include "emulated_streams.h"
-#include "trace.h"
+#include "work_log.h"
 
 namespace pycollect::cuda {
 
@@ -30,20 +31,29 @@ void demand(bool ok, const Parts&... why) {
   if (!ok) throw std::runtime_error(text("CUDA error: ", why...));
 }
 
+// What happens before a call has an effect. `fail` and `skip` concern one call, after `after` more
+// calls of the name: it throws, or has no effect. `slow`: every call takes `seconds` longer.
+struct Fault {
+  enum class Kind { fail, skip, slow };
+  Kind kind;
+  std::string call = {};  // name; empty: calls of any name
+  int after = 0;
+  double seconds = 0;
+};
+
 class Emulator final : public Api, public HostMemoryOps {
  public:
-  // Creates a recording emulator with `devices` devices. Their memory comes from `allocate`.
-  static std::shared_ptr<Emulator> recording(int devices);
-  // Creates a running emulator. It accepts every device, and treats all memory as device memory.
-  // Unless `eager`, it runs work as late as CUDA allows.
-  static std::shared_ptr<Emulator> running(bool eager);
+  // `stands_in`: CPU tensors stand for tensors of the device. Memory that is not known counts as
+  // the device's, and its accesses are not logged. Work of a capture would never be replayed, so
+  // it fails; other threads may enqueue work meanwhile.
+  explicit Emulator(int devices, bool stands_in = false);
   ~Emulator() override { streams_.stop(); }
 
   Device current_device() override;
   void set_device(Device device) override;
   void restore_device(Device device) override { set_device(device); }
   CaptureMode exchange_capture_mode(CaptureMode mode) override;
-  Stream create_stream(Device device) override;
+  Stream create_stream(Device device) override { return create_stream(device, false); }
   uint64_t capture_id(Stream stream) override;
   void at_graph_end(Stream stream, std::function<void()> destroyed) override;
   void synchronize(Stream stream) override;
@@ -57,72 +67,72 @@ class Emulator final : public Api, public HostMemoryOps {
   void launch(Stream stream, const Launch& launch) override;
   void copy(Stream stream, const CopyRect& rectangle) override;
 
-  // HostMemoryOps: the host's work for the executor, which is only recorded in the trace.
+  // HostMemoryOps.
   std::byte* new_pinned(std::size_t bytes) override;
   void copy(const CopyRect& rectangle) override;
 
-  // Fault injection and counters, for tests.
-  //
-  // `fail_call`: the call after `after` more calls of any name throws; < 0: none. `fail`, `kill`,
-  // `delay` and `drop` affect calls of one name: all calls after `after` more throw (< 0: none),
-  // the process gets SIGKILL in the call after `after` more, every call takes `seconds` longer, and
-  // calls succeed without an effect. `block` affects launch and query: the host returns
-  // only when the stream's work up to there is done, as with CUDA_LAUNCH_BLOCKING=1, a full queue
-  // of launches, or a lock of the driver that another such call holds.
-  void fail_call(int after);
-  void fail(const std::string& call, int after);
-  void kill(const std::string& call, int after);
-  void delay(const std::string& call, double seconds);
-  void drop(const std::string& call, bool on);
-  void block(const std::string& call, bool on);
-  // From now on `current_device` returns this device, which is not the thread's current one, until
-  // the next `set_device`: torch restores a device lazily if it has no context.
-  void report_device(Device device);
-  void set_pause(double seconds);               // pause of the streams' thread between two rounds
-  std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
-  std::vector<std::string> violations() const;  // descriptions of all violations of the rules
-  std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
-  void begin_capture(Stream stream);
-  int end_capture(Stream stream);  // returns the capture's number
-  void destroy_graph(int capture);
-  // Allows work outside of an active capture, as that of other threads.
-  void allow_eager_work(bool on) { allows_eager_work_ = on; }
-  // For calls outside of `Api`: `enter` counts the call and injects its faults; `synchronize_all`
-  // also waits for all streams.
-  void enter(const char* call);
+  // For functions outside of `Api` that call CUDA: counts a call, and injects its fault. Returns
+  // false if the call must have no effect. `also`: a second name by which faults find the call.
+  bool enter(const char* call, const char* also = "");
+  bool skips(
+      const char* call);  // likewise for functions of torch, which only the fault `skip` hits
   // For calls that may synchronize: fails in a capture, unless the thread's mode is relaxed.
   void require_no_capture(const char* call) const;
-  void synchronize_all(const char* call);
-  // Enqueues work on a stream of the current device, without a race check.
-  void enqueue(Stream stream, const char* call, EmulatedStreams::Work work);
+  // Enqueues work on a stream of the current device, or work of a caller, which is not counted.
+  void enqueue(Stream stream, const char* call, std::vector<MemoryAccess> accesses,
+               std::function<void()> act);
+  void caller_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
+                   std::function<void()> act);
+  // Work of the host, which is done when the function returns.
+  void host_work(std::string what, std::vector<MemoryAccess> accesses,
+                 const std::function<void()>& act);
+  void finish(Stream stream);  // the host waits for the work that is on the stream now
+  // Log a point of a stream, and that the host has found it passed, as torch's allocators do.
+  // Points of an earlier log are passed.
+  int log_point(std::size_t stream);
+  void log_passed(int point);
 
-  // Running emulator: a caller's stream is a current stream of the program, outside of the group.
-  enum class Owner { none, caller, group };
-  Stream create_stream_of(Owner owner, Device device);
-  void drain_waits(bool on);  // whether enqueueing a wait on a caller's stream drains that stream
-  bool drains_waits() const { return drains_waits_; }
-  bool captures() const { return capture_ != 0; }
-  EmulatedStreams& streams() { return streams_; }
+  // `of_caller`: the stream is a current one of the program, outside of the library.
+  Stream create_stream(Device device, bool of_caller);
   std::size_t number(Stream stream) const;
+  EmulatedStreams& streams() { return streams_; }
+  EmulatedStreams::Lock locked() const;
 
-  // Recording emulator: after `connect`, device `from` can access the memory of device `to`.
+  // After `connect`, device `from` can access the memory of device `to`.
   void connect(Device from, Device to) { peers_[from][to] = true; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void adopt(MemoryKind kind, std::byte* memory, std::size_t bytes);  // host memory of others
-  MemoryKind kind_of(const std::byte* address) const;  // memory that is not known is pageable
-  // Records work outside of the executor: on a stream, or of the host.
-  void stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
-                   std::function<void()> act);
-  void host_work(std::string what, std::vector<MemoryAccess> accesses, std::function<void()> act);
-  const Trace& trace() const { return trace_; }
-  void drop_wait(int number);  // removes a wait from the trace, as if it had not been issued
-  void clear_trace();          // also marks every event as not recorded
+  MemoryKind kind_of(const std::byte* address) const;
+  bool knows(const std::byte* address) const { return find(address) != nullptr; }
+
+  void begin_capture(Stream stream);
+  int end_capture(Stream stream);  // returns the capture's number
+  void destroy_graph(int capture);
+  bool captures() const { return capture_ != 0; }
+  // Allows work outside of an active capture, as that of other threads.
+  void allow_eager_work(bool on) { allows_eager_work_ = on; }
+
+  void inject(std::optional<Fault> fault);  // replaces the fault before
+  // From now on `current_device` returns this device, which is not the thread's current one, until
+  // the next `set_device`: torch restores a device lazily if it has no context.
+  void report_device(Device device);
+  // Whether a wait of a caller's stream, when it is enqueued, makes the host wait for the stream:
+  // if CPU tensors stand for the device's, the caller reads them without a copy.
+  void drain_waits(bool on);
+  bool drains_waits() const { return drains_waits_; }
+
+  std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
+  std::vector<std::string> violations() const;  // descriptions of all violations of the rules
+  std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
+  const WorkLog& log() const { return log_; }
+  // Begins a new log, when all work is done.
+  void clear_log();
 
  private:
   using Lock = EmulatedStreams::Lock;
   struct StreamState {
     Stream stream;
-    Owner owner;
+    bool of_caller;
     int capture = 0;              // number of its capture; 0: none
     std::vector<int> clock = {};  // [stream]: items of its work that are ordered before
   };
@@ -130,10 +140,9 @@ class Emulator final : public Api, public HostMemoryOps {
     Device device;
     bool alive = true;
     bool queried = false;             // since the last record
-    bool logged = false;              // its completion has been added to `calls`
-    int recorded = Operation::kNone;  // index of the record operation in the trace
+    bool done = false;                // its completion has been added to `calls`
+    int recorded = Operation::kNone;  // number of the last record, see log_start_
     Point point = {};
-    bool is_recorded = false;
     int capture = 0;
     std::vector<int> clock = {};
   };
@@ -144,18 +153,14 @@ class Emulator final : public Api, public HostMemoryOps {
     std::unique_ptr<std::byte[]> storage;
   };
 
-  Emulator(int devices, bool records, bool eager);
-  Lock locked() const { return Lock(const_cast<EmulatedStreams&>(streams_).mutex); }
-  bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
-  void load(Stream stream, const Launch& launch);
-  void return_late(const char* call, Lock& lock, Point to);
-  [[noreturn]] void violation(const std::string& what);
   Device thread_device() const;  // current_device(), not counted
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);
-  void log(const char* call, const StreamState& stream);
-  void enqueue(Stream stream, Operation operation);
+  void log_call(const char* call, const StreamState& stream);
+  void add(Stream stream, Operation operation, std::function<void()> act, bool of_caller);
+  void load_at_launch(Device device, const Launch& launch);
+  void drain_all(const char* call);
   const EmulatedAllocation* find(const std::byte* address) const;  // null: unknown
   const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
@@ -164,23 +169,22 @@ class Emulator final : public Api, public HostMemoryOps {
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 
   const std::uint64_t number_;  // of the emulator: another one may get its address later
-  const bool records_;
-  EmulatedStreams streams_;
+  const bool stands_in_;
+  EmulatedStreams streams_;  // its mutex guards the members below
   std::vector<std::vector<bool>> peers_;
   std::vector<StreamState> states_;  // [stream]
   std::vector<EventState> events_;
   std::map<const std::byte*, EmulatedAllocation> regions_;
   std::set<std::array<int, 3>> loaded_;  // kernels loaded so far, as (device, dtype, op)
-  Trace trace_;
-  std::map<std::string, int> counters_, failing_, killing_;
-  std::map<std::string, std::chrono::duration<double>> delays_;
-  std::set<std::string> dropped_, blocking_;
+  WorkLog log_;
+  int log_start_ = 0;  // number of the log's first operation; they are counted over all logs
+  std::map<std::string, int> counters_;
+  std::optional<Fault> fault_;
   std::vector<std::string> violations_, calls_;
-  bool drains_waits_ = true;
+  bool drains_waits_;
+  bool allows_eager_work_;
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far
-  bool allows_eager_work_ = false;
   std::map<int, std::vector<std::function<void()>>> at_graph_end_;  // [capture]
-  int fail_after_ = -1;
 };
 
 }  // namespace pycollect::cuda

@@ -14,7 +14,6 @@ void bind_emulated_run(py::module_& m);
 void bind_probe(py::module_& m);       // host copies, and the fd server
 void bind_kernels(py::module_& m);     // the device's kernels, run on host memory
 void bind_emulator(py::module_& m);    // the CUDA emulator
-void bind_gpus(py::module_& m);        // emulated GPUs for list calls
 void bind_host_views(py::module_& m);  // host views, and the transfers of rank programs
 
 }  // namespace pycollect

@@ -80,7 +80,7 @@ py::object counts(const Emulator& cuda) {
 
 // Returns the numbers of the waits whose removal causes no race.
 std::vector<int> redundant_waits(const EmulatedRun& r) {
-  const TraceRaceDetector detector = r.race_detector();
+  const RaceDetector detector = r.race_detector();
   std::vector<int> found;
   for (int i = 0; i < detector.waits(); ++i)
     if (detector.race(i).empty()) found.push_back(i);
@@ -105,7 +105,7 @@ void bind_runs(py::module_& m) {
           },
           py::arg("workers"), py::arg("callers_apart"))
       .def("run_half_captured", &EmulatedRun::run_half_captured)
-      .def("drop_wait", [](EmulatedRun& r, int number) { r.cuda().drop_wait(number); })
+      .def("skip_wait", &EmulatedRun::skip_wait, py::arg("number"))
       .def_property_readonly("race",
                              [](const EmulatedRun& r) { return words(r.race_detector().race()); })
       .def_property_readonly("waits",

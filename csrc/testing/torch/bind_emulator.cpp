@@ -1,5 +1,6 @@
-// Binds the CUDA emulator with its single calls, and the emulated torch runtime, which `emulate`
-// sets in a group's options. Streams and events are opaque; addresses are integers.
+// Binds the CUDA emulator with its single calls; the emulated torch runtime, which `emulate` sets
+// in a group's options; and the collectives on lists, which accept its tensors. Streams and events
+// are opaque; addresses are integers.
 #include <pybind11/functional.h>
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
@@ -7,7 +8,9 @@
 #include <array>
 
 #include "../../plan/find_name.h"
+#include "../../torch/bind_collectives.h"
 #include "../../torch/c10d/options.h"
+#include "../../torch/gpus.h"
 #include "bind.h"
 #include "emulated_torch.h"
 
@@ -44,6 +47,12 @@ void copy_bytes(Emulator& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
                      .src_device = src.second});
 }
 
+void inject(Emulator& cuda, const std::string& kind, const std::string& call, int after,
+            double seconds) {
+  const auto k = find_name("kind", kind, std::array{"fail", "skip", "slow"});
+  cuda.inject(Fault{static_cast<Fault::Kind>(k), call, after, seconds});
+}
+
 void bind_api(py::module_& m) {
   py::class_<Stream>(m, "Stream")
       .def_readonly("device", &Stream::device)
@@ -53,10 +62,12 @@ void bind_api(py::module_& m) {
                              [](const Stream& s) { return reinterpret_cast<uintptr_t>(s.handle); });
   py::class_<Event>(m, "Event").def_readonly("device", &Event::device);
   py::class_<Emulator, std::shared_ptr<Emulator>>(m, "Emulator")
-      .def(py::init(&Emulator::recording), py::arg("devices"))
+      .def(py::init([](int devices) { return std::make_shared<Emulator>(devices); }),
+           py::arg("devices"))
       .def("set_device", &Emulator::set_device)
       .def("current_device", &Emulator::current_device)
-      .def("stream", &Emulator::create_stream, py::arg("device"))
+      .def("stream", py::overload_cast<Device, bool>(&Emulator::create_stream), py::arg("device"),
+           py::arg("of_caller") = true)
       .def("default_stream", [](const Emulator&, Device device) { return Stream{device}; })
       .def("event", &Emulator::create_event, py::arg("device"))
       .def("destroy", py::overload_cast<Event>(&Emulator::destroy))
@@ -77,20 +88,24 @@ void bind_api(py::module_& m) {
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
       .def("capture_id", &Emulator::capture_id)
       .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize))
+      .def("finish", &Emulator::finish, kFree)
       .def("begin_capture", &Emulator::begin_capture)
       .def("end_capture", &Emulator::end_capture)
       .def("at_graph_end", &Emulator::at_graph_end)
       .def("destroy_graph", &Emulator::destroy_graph, py::arg("capture"))
       .def("allow_eager_work", &Emulator::allow_eager_work, py::arg("on"))
-      .def_property_readonly(
-          "race", [](const Emulator& c) { return words(TraceRaceDetector(c.trace()).race()); })
-      .def("fail", &Emulator::fail, py::arg("call"), py::arg("after") = 0, kFree)
-      .def("kill", &Emulator::kill, py::arg("call"), py::arg("after") = 0, kFree)
-      .def("delay", &Emulator::delay, py::arg("call"), py::arg("seconds"), kFree)
-      .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
-      .def("block", &Emulator::block, py::arg("call"), py::arg("on") = true, kFree)
+      .def_property_readonly("race",
+                             [](const Emulator& c) { return words(RaceDetector(c.log()).race()); })
+      .def("inject", &inject, py::arg("kind"), py::arg("call") = "", py::arg("after") = 0,
+           py::arg("seconds") = 0.0, kFree)
+      .def(
+          "heal", [](Emulator& c) { c.inject({}); }, kFree)
       .def("report_device", &Emulator::report_device, py::arg("device"))
-      .def("set_pause", &Emulator::set_pause, py::arg("seconds"), kFree)
+      .def(
+          "set_pause", [](Emulator& c, double seconds) { c.streams().pause_for(seconds); },
+          py::arg("seconds"), kFree)
+      .def("drain_waits", &Emulator::drain_waits, py::arg("on"), kFree)
+      .def("calls", &Emulator::calls, kFree)
       .def("counters", &Emulator::counters, kFree)
       .def("violations", &Emulator::violations, kFree);
 }
@@ -100,44 +115,63 @@ void bind_api(py::module_& m) {
 
 namespace {
 
-using dist::EmulatedTorch;
-using dist::Options;
-
-std::shared_ptr<EmulatedTorch> emulate(const c10::intrusive_ptr<Options>& options, bool eager,
+std::shared_ptr<EmulatedTorch> emulate(const c10::intrusive_ptr<dist::Options>& options, bool eager,
                                        bool own_thread) {
-  auto made = std::make_shared<EmulatedTorch>(eager, own_thread);
+  auto made = std::make_shared<EmulatedTorch>(c10::DeviceType::CPU, 1);
+  if (eager) made->emulator()->streams().set_order(cuda::WorkOrder::eager);
+  if (own_thread) made->emulator()->streams().start_thread();
   options->torch = made;
   return made;
+}
+
+at::Tensor empty_on(EmulatedTorch& torch, const std::vector<int64_t>& sizes,
+                    c10::DeviceIndex device) {
+  const bool indexed = torch.has({EmulatedTorch::kLists, device});
+  return torch.empty(sizes, at::kFloat,
+                     indexed ? at::Device(EmulatedTorch::kLists, device) : at::kCPU);
+}
+
+cuda::Stream current_on(EmulatedTorch& torch, c10::DeviceIndex device) {
+  return torch.current_stream({EmulatedTorch::kLists, device});
 }
 
 void bind_torch(py::module_& m) {
   const auto free = py::call_guard<py::gil_scoped_release>();
   py::class_<EmulatedTorch, std::shared_ptr<EmulatedTorch>>(m, "EmulatedTorch")
-      .def(
-          "empty",
-          [](EmulatedTorch& torch, int64_t count) {
-            return torch.empty({count}, at::kFloat, at::kCPU);
-          },
-          py::arg("count"), free)
-      .def("empty_foreign", &EmulatedTorch::empty_foreign, py::arg("count"), free)
+      .def(py::init([](int devices) {
+             auto made = std::make_shared<EmulatedTorch>(EmulatedTorch::kLists, devices);
+             set_runtime(EmulatedTorch::kLists, made);
+             return made;
+           }),
+           py::arg("devices"))
+      .def("close", [](EmulatedTorch&) { set_runtime(EmulatedTorch::kLists, nullptr); })
+      .def_property_readonly("cuda", &EmulatedTorch::emulator)
+      .def("empty", &empty_on, py::arg("sizes"), py::arg("device") = 0, free)
+      .def("empty_foreign", &EmulatedTorch::empty_foreign, py::arg("count"), py::arg("device") = 0,
+           py::arg("offset") = 0, free)
+      .def("adopt", &EmulatedTorch::adopt, py::arg("tensor"), py::arg("pinned"), free)
       .def("put_on_host", &EmulatedTorch::put_on_host, py::arg("tensor"), free)
-      .def("fill_later", &EmulatedTorch::fill_later, py::arg("tensor"), py::arg("value"), free)
-      .def("use_second_stream", &EmulatedTorch::use_second_stream, py::arg("on"), free)
+      .def("connect", &EmulatedTorch::connect, py::arg("on"))
+      .def("current", &current_on, py::arg("device") = 0, free)
+      .def("use", &EmulatedTorch::use, py::arg("stream"), free)
       .def("use_own_stream", &EmulatedTorch::use_own_stream, free)
-      .def("finish_own_stream", &EmulatedTorch::finish_own_stream, free)
-      .def("finish_caller", &EmulatedTorch::finish_caller, free)
-      .def("stall", &EmulatedTorch::stall, py::arg("on"), py::arg("after") = 0, free)
-      .def("capture", &EmulatedTorch::capture, py::arg("on"), free)
+      .def("write", &EmulatedTorch::write, py::arg("tensor"), py::arg("values"), free)
+      .def("read", &EmulatedTorch::read, py::arg("tensor"), free)
+      .def("finish", &EmulatedTorch::finish, free)
       .def(
-          "fail_call", [](EmulatedTorch& torch, int after) { torch.emulator()->fail_call(after); },
-          py::arg("after"), free)
+          "stall",
+          [](EmulatedTorch& torch, cuda::Stream stream) {
+            torch.emulator()->streams().stall(torch.emulator()->number(stream));
+          },
+          py::arg("stream"), free)
       .def(
-          "drain_waits", [](EmulatedTorch& torch, bool on) { torch.emulator()->drain_waits(on); },
-          py::arg("on"), free)
-      .def("pinned", &EmulatedTorch::pinned, free)
-      .def(
-          "calls", [](EmulatedTorch& torch) { return torch.emulator()->calls(); }, free)
-      .def_property_readonly("gpu", &EmulatedTorch::emulator);
+          "resume", [](EmulatedTorch& torch) { torch.emulator()->streams().resume(); }, free)
+      .def("begin_capture", &EmulatedTorch::begin_capture, py::arg("stream"),
+           py::arg("by_torch") = true, free)
+      .def("end_capture", &EmulatedTorch::end_capture, py::arg("stream"), free)
+      .def("run", &EmulatedTorch::run, py::arg("seed"), free)
+      .def("recorded", &EmulatedTorch::recorded)
+      .def("blocks_in_use", &EmulatedTorch::blocks_in_use);
   m.def("emulate", &emulate, py::arg("options"), py::arg("eager") = false,
         py::arg("own_thread") = false);
 }
@@ -147,6 +181,8 @@ void bind_torch(py::module_& m) {
 void bind_emulator(py::module_& m) {
   cuda::bind_api(m);
   bind_torch(m);
+  auto collectives = m.def_submodule("collectives", "The collectives, on emulated GPUs, too.");
+  bind_collectives(collectives);
 }
 
 }  // namespace pycollect

@@ -1,73 +1,81 @@
 // See emulated_cache.h.
 #include "emulated_cache.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <cstring>
 
-namespace pycollect::dist {
+namespace pycollect {
 namespace {
 
 constexpr std::size_t kUnit = 512;  // bytes; torch rounds sizes up to a multiple
 
 }  // namespace
 
-at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream,
-                                bool fresh) {
-  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
-  ++allocations_;
-  const auto count = static_cast<std::size_t>(c10::multiply_integers(sizes));
-  const std::size_t bytes =
-      std::max<std::size_t>((count * at::elementSize(type) + kUnit - 1) / kUnit, 1) * kUnit;
+// Pinned memory gets new content, because the host writes it before any stream uses it.
+std::byte* EmulatedCache::take(Use use) {
+  use.bytes = std::max<std::size_t>((use.bytes + kUnit - 1) / kUnit, 1) * kUnit;
   std::byte* best = nullptr;
-  for (auto& [memory, block] : blocks_) {
-    if (block.in_use || block.bytes != bytes || block.stream != stream) continue;
-    std::erase_if(block.awaited, [&](cuda::Point p) { return streams_.passed(p); });
-    if (!block.awaited.empty()) continue;
-    if (best == nullptr || blocks_.at(best).release_number < block.release_number) best = memory;
-  }
+  for (auto& [memory, block] : blocks_)
+    if (block.use == use && is_free(block) &&
+        (best == nullptr || blocks_.at(best).release_number < block.release_number))
+      best = memory;
   if (best == nullptr) {
-    auto memory = std::make_unique<std::byte[]>(bytes);
-    best = memory.get();
-    std::memset(best, cuda::kPoison, bytes);
-    blocks_.emplace(best, CachedBlock{std::move(memory), bytes, stream});
+    const bool pinned = use.device == cuda::kHost;
+    best = emulator_.allocate(pinned ? cuda::MemoryKind::pinned : cuda::MemoryKind::device,
+                              use.device, use.bytes);
+    blocks_.emplace(best, CachedBlock{use});
+  } else if (use.device == cuda::kHost) {
+    std::memset(best, cuda::kPoison, use.bytes);
   }
-  if (fresh) std::memset(best, cuda::kPoison, bytes);
   blocks_.at(best).in_use = true;
-  return at::from_blob(
-      best, sizes, [cache = shared_from_this(), best](void*) { cache->release(best); },
-      at::TensorOptions(type));
+  return best;
+}
+
+// Torch's allocators ask events which work is done.
+bool EmulatedCache::is_free(CachedBlock& block) {
+  if (block.in_use) return false;
+  std::erase_if(block.awaited, [&](const Awaited& a) {
+    const bool passed = emulator_.streams().passed(a.point);
+    if (passed) emulator_.log_passed(a.logged);
+    return passed;
+  });
+  return block.awaited.empty();
 }
 
 void EmulatedCache::release(std::byte* memory) {
-  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
   CachedBlock& block = blocks_.at(memory);
   block.in_use = false;
   block.release_number = ++releases_;
-  for (std::size_t stream : block.used_on) block.awaited.push_back(streams_.end(stream));
+  for (std::size_t stream : block.used_on)
+    block.awaited.push_back({emulator_.streams().end(stream), emulator_.log_point(stream)});
   block.used_on.clear();
 }
 
-EmulatedCache::CachedBlock* EmulatedCache::find(const at::Tensor& tensor) const {
-  const auto* const at = static_cast<const std::byte*>(tensor.storage().data());
-  const auto found = blocks_.find(const_cast<std::byte*>(at));
-  return found == blocks_.end() ? nullptr : const_cast<CachedBlock*>(&found->second);
+EmulatedCache::CachedBlock* EmulatedCache::find(const void* address) const {
+  auto* const at = static_cast<std::byte*>(const_cast<void*>(address));
+  const auto after = blocks_.upper_bound(at);
+  if (after == blocks_.begin()) return nullptr;
+  const auto& [memory, block] = *std::prev(after);
+  return at < memory + block.use.bytes ? const_cast<CachedBlock*>(&block) : nullptr;
 }
 
-bool EmulatedCache::owns(const at::Tensor& tensor) const {
-  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
-  return find(tensor) != nullptr;
+bool EmulatedCache::is_pinned(const void* address) const {
+  const CachedBlock* const block = find(address);
+  return block != nullptr && block->use.device == cuda::kHost;
 }
 
-bool EmulatedCache::record(const at::Tensor& tensor, std::size_t stream) {
-  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
-  CachedBlock* const block = find(tensor);
-  if (block == nullptr) return false;
-  if (stream != block->stream &&
-      std::find(block->used_on.begin(), block->used_on.end(), stream) == block->used_on.end())
-    block->used_on.push_back(stream);
+bool EmulatedCache::record(const void* address, std::size_t stream) {
+  CachedBlock* const block = find(address);
+  if (block == nullptr || block->use.foreign) return false;
+  auto& used = block->used_on;
+  if (stream != block->use.stream && std::find(used.begin(), used.end(), stream) == used.end())
+    used.push_back(stream);
   return true;
 }
 
-}  // namespace pycollect::dist
+int EmulatedCache::in_use() const {
+  return static_cast<int>(std::count_if(blocks_.begin(), blocks_.end(),
+                                        [](const auto& entry) { return entry.second.in_use; }));
+}
+
+}  // namespace pycollect

@@ -1,46 +1,56 @@
 // Emulates torch's caching allocators. The block of a freed tensor is reused by the next tensor of
-// its stream, at once even if that stream has pending work; but only after the work of other
-// streams that were recorded. Blocks are freed with the cache, and never cleared.
+// its size and stream, at once even if that stream has pending work; but only after the work of
+// other streams that were recorded. Blocks are freed with the cache.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <map>
+#include <vector>
 
 #include "../emulator.h"
 
-namespace pycollect::dist {
+namespace pycollect {
 
-class EmulatedCache : public std::enable_shared_from_this<EmulatedCache> {
+class EmulatedCache {
  public:
+  // What a block is for: the other requests that may reuse it.
+  struct Use {
+    std::size_t bytes;
+    cuda::Device device;   // kHost: pinned
+    std::size_t stream;    // kNoStream for pinned memory
+    uint64_t capture = 0;  // whose pool it belongs to; 0: none
+    bool foreign = false;  // of an allocator that ignores records of streams
+    bool operator==(const Use&) const = default;
+  };
   static constexpr std::size_t kNoStream = -1;
 
-  explicit EmulatedCache(std::shared_ptr<cuda::Emulator> emulator)
-      : emulator_(std::move(emulator)), streams_(emulator_->streams()) {}
+  explicit EmulatedCache(cuda::Emulator& emulator) : emulator_(emulator) {}
 
-  // `fresh`: fills the block with poison, for memory that the host writes and no stream uses.
-  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream, bool fresh);
-  // Records that the stream uses the tensor's memory; returns false if the cache does not own it.
-  bool record(const at::Tensor& tensor, std::size_t stream);
-  bool owns(const at::Tensor& tensor) const;
-  int allocations() const { return allocations_; }  // number of calls of `empty`
+  // The caller of all functions must hold the mutex of the emulator's streams.
+  std::byte* take(Use use);  // the size is rounded up as by torch
+  void release(std::byte* memory);
+  bool owns(const void* address) const { return find(address) != nullptr; }
+  bool is_pinned(const void* address) const;
+  // Records that the stream uses the memory. Returns false if that has no effect.
+  bool record(const void* address, std::size_t stream);
+  int in_use() const;
 
  private:
+  struct Awaited {
+    cuda::Point point;
+    int logged;  // its number in the emulator's log
+  };
   struct CachedBlock {
-    std::unique_ptr<std::byte[]> memory;
-    std::size_t bytes, stream;
+    Use use;
     bool in_use = true;                     // by a tensor
     std::vector<std::size_t> used_on = {};  // other streams recorded while in use
-    std::vector<cuda::Point> awaited = {};  // their ends when the tensor was freed
+    std::vector<Awaited> awaited = {};      // their ends when the tensor was freed
     uint64_t release_number = 0;            // of its last release; the latest is reused first
   };
-  void release(std::byte* memory);
-  CachedBlock* find(const at::Tensor& tensor) const;
+  CachedBlock* find(const void* address) const;
+  bool is_free(CachedBlock& block);
 
-  const std::shared_ptr<cuda::Emulator> emulator_;
-  cuda::EmulatedStreams& streams_;  // its mutex guards the members below
+  cuda::Emulator& emulator_;
   std::map<std::byte*, CachedBlock> blocks_;
-  int allocations_ = 0;
   uint64_t releases_ = 0;
 };
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

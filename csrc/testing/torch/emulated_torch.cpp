@@ -7,92 +7,179 @@
 #include <algorithm>
 
 #include "../../torch/c10d/gil_release.h"
-#include "../../torch/prepared_call.h"
+#include "../../torch/gpus.h"
 #include "../../torch/threads.h"
 
-namespace pycollect::dist {
-namespace {
+namespace pycollect {
 
+using cuda::Device;
 using cuda::Emulator;
 using cuda::Stream;
+using cuda::WorkOrder;
 
-constexpr cuda::Device kDevice = -1;  // torch's index of the CPU
+namespace {
 
-// The stream that is current in the calling thread, instead of the caller's.
+// The streams that are current in the calling thread, instead of the callers'.
 struct Current {
   const EmulatedTorch* of = nullptr;
-  Stream stream = {};
+  std::vector<Stream> streams = {};  // at most one of each device
 };
 thread_local Current current_of_thread;
 
+std::byte* memory_of(const at::Tensor& t) {
+  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
+}
+
+// The bytes from the first element to the end of the last one.
+std::size_t extent_of(const at::Tensor& t) {
+  std::size_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return t.numel() == 0 ? 0 : (last + 1) * t.element_size();
+}
+
 }  // namespace
 
-EmulatedTorch::EmulatedTorch(bool eager, bool own_thread)
-    : emulator_(Emulator::running(eager)),
-      mutex_(emulator_->streams().mutex),
-      cache_(std::make_shared<EmulatedCache>(emulator_)),
-      pinned_(std::make_shared<EmulatedCache>(emulator_)),
-      foreign_(std::make_shared<EmulatedCache>(emulator_)),
-      caller_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
-      second_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
-      current_(caller_) {
-  if (own_thread) emulator_->streams().start_thread();
+EmulatedTorch::EmulatedTorch(c10::DeviceType kind, int devices)
+    : kind_(kind),
+      emulator_(std::make_shared<Emulator>(devices, kind == c10::DeviceType::CPU)),
+      cache_(*emulator_) {
+  for (Device d = 0; d < devices; ++d) {
+    current_.push_back(emulator_->create_stream(d, true));
+    for (Device other = 0; other < devices; ++other) emulator_->connect(d, other);
+  }
 }
 
 EmulatedTorch::~EmulatedTorch() {
-  const GilRelease without;
+  const dist::GilRelease without;
   emulator_->streams().stop();
 }
 
 bool EmulatedTorch::serves(const at::Tensor& tensor) const {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  return tensor.is_cpu() && std::none_of(on_host_.begin(), on_host_.end(), [&](const auto& s) {
+  const Lock lock = emulator_->locked();
+  return has(tensor.device()) && std::none_of(on_host_.begin(), on_host_.end(), [&](const auto& s) {
            return s.is_alias_of(tensor.storage());
          });
 }
 
-Stream EmulatedTorch::current_stream(at::Device) {
-  if (current_of_thread.of == this) return current_of_thread.stream;
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  return current_;
+at::Device EmulatedTorch::with_index(at::Device device) const {
+  return device.has_index() || !has_index() ? device : at::Device(kind_, 0);
 }
 
-Stream EmulatedTorch::new_stream(at::Device) {
-  return emulator_->create_stream_of(Emulator::Owner::group, kDevice);
+// --- streams ------------------------------------------------------------------------------------
+
+Stream EmulatedTorch::current_stream(at::Device device) {
+  const Device index = index_of(device);
+  if (current_of_thread.of == this)
+    for (const Stream& s : current_of_thread.streams)
+      if (s.device == index) return s;
+  const Lock lock = emulator_->locked();
+  return current_.at(index);
+}
+
+// The emulator numbers its streams from 1.
+Stream EmulatedTorch::stream_of(c10::Stream stream) {
+  if (!has_index()) return current_stream(at::kCPU);
+  return {stream.device_index(), reinterpret_cast<void*>(stream.id())};
+}
+
+Stream EmulatedTorch::new_stream(at::Device device) {
+  return emulator_->create_stream(index_of(device), false);
 }
 
 void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
   struct Under {
-    explicit Under(Current now) : before(std::exchange(current_of_thread, now)) {}
+    explicit Under(Current now) : before(std::exchange(current_of_thread, std::move(now))) {}
     ~Under() { current_of_thread = before; }
     const Current before;
-  } const under({this, streams.front()});
+  } const under({this, streams.vec()});
   act();
 }
 
 // Drains the streams before `act` completes the future: a torch future of CPU tensors has no
 // streams to wait on, and its waiters read the tensors at once.
 void EmulatedTorch::complete(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
-  if (emulator_->drains_waits()) {
-    emulator_->streams().drain(number(caller_));
-    for (Stream s : streams) emulator_->streams().drain(number(s));
-  }
+  if (!emulator_->drains_waits()) return act();
+  for (Stream s : current_) emulator_->finish(s);
+  for (Stream s : streams) emulator_->finish(s);
   act();
 }
 
-at::Tensor EmulatedTorch::empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
-  return cache_->empty(sizes, type, number(current_stream(device)), false);
+void EmulatedTorch::use(Stream stream) {
+  const Lock lock = emulator_->locked();
+  current_.at(stream.device) = stream;
 }
 
+void EmulatedTorch::use_own_stream() {
+  current_of_thread = {this, {emulator_->create_stream(0, true)}};
+}
+
+void EmulatedTorch::finish() {
+  emulator_->finish(current_stream(has_index() ? at::Device(kind_, 0) : at::kCPU));
+}
+
+// Torch returns memory to a graph's pool only on the device on which the capture has begun.
+uint64_t EmulatedTorch::pool_of(Stream stream) const {
+  if (stream.device != capture_device_) return 0;
+  cuda::DeviceGuard device(*emulator_);
+  device.use(stream.device);
+  return emulator_->capture_id(stream);
+}
+
+void EmulatedTorch::begin_capture(Stream stream, bool by_torch) {
+  if (by_torch) capture_device_ = stream.device;
+  emulator_->begin_capture(stream);
+}
+
+int EmulatedTorch::end_capture(Stream stream) {
+  capture_device_ = cuda::kHost;
+  return emulator_->end_capture(stream);
+}
+
+// --- memory -------------------------------------------------------------------------------------
+
+at::Tensor EmulatedTorch::tensor_in(EmulatedCache::Use use, at::IntArrayRef sizes,
+                                    at::ScalarType type, at::Device device, int64_t offset) {
+  const Lock lock = emulator_->locked();
+  const auto count = static_cast<std::size_t>(c10::multiply_integers(sizes));
+  use.bytes = count * at::elementSize(type) + offset;
+  std::byte* const memory = cache_.take(use);
+  const auto release = [self = shared_from_this(), memory](void*) {
+    const Lock lock = self->emulator_->locked();
+    self->cache_.release(memory);
+  };
+  return at::for_blob(memory + offset, sizes)
+      .deleter(release)
+      .target_device(device)
+      .options(at::TensorOptions(type).device(device))
+      .make_tensor();
+}
+
+at::Tensor EmulatedTorch::empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
+  const Stream stream = current_stream(device);
+  return tensor_in({0, stream.device, number(stream), pool_of(stream)}, sizes, type, device);
+}
+
+// The tensor is not marked as pinned, because torch asks the accelerator, and there is none.
 at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType type) {
+  emulator_->require_no_capture("allocation of pinned memory");
   emulator_->enter("empty_pinned");
-  return pinned_->empty(sizes, type, EmulatedCache::kNoStream, true);
+  return tensor_in({0, cuda::kHost, EmulatedCache::kNoStream}, sizes, type, at::kCPU);
+}
+
+at::Tensor EmulatedTorch::empty_foreign(int64_t count, c10::DeviceIndex device, int64_t offset) {
+  const EmulatedCache::Use use{
+      .bytes = 0, .device = device, .stream = EmulatedCache::kNoStream, .foreign = true};
+  return tensor_in(use, {count}, at::kFloat, has_index() ? at::Device(kind_, device) : at::kCPU,
+                   offset);
 }
 
 bool EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  if (foreign_->owns(tensor)) return false;
-  if (cache_->record(tensor, number(stream)) || !serves(tensor)) return true;
+  const Lock lock = emulator_->locked();
+  ++recorded_;
+  if (emulator_->skips("record_stream")) return true;
+  const void* const memory = tensor.storage().data();
+  if (cache_.owns(memory)) return cache_.record(memory, number(stream));
+  if (has_index() || !serves(tensor)) return !has_index();
   // A tensor of the CPU allocator is kept alive by an item of work, until all earlier work is done.
   std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
   kept_.emplace_back(stream, tensor.storage().getWeakStorageImpl());
@@ -100,81 +187,81 @@ bool EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
   return true;
 }
 
-at::Tensor EmulatedTorch::empty_foreign(int64_t count) {
-  return foreign_->empty({count}, at::kFloat, EmulatedCache::kNoStream, false);
+bool EmulatedTorch::is_pageable(const void* address) {
+  return emulator_->kind_of(static_cast<const std::byte*>(address)) == cuda::MemoryKind::pageable;
 }
 
-// Returns whether the stream may use the tensor's memory. Memory of a cache is not checked: without
-// a record, its reuse gives wrong numbers.
+void EmulatedTorch::adopt(const at::Tensor& tensor, bool pinned) {
+  emulator_->adopt(pinned ? cuda::MemoryKind::pinned : cuda::MemoryKind::pageable,
+                   memory_of(tensor), tensor.nbytes());
+  adopted_.push_back(tensor);
+}
+
+void EmulatedTorch::put_on_host(const at::Tensor& tensor) {
+  const Lock lock = emulator_->locked();
+  on_host_.push_back(tensor.storage());
+}
+
+int EmulatedTorch::blocks_in_use() const {
+  const Lock lock = emulator_->locked();
+  return cache_.in_use();
+}
+
+// --- work ---------------------------------------------------------------------------------------
+
+// Returns whether the stream may use the tensor's memory. Memory of the cache is not checked:
+// without a record, its reuse gives wrong numbers.
 bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
-  return stream == current_ || !serves(tensor) || cache_->owns(tensor) || pinned_->owns(tensor) ||
-         foreign_->owns(tensor) || std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
+  return has_index() || stream == current_[0] || !serves(tensor) ||
+         cache_.owns(tensor.storage().data()) ||
+         std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
            return kept.first == stream && kept.second == tensor.storage().getWeakStorageImpl();
          });
 }
 
+// Returns the tensor that work on a stream uses, as a CPU tensor. For memory of the cache, it does
+// not keep the memory alive, as with torch's own work.
+at::Tensor EmulatedTorch::host_view(const at::Tensor& t) const {
+  if (!cache_.owns(t.storage().data())) return t;
+  return at::from_blob(memory_of(t), t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()));
+}
+
+// The first of the tensors is written, the others are read.
+std::vector<MemoryAccess> EmulatedTorch::accesses(std::initializer_list<at::Tensor> used) const {
+  std::vector<MemoryAccess> all;
+  for (const at::Tensor& t : used)
+    if (emulator_->knows(memory_of(t)))
+      all.push_back({memory_of(t), extent_of(t), &t == used.begin(), 0});
+  return all;
+}
+
 void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> used,
                             std::function<void()> act) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  const Stream stream = current_stream(at::kCPU);
+  const Lock lock = emulator_->locked();
+  const at::Tensor& placed = has(used.begin()->device()) ? *used.begin() : *(used.end() - 1);
+  const Stream stream = current_stream(placed.device());
   for (const at::Tensor& t : used) {
     if (!is_kept(t, stream))
       throw std::logic_error(
           "work on memory that was not recorded on the stream: call record_stream first");
-    pinned_->record(t, number(stream));
+    if (cache_.is_pinned(memory_of(t))) cache_.record(memory_of(t), number(stream));
   }
-  const cuda::CaptureModeGuard guard(*emulator_, kDevice);
-  emulator_->enqueue(stream, call, [act = std::move(act)] {
-    act();
-    return true;
-  });
+  const cuda::CaptureModeGuard guard(*emulator_, stream.device);
+  emulator_->enqueue(stream, call, accesses(used), std::move(act));
 }
 
-// Returns the tensor that work on a stream uses. For memory of a cache, this is an alias that does
-// not keep the memory alive, as with torch's own work; otherwise the tensor itself.
-at::Tensor EmulatedTorch::stream_alias(const at::Tensor& tensor) const {
-  if (!cache_->owns(tensor) && !pinned_->owns(tensor) && !foreign_->owns(tensor)) return tensor;
-  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
-                       at::TensorOptions(tensor.scalar_type()));
-}
-
-// Enqueues one launch for each level of a plan.
 void EmulatedTorch::run_list_call(const PreparedCall& call) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  const Stream stream = current_stream(at::kCPU);
-  const cuda::CaptureModeGuard guard(*emulator_, kDevice);
-  for (const DtypePlan& part : call.parts)
-    for (const std::vector<TaskId>& level : part.compiled->levels) {
-      cuda::Launch launch{{}, part.dtype, part.op, part.options};
-      for (const TaskId& task : level) {
-        const int at = part.compiled->program[task.rank][task.index].step;
-        if (at == kAllBuffers) continue;
-        const Step& step = part.compiled->plan.steps[at];
-        for (const Binding& binding : part.bindings) {
-          const auto addresses = [&](const Slices& slices) {
-            std::vector<std::byte*> all;
-            for (const Slice& s : slices)
-              all.push_back(address(binding, s, item_bytes(part.dtype)));
-            return all;
-          };
-          if (elements(binding, step) == 0) continue;
-          launch.works.push_back({.dsts = addresses(step.dsts),
-                                  .srcs = addresses(step.srcs),
-                                  .count = elements(binding, step),
-                                  .finishes = part.compiled->finishes[at]});
-        }
-      }
-      if (!launch.works.empty()) emulator_->launch(stream, launch);
-    }
-}
-
-void EmulatedTorch::use_own_stream() {
-  current_of_thread = {this, emulator_->create_stream_of(Emulator::Owner::caller, kDevice)};
+  if (has_index()) return gpu_calls(kind_).run(call);
+  PreparedCall placed{.call = call.call};  // on the device that the CPU tensors stand for
+  placed.devices.assign(call.devices.size(), at::Device(kLists, 0));
+  for (const DtypePlan& p : call.parts)
+    placed.parts.push_back({p.compiled, p.dtype, p.op, p.options, p.named, {}, p.bindings});
+  std::make_shared<GpuCalls>(shared_from_this(), kLists)->run(placed);
 }
 
 void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
   enqueue("copy_", {to, from},
-          [to = stream_alias(to), from = stream_alias(from)] { copy_strided(to, from); });
+          [to = host_view(to), from = host_view(from)] { copy_strided(to, from); });
 }
 
 void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
@@ -182,46 +269,26 @@ void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
   enqueue("compute", {into, from}, [into, from, how] { how(into); });
 }
 
-void EmulatedTorch::put_on_host(const at::Tensor& tensor) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  on_host_.push_back(tensor.storage());
+void EmulatedTorch::write(const at::Tensor& tensor, const at::Tensor& values) {
+  const Lock lock = emulator_->locked();
+  emulator_->caller_work(current_stream(tensor.device()), "the caller's write", accesses({tensor}),
+                         [to = host_view(tensor), from = values.clone()] { to.copy_(from); });
 }
 
-void EmulatedTorch::fill_later(const at::Tensor& tensor, double value) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
+at::Tensor EmulatedTorch::read(const at::Tensor& tensor) {
+  const Lock lock = emulator_->locked();
   at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
-  values.fill_(value);
-  emulator_->streams().enqueue(number(current_stream(at::kCPU)),
-                               [to = stream_alias(tensor), values] {
-                                 copy_strided(to, values);
-                                 return true;
-                               });
+  emulator_->caller_work(current_stream(tensor.device()), "the caller's read",
+                         accesses({values, tensor}),
+                         [to = values, from = host_view(tensor)] { to.copy_(from); });
+  return values;
 }
 
-void EmulatedTorch::use_second_stream(bool on) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  current_ = on ? second_ : caller_;
+void EmulatedTorch::run(int64_t seed) {
+  emulator_->streams().set_order(WorkOrder::random, static_cast<uint64_t>(seed));
+  cuda::demand(emulator_->streams().drain_all(std::chrono::seconds(10)), "a deadlock of streams");
+  emulator_->streams().set_order(WorkOrder::late);
+  emulator_->clear_log();
 }
 
-void EmulatedTorch::finish_caller() { emulator_->streams().drain(number(caller_)); }
-
-void EmulatedTorch::finish_own_stream() {
-  emulator_->streams().drain(number(current_stream(at::kCPU)));
-}
-
-void EmulatedTorch::stall(bool on, int after) {
-  const cuda::EmulatedStreams::Lock lock(mutex_);
-  if (on)
-    emulator_->streams().stall(number(caller_), after);
-  else
-    emulator_->streams().resume();
-}
-
-void EmulatedTorch::capture(bool on) {
-  if (on)
-    emulator_->begin_capture(caller_);
-  else if (emulator_->captures())
-    emulator_->end_capture(caller_);
-}
-
-}  // namespace pycollect::dist
+}  // namespace pycollect

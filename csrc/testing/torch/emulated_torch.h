@@ -1,70 +1,88 @@
-// Emulates torch's CUDA runtime on a running emulator: treats CPU tensors as tensors of one device,
-// with streams of callers and of groups. A read that comes too early finds poison or data of
-// another tensor, and a call that CUDA would reject fails.
+// Emulates torch's CUDA runtime on the emulator, for two kinds of tensors. Tensors of torch's
+// device type PrivateUse1 lie in the emulator's memory; calls on lists take them. Process groups
+// take CPU tensors instead, which stand for tensors of one device. A read that comes too early
+// finds poison or data of another tensor, and a call that CUDA would reject fails.
 #pragma once
 #include "../../torch/torch_runtime.h"
 #include "emulated_cache.h"
 
-namespace pycollect::dist {
+namespace pycollect {
 
-class EmulatedTorch final : public TorchRuntime {
+class EmulatedTorch final : public TorchRuntime,
+                            public std::enable_shared_from_this<EmulatedTorch> {
  public:
-  // `own_thread`: a thread of the emulator runs the streams' work.
-  EmulatedTorch(bool eager, bool own_thread);
+  static constexpr c10::DeviceType kLists = c10::DeviceType::PrivateUse1;
+  // `kind`: kLists, or CPU for tensors that stand for those of a device.
+  EmulatedTorch(c10::DeviceType kind, int devices);
   ~EmulatedTorch() override;
 
   cuda::Api& cuda() override { return *emulator_; }
   bool serves(const at::Tensor& tensor) const override;
-  bool has(at::Device device) const override { return device.is_cpu(); }
-  int devices() const override { return 1; }
-  bool keeps_memory_of(uint64_t) override { return false; }
-  at::Device with_index(at::Device) const override { return at::kCPU; }  // there is one device
+  bool has(at::Device device) const override { return device.type() == kind_; }
+  int devices() const override { return static_cast<int>(current_.size()); }
+  at::Device with_index(at::Device device) const override;
   cuda::Stream current_stream(at::Device device) override;
-  cuda::Stream stream_of(c10::Stream) override { return current_stream(at::kCPU); }
+  cuda::Stream stream_of(c10::Stream stream) override;
   cuda::Stream new_stream(at::Device device) override;
   void give_back(cuda::Stream) override {}
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override;
+  bool keeps_memory_of(uint64_t) override { return capture_device_ != cuda::kHost; }
   bool record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
-  bool is_pageable(const void*) override { return false; }
-  bool reaches(at::Device, at::Device) override { return true; }
+  bool is_pageable(const void* address) override;
+  bool reaches(at::Device from, at::Device to) override { return connected_ || from == to; }
   void run_list_call(const PreparedCall& call) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
-  // Controls for tests.
-  // A tensor of an allocator that ignores records: its memory is reused as soon as it is freed.
-  at::Tensor empty_foreign(int64_t count);
-  void put_on_host(const at::Tensor& tensor);               // an ordinary CPU tensor from now on
-  void fill_later(const at::Tensor& tensor, double value);  // on the current stream
-  void use_second_stream(bool on);  // makes the caller's second stream the current one
-  void use_own_stream();            // makes a new stream the calling thread's current one
-  void finish_own_stream();         // runs all work on the calling thread's current stream
-  void finish_caller();             // runs all work on the caller's first stream
-  // Stops the caller's first stream after `after` more items of work, or lets it continue.
-  void stall(bool on, int after);
-  void capture(bool on);  // begins or ends a capture of the caller's first stream
-  int pinned() const { return pinned_->allocations(); }  // number of pinned allocations
+  // Controls for tests. Work of the caller is enqueued on the current stream of the tensor's
+  // device; a tensor that `read` returns has the values when that stream is done.
   const std::shared_ptr<cuda::Emulator>& emulator() const { return emulator_; }
+  void write(const at::Tensor& tensor, const at::Tensor& values);
+  at::Tensor read(const at::Tensor& tensor);
+  // A tensor of an allocator that ignores records, `offset` bytes into its memory.
+  at::Tensor empty_foreign(int64_t count, c10::DeviceIndex device, int64_t offset);
+  void adopt(const at::Tensor& tensor, bool pinned);  // memory of the CPU allocator
+  void put_on_host(const at::Tensor& tensor);         // a CPU tensor that stands for nothing
+  void connect(bool on) { connected_ = on; }          // whether devices reach each other's memory
+  void use(cuda::Stream stream);                      // makes it the current one of its device
+  void use_own_stream();  // makes a new stream the calling thread's current one
+  void finish();          // waits for all work on the calling thread's current stream
+  // `by_torch`: torch keeps memory that it allocates meanwhile on the stream's device.
+  void begin_capture(cuda::Stream stream, bool by_torch);
+  int end_capture(cuda::Stream stream);
+  void run(int64_t seed);  // runs all work in a random order, and begins a new log
+  int recorded() const { return recorded_; }  // number of calls of record_stream
+  int blocks_in_use() const;                  // number of tensors' blocks, pinned ones too
 
  private:
+  using Lock = cuda::EmulatedStreams::Lock;
+  cuda::Device index_of(at::Device device) const { return has_index() ? device.index() : 0; }
+  bool has_index() const { return kind_ != c10::DeviceType::CPU; }
   std::size_t number(cuda::Stream stream) const { return emulator_->number(stream); }
+  uint64_t pool_of(cuda::Stream stream) const;
+  at::Tensor tensor_in(EmulatedCache::Use use, at::IntArrayRef sizes, at::ScalarType type,
+                       at::Device device, int64_t offset = 0);
   bool is_kept(const at::Tensor& tensor, cuda::Stream stream) const;
-  at::Tensor stream_alias(const at::Tensor& tensor) const;
+  at::Tensor host_view(const at::Tensor& tensor) const;
+  std::vector<MemoryAccess> accesses(std::initializer_list<at::Tensor> used) const;
   void enqueue(const char* call, std::initializer_list<at::Tensor> used, std::function<void()> act);
 
+  const c10::DeviceType kind_;
   const std::shared_ptr<cuda::Emulator> emulator_;
-  std::recursive_mutex& mutex_;
-  const std::shared_ptr<EmulatedCache> cache_, pinned_, foreign_;
-  const cuda::Stream caller_, second_;
-  cuda::Stream current_;  // of the caller
+  EmulatedCache cache_;  // guarded by the mutex of the emulator's streams, as the members below
+  std::vector<cuda::Stream> current_;  // [device], of the callers
+  std::vector<at::Tensor> adopted_;
   std::vector<c10::Storage> on_host_;
-  // Storages of other allocators that were recorded on a stream. Weak references: freed storages
+  // Storages of the CPU allocator that were recorded on a stream. Weak references: freed storages
   // are dropped.
   std::vector<std::pair<cuda::Stream, c10::weak_intrusive_ptr<c10::StorageImpl>>> kept_;
+  cuda::Device capture_device_ = cuda::kHost;  // on which torch has begun a capture
+  int recorded_ = 0;
+  bool connected_ = true;
 };
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

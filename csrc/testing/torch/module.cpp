@@ -7,7 +7,6 @@ namespace pycollect {
 PYBIND11_MODULE(_testing, m) {
   py::module_::import("pycollect._C");
   bind_emulator(m);
-  bind_gpus(m);
   bind_emulated_run(m);
   bind_probe(m);
   bind_kernels(m);

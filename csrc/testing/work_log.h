@@ -1,10 +1,7 @@
-// Trace of the work enqueued on streams, in issue order. It can be checked for races, by
-// happens-before between accesses to the same addresses, and run in any order that streams and
-// events allow. No CUDA.
+// Log of the work of streams and of the host, in the order in which it was issued, and a check for
+// races: conflicting accesses to the same addresses of which neither happens before the other.
 #pragma once
 #include <cstddef>
-#include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -26,7 +23,6 @@ struct Operation {
   int of = kNone;
   std::string what = {};
   std::vector<MemoryAccess> accesses = {};
-  std::vector<std::function<void()>> parts = {};  // its effects, in no order
   static constexpr int kNone = -1;
 };
 
@@ -36,16 +32,16 @@ inline bool is_for_event(const Operation& o) {
          (o.kind == Operation::Kind::host_wait && o.of != Operation::kNone);
 }
 
-struct Trace {
+struct WorkLog {
   int streams = 0;
   std::vector<Operation> operations = {};
 };
 
 // Finds races with vector clocks. Every stream and the host have a clock. The host issues all
 // operations, so its work and its waits precede all operations that it issues later.
-class TraceRaceDetector {
+class RaceDetector {
  public:
-  explicit TraceRaceDetector(const Trace& trace);
+  explicit RaceDetector(const WorkLog& log);
 
   // Number of waits for events, of streams and of the host.
   int waits() const { return static_cast<int>(waits_.size()); }
@@ -57,17 +53,12 @@ class TraceRaceDetector {
     int first, last, part;  // cells [first, last)
     bool writes;
   };
-  class TraceReplay;
+  class LogReplay;
 
-  const Trace& trace_;
+  const WorkLog& log_;
   std::vector<const std::byte*> bounds_;       // boundaries of the cells
   std::vector<std::vector<CellRange>> spans_;  // [operation]
   std::vector<int> waits_;                     // operations that wait for an event
 };
-
-// Both functions run all operations: in issue order, or in a random order that streams and events
-// allow.
-void run_as_issued(const Trace& trace);
-void run_shuffled(const Trace& trace, uint64_t seed);
 
 }  // namespace pycollect
