@@ -68,7 +68,7 @@ LaunchTuple: TypeAlias = tuple[int, list[tuple[int, int]], list[int], bool]
 WorkTuple: TypeAlias = tuple[Sequence[int], Sequence[int], int]  # destinations, sources, bytes
 
 class EmulatedRun:
-    """Runs of a plan by the executor for devices, on emulated devices that record a trace.
+    """Runs of a plan by the executor for devices, on emulated devices.
 
     devices: of each rank; -1 for pinned host memory, -2 for pageable host memory.
     workers: "callers", "devices" or "ranks": streams that run the plan.
@@ -99,7 +99,7 @@ class EmulatedRun:
         ring: tuple[int, int] = (256, 3),
     ) -> None: ...
     def run(self, calls: int = 1, capture: bool = False) -> None:
-        """Clear the trace and issue calls without waiting, optionally during a stream capture."""
+        """Issue calls, optionally during a stream capture, and run all work as late as possible."""
 
     def run_half_captured(self) -> None:
         """Run while only the first caller's stream is capturing."""
@@ -110,25 +110,25 @@ class EmulatedRun:
     def fail_call(self, after: int) -> None:
         """Let the CUDA call after ``after`` successful ones fail in the next run."""
 
-    def drop_wait(self, number: int, /) -> None:
-        """Remove a wait from the trace."""
+    def skip_wait(self, number: int) -> None:
+        """In all later runs, let this wait for an event have no effect."""
 
     def redundant_waits(self) -> list[int]:
         """Return the numbers of the waits whose removal causes no race."""
 
     def mismatch(self, seed: int = -1) -> str | None:
-        """Run the trace on real bytes; describe the first wrong result, or return None.
+        """Run the last calls again; describe the first wrong result, or return None.
 
         seed: of a random order that streams and events allow; negative: issue order.
         """
 
     @property
     def race(self) -> str | None:
-        """Description of the first race of the trace, or None."""
+        """Description of the first race of the last run, or None."""
 
     @property
     def waits(self) -> int:
-        """Number of waits for events in the trace."""
+        """Number of waits for events in the last run."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -222,15 +222,15 @@ class Event:
     def device(self) -> int: ...
 
 class Emulator:
-    """An emulator of CUDA (csrc/testing/emulator.h) that records a trace; addresses are integers.
+    """An emulator of CUDA (csrc/testing/emulator.h). Addresses are integers.
 
-    Its calls fail with RuntimeError where CUDA would.
+    Its calls fail with RuntimeError where CUDA would. Work runs as late as possible.
     """
 
     def __init__(self, devices: int) -> None: ...
     def set_device(self, device: int, /) -> None: ...
     def current_device(self) -> int: ...
-    def stream(self, device: int) -> Stream: ...
+    def stream(self, device: int, of_caller: bool = True) -> Stream: ...
     def default_stream(self, device: int, /) -> Stream: ...
     def event(self, device: int) -> Event: ...
     def destroy(self, event: Event, /) -> None: ...
@@ -265,28 +265,36 @@ class Emulator:
     def allow_eager_work(self, on: bool) -> None:
         """Allow work that is not captured during a capture, as that of another thread."""
 
+    def finish(self, stream: Stream, /) -> None:
+        """Wait for the work that is on the stream now."""
+
     @property
     def race(self) -> str | None:
-        """Description of the first race of the trace, or None."""
+        """Description of the first race of the log, or None."""
 
-    def fail(self, call: str, after: int = 0) -> None:
-        """Let all calls of this name fail after ``after`` more; negative: none."""
+    def inject(self, kind: str, call: str = "", after: int = 0, seconds: float = 0.0) -> None:
+        """Set the fault, in place of the one before.
 
-    def kill(self, call: str, after: int = 0) -> None:
-        """Kill the process in the call of this name after ``after`` more."""
+        kind: "fail": the call raises; "skip": it has no effect; "slow": every call of the name
+            takes ``seconds`` longer.
+        call: name of the calls; "": of any name.
+        after: number of calls of the name before the one that fails or is skipped; negative: all.
+        """
 
-    def delay(self, call: str, seconds: float) -> None:
-        """Let every call of this name take ``seconds`` longer."""
+    def heal(self) -> None:
+        """Remove the fault."""
 
-    def drop(self, call: str, on: bool = True) -> None:
-        """Let calls of this name succeed without an effect."""
-
-    def block(self, call: str, on: bool = True) -> None:
-        """Let calls of this name (launch, query) return only when the stream's work up
-        to there is done."""
+    def report_device(self, device: int) -> None:
+        """Report another device than the thread's current one, until the next set_device."""
 
     def set_pause(self, seconds: float) -> None:
         """Set the pause of the streams' thread between two rounds of work."""
+
+    def drain_waits(self, on: bool) -> None:
+        """Set whether enqueueing a wait on a caller's stream drains that stream."""
+
+    def calls(self) -> list[str]:
+        """Return the names of the stream calls so far, each followed by " caller" or " group"."""
 
     def counters(self) -> dict[str, int]:
         """Return the numbers of resources held now, and of calls by name."""
@@ -294,55 +302,76 @@ class Emulator:
     def violations(self) -> list[str]:
         """Return descriptions of all violations of the rules of CUDA or of the library."""
 
-# The emulated torch runtime of a group (bind_emulator.cpp).
-
 class EmulatedTorch:
-    """Torch's CUDA runtime on an emulator that runs: CPU tensors count as tensors of one device."""
+    """Torch's CUDA runtime on the emulator (bind_emulator.cpp), for calls on lists.
 
-    def empty(self, count: int) -> torch.Tensor:
-        """Return an uninitialized float32 tensor [count] of the emulated device."""
+    Its tensors are of torch's device type "privateuseone". `emulate` makes one for process groups,
+    with CPU tensors that count as tensors of one device.
+    """
 
-    def empty_foreign(self, count: int) -> torch.Tensor:
-        """Return a tensor whose memory is reused as soon as it is freed, as another library's."""
+    def __init__(self, devices: int) -> None: ...
+    def close(self) -> None:
+        """End the use of the emulated devices, of which no tensor may exist any more."""
+
+    @property
+    def cuda(self) -> Emulator: ...
+    def empty(self, sizes: Sequence[int], device: int = 0) -> torch.Tensor:
+        """Return an uninitialized float32 tensor of an emulated device."""
+
+    def empty_pinned(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Return an uninitialized float32 tensor in pinned memory."""
+
+    def empty_foreign(self, count: int, device: int = 0, offset: int = 0) -> torch.Tensor:
+        """Return a float32 tensor [count] whose memory is reused as soon as it is freed.
+
+        offset: of the tensor in its memory, in bytes.
+        """
+
+    def adopt(self, tensor: torch.Tensor, pinned: bool) -> None:
+        """Make the memory of a CPU tensor known, as pinned or as pageable."""
 
     def put_on_host(self, tensor: torch.Tensor) -> None:
         """Treat the tensor as an ordinary CPU tensor."""
 
-    def fill_later(self, tensor: torch.Tensor, value: float) -> None:
-        """Enqueue a fill on the current stream."""
+    def connect(self, on: bool) -> None:
+        """Set whether devices reach each other's memory."""
 
-    def use_second_stream(self, on: bool) -> None:
-        """Make the caller's second stream the current one, or the first one again."""
+    def current(self, device: int = 0) -> Stream:
+        """Return the current stream of the device, or of the calling thread."""
+
+    def use(self, stream: Stream) -> None:
+        """Make the stream the current one of its device."""
 
     def use_own_stream(self) -> None:
         """Make a new stream the calling thread's current one."""
 
-    def finish_own_stream(self) -> None:
-        """Run all work of the calling thread's own stream."""
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Enqueue a copy of CPU values to the tensor on the current stream."""
 
-    def finish_caller(self) -> None:
-        """Run all work on the caller's first stream."""
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Enqueue a copy of the tensor on the current stream; return the CPU tensor it goes to."""
 
-    def stall(self, on: bool, after: int = 0) -> None:
-        """Stop the caller's first stream after ``after`` more items of work, or let it continue."""
+    def finish(self) -> None:
+        """Wait for all work of the calling thread's current stream."""
 
-    def capture(self, on: bool) -> None:
-        """Begin or end a capture of the caller's first stream."""
+    def stall(self, stream: Stream) -> None:
+        """Stop the stream until `resume`."""
 
-    def fail_call(self, after: int) -> None:
-        """Let the CUDA call after ``after`` more fail; negative: none."""
+    def resume(self) -> None: ...
+    def begin_capture(self, stream: Stream, by_torch: bool = True) -> None:
+        """Begin a capture; ``by_torch``: torch keeps memory that is allocated meanwhile."""
 
-    def drain_waits(self, on: bool) -> None:
-        """Set whether enqueueing a wait on a caller's stream drains that stream."""
+    def end_capture(self, stream: Stream) -> int:
+        """Return the capture's number."""
 
-    def pinned(self) -> int:
-        """Return the number of pinned allocations so far."""
+    def run(self, seed: int) -> None:
+        """Run all work in a random order, and begin a new log."""
 
-    def calls(self) -> list[str]:
-        """Return the names of the stream calls so far, each followed by " caller" or " group"."""
+    def recorded(self) -> int:
+        """Return the number of records of streams so far."""
 
-    @property
-    def gpu(self) -> Emulator: ...
+    def blocks_in_use(self) -> int:
+        """Return the number of blocks of memory that tensors use, pinned ones too."""
 
 def emulate(options: Options, eager: bool = ..., own_thread: bool = ...) -> EmulatedTorch:
     """Set an emulated torch runtime in a group's options and return it.
@@ -379,51 +408,3 @@ def emulate_launch(
 # Emulated GPUs for list calls (bind_gpus.cpp).
 
 collectives: Any  # the functions of pycollect._C, for tensors of emulated GPUs, too
-
-class EmulatedGpus:
-    """GPUs on a recording emulator; their tensors have torch's device type "privateuseone".
-
-    Torch's allocators are emulated, too: freed memory is reused at once by the stream for which it
-    was allocated, and never if it was recorded on another stream.
-    """
-
-    def __init__(self, devices: int) -> None: ...
-    def close(self) -> None:
-        """Stop accepting these GPUs in collectives."""
-
-    @property
-    def cuda(self) -> Emulator: ...
-    def empty(self, sizes: Sequence[int], device: int) -> torch.Tensor:
-        """Return an uninitialized float32 tensor, allocated for the device's current stream."""
-
-    def current(self, device: int, /) -> Stream: ...
-    def use(self, stream: Stream) -> None:
-        """Make the stream the current one of its device."""
-
-    def connect(self, on: bool) -> None:
-        """Set whether the devices reach each other's memory."""
-
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Enqueue a write of these values on the current stream of the tensor's device."""
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Enqueue a read, and return a CPU tensor that has the values after `run`."""
-
-    def adopt(self, tensor: torch.Tensor, pinned: bool) -> None:
-        """Treat a CPU tensor's memory as pinned or pageable memory."""
-
-    def foreign(self, count: int, device: int) -> torch.Tensor:
-        """Return a float32 tensor whose memory torch's allocator does not own."""
-
-    def begin_capture(self, stream: Stream) -> None: ...
-    def end_capture(self, stream: Stream) -> int:
-        """Return the capture's number."""
-
-    def run(self, seed: int) -> None:
-        """Run the trace in a random order (as issued if the seed is negative), and clear it."""
-
-    def recorded(self) -> int:
-        """Return the number of calls of record_stream."""
-
-    def blocks_in_use(self) -> int:
-        """Return the number of blocks of memory that tensors have, pinned ones included."""

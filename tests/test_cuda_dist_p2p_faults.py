@@ -94,7 +94,9 @@ def receiver_fails(me: RankContext) -> tuple[Caught, bool]:
 def sender_fails(me: RankContext) -> tuple[Caught, bool]:
     """A send fails on the sender alone, and the next message is right."""
     if me.rank == 0:
-        me.fake.cuda.inject("fail", after=3)  # allocation, copy and event succeed; the first query fails
+        me.fake.cuda.inject(
+            "fail", after=3
+        )  # allocation, copy and event succeed; the first query fails
         error = caught(lambda: dist.isend(torch.ones(SMALL), 1).wait())
         dist.send(torch.full((SMALL,), 5.0), 1)
         return error, True

@@ -1,7 +1,8 @@
-"""The fake CUDA fails where CUDA fails, and detects mistakes that CUDA would not report."""
+"""The emulator fails where CUDA fails, and detects mistakes that CUDA would not report."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,45 @@ def test_a_new_emulator_begins_on_device_0() -> None:
         assert cuda.current_device() == 0
         cuda.set_device(1)
         del cuda  # the next one may get its address
+
+
+def test_work_runs_when_the_host_waits_for_it() -> None:
+    pair = TwoDevices()
+    cuda, (stream, other) = pair.cuda, (pair.streams[0], pair.cuda.stream(0))
+    sources = [cuda.allocate("device", 0, 64) for _ in range(2)]
+    results = [cuda.allocate("device", 0, 64) for _ in range(2)]
+    for source, value in zip(sources, (1, 2), strict=True):
+        ctypes.memset(source, value, 64)
+    for s, result, source in zip((stream, other), results, sources, strict=True):
+        cuda.launch(s, [([result], [source], 64)])
+    poison = ctypes.string_at(pair.memory[0], 64)
+
+    def seen() -> list[bytes]:
+        return [ctypes.string_at(result, 64) for result in results]
+
+    assert seen() == [poison, poison]
+    cuda.synchronize(other)
+    assert seen() == [poison, b"\2" * 64]
+    cuda.synchronize(stream)
+    assert seen() == [b"\1" * 64, b"\2" * 64]
+
+
+def test_faults() -> None:
+    pair = TwoDevices()
+    pair.cuda.inject("fail", after=1)
+    pair.cuda.event(0)
+    with fails("injected failure in create_event"):
+        pair.cuda.event(0)
+    pair.cuda.event(0)  # it fails once
+    pair.cuda.inject("skip", "launch")
+    pair.launch(0, pair.memory[0])
+    assert pair.cuda.race is None
+    pair.cuda.connect(1, 0)
+    pair.launch(1, pair.memory[0])
+    assert pair.cuda.race is None  # the first launch was left out
+    pair.cuda.heal()
+    pair.launch(0, pair.memory[0])
+    assert pair.cuda.race is not None
 
 
 def test_operations_need_their_device_to_be_current() -> None:

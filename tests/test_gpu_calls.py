@@ -1,7 +1,7 @@
 """Calls on lists of GPU tensors: the order of streams, memory, and the number of CUDA calls.
 
-Everything runs on emulated GPUs. Each test would find a missing wait, memory that is reused too
-early, or a CUDA call too many.
+Everything runs on emulated GPUs. The tests would find a missing wait, memory that is reused too
+early, or a CUDA call too many: the last one leaves out every wait, event and record of a stream.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import gc
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from emulated_gpus import Gpus, on_ranks, total, values
+from emulated_gpus import Array, Gpus, on_ranks, total, values
+from torch import Tensor
 
 WORLD = 4
 
@@ -241,3 +244,178 @@ def test_pinned_memory_of_the_call_is_not_reused_while_a_device_uses_it(gpus: Gp
     gpus.all_reduce(tensors)
     assert gpus.torch.recorded() == 2 * pinned
     assert gpus.cuda.counters()["streams"] == before["streams"]
+
+
+# --- every wait, event and record of a stream is needed -------------------------------------------
+
+
+def reuse_freed_memory(gpus: Gpus) -> None:
+    """Write memory of all sizes that a call may use, which is free at once."""
+    for device in (0, 1):
+        made = [gpus.empty(128 * n, device=device) for n in range(1, 9) for _ in range(WORLD)]
+        for t in made:
+            gpus.torch.write(t, torch.ones_like(t, device="cpu"))
+
+
+def read_and_overwrite(gpus: Gpus, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for t, v in zip(tensors, expected, strict=True):
+        gpus.expect(t, v)
+        gpus.torch.write(t, torch.zeros_like(v))
+
+
+def reduced(gpus: Gpus, devices: int = 2, of: Sequence[Tensor] = (), **more: Any) -> None:
+    of = of or values(WORLD, 64)
+    tensors = on_ranks(gpus, of, devices)
+    reuse_freed_memory(gpus)
+    work = gpus.all_reduce(tensors, **more)
+    if work is not None:
+        work.wait()
+    read_and_overwrite(gpus, tensors, [total(of)] * len(of))
+
+
+def on_named_streams(gpus: Gpus) -> None:
+    of, streams = values(WORLD, 64), [gpus.stream() for _ in range(WORLD)]
+    tensors = [gpus.tensor(v, stream=s) for v, s in zip(of, streams, strict=True)]
+    gpus.all_reduce(tensors, algorithm="ring", streams=streams)
+    for t, s in zip(tensors, streams, strict=True):
+        with gpus.on(s):
+            read_and_overwrite(gpus, [t], [total(of)])
+
+
+def waited_for_on_another_stream(gpus: Gpus) -> None:
+    of = values(2, 64)
+    tensors = on_ranks(gpus, of)
+    work = gpus.all_reduce(tensors, async_op=True)
+    with gpus.on(gpus.stream()):
+        work.wait()
+        read_and_overwrite(gpus, tensors, [total(of)] * 2)
+
+
+def behind_an_asynchronous_call(gpus: Gpus) -> Any:
+    of = values(2, 64)
+    tensors = on_ranks(gpus, of)
+    work = gpus.all_reduce(tensors, async_op=True)
+    gpus.all_reduce(tensors, "max")
+    read_and_overwrite(gpus, tensors, [total(of)] * 2)
+    return work
+
+
+def unlike_layouts(gpus: Gpus, **more: Any) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    tensors = [gpus.tensor(of[0]), gpus.tensor(of[1].t().contiguous(), device=1).t()]
+    reuse_freed_memory(gpus)
+    found = gpus.all_gather(tensors, **more)
+    found = found.wait() if more else found
+    read_and_overwrite(gpus, [*tensors, *found], [*of, torch.cat(of), torch.cat(of)])
+
+
+def array_of_another_library(gpus: Gpus, **more: Any) -> None:
+    of, theirs = values(2, 64), gpus.stream()
+    array, tensor = Array(gpus, of[0], theirs), gpus.tensor(of[1])
+    work = gpus.all_reduce([array, tensor], **more)
+    if work is not None:
+        work.wait()
+    read_and_overwrite(gpus, [tensor], [total(of)])
+    with gpus.on(theirs):
+        read_and_overwrite(gpus, [array.memory], [total(of)])
+
+
+def foreign_memory_of_a_dropped_work(gpus: Gpus) -> None:
+    of = values(2, 64)
+    tensors = [gpus.torch.empty_foreign(64, device) for device in range(2)]
+    for t, v in zip(tensors, of, strict=True):
+        gpus.torch.write(t, v)
+    gpus.all_reduce(tensors, async_op=True)
+    read_and_overwrite(gpus, tensors, [total(of)] * 2)
+
+
+def host_memory(gpus: Gpus, pinned: bool) -> None:
+    of = values(2, 64)
+    host = of[1].clone()
+    gpus.torch.adopt(host, pinned)
+    tensor = gpus.tensor(of[0])
+    gpus.all_reduce([tensor, host])
+    assert torch.equal(host, total(of))
+    read_and_overwrite(gpus, [tensor], [total(of)])
+
+
+def staged(gpus: Gpus) -> None:
+    """The host writes pinned memory that it gets after the call."""
+    gpus.torch.connect(False)
+    reduced(gpus, algorithm="ring")
+    assert [gpus.torch.empty_pinned([128 * n]) for n in range(1, 9) for _ in range(WORLD)]
+
+
+def captured(gpus: Gpus) -> None:
+    of, stream = values(WORLD, 64), gpus.stream()
+    tensors = on_ranks(gpus, of)
+    gpus.fork(gpus.torch.current(0), stream)
+    with gpus.capture(stream):
+        gpus.all_reduce(tensors, algorithm="two_shot")
+        read_and_overwrite(gpus, tensors, [total(of)] * WORLD)
+
+
+def dropped(gpus: Gpus, layouts: bool) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    second = gpus.tensor(of[1].t().contiguous()).t() if layouts else gpus.tensor(of[1])
+    gpus.all_gather([gpus.tensor(of[0]), second], async_op=True, algorithm="ring")
+    del second
+    reuse_freed_memory(gpus)
+
+
+ORDER, MEMORY = ("wait", "record", "synchronize"), ("record_stream",)
+EVERY = -1  # in place of the number of the call that is left out
+Program = Callable[[Gpus], Any]
+PROGRAMS: dict[str, tuple[Program, Sequence[str]]] = {
+    "ring": (lambda gpus: reduced(gpus, algorithm="ring"), ORDER),
+    "two_shot": (lambda gpus: reduced(gpus, 1, algorithm="two_shot"), ORDER),
+    "async": (lambda gpus: reduced(gpus, algorithm="two_shot", async_op=True), ORDER),
+    "named streams": (on_named_streams, ORDER),
+    "another stream": (waited_for_on_another_stream, ORDER),
+    "behind async": (behind_an_asynchronous_call, ORDER),
+    "layouts": (unlike_layouts, ORDER),
+    "layouts async": (lambda gpus: unlike_layouts(gpus, async_op=True), ORDER),
+    "array": (array_of_another_library, ORDER),
+    "array async": (lambda gpus: array_of_another_library(gpus, async_op=True), ORDER),
+    "foreign memory": (foreign_memory_of_a_dropped_work, ORDER),
+    "pinned memory": (lambda gpus: host_memory(gpus, True), ORDER),
+    "pageable memory": (lambda gpus: host_memory(gpus, False), ("wait", "synchronize")),
+    "capture": (captured, ORDER),
+    "staging": (staged, ("record",)),
+    "dropped": (lambda gpus: dropped(gpus, False), MEMORY),
+    "dropped layouts": (lambda gpus: dropped(gpus, True), MEMORY),
+}
+
+
+def outcome(program: Program, left_out: str = "", number: int = 0) -> tuple[str, Counter[str]]:
+    """Run the program without one call; return what was noticed, and the number of calls."""
+    gpus, noticed = Gpus(2), ""
+    if left_out:
+        gpus.cuda.inject("skip", left_out, after=number)
+    try:
+        kept = program(gpus)
+        gpus.check(number)
+        del kept
+    except (AssertionError, RuntimeError) as error:
+        noticed = str(error) or repr(error)
+    made = Counter(gpus.cuda.counters()) + Counter(record_stream=gpus.torch.recorded())
+    gpus.torch.run(number)
+    gpus.close()
+    return noticed, made
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_wait_event_and_record_is_needed(name: str) -> None:
+    program, calls = PROGRAMS[name]
+    noticed, made = outcome(program)
+    assert noticed == ""
+    tried = [(call, number) for call in calls for number in range(made[call])]
+    assert tried
+    assert [one for one in tried if not outcome(program, *one)[0]] == []
+
+
+def test_pinned_memory_of_a_call_is_recorded() -> None:
+    """On the streams of both devices, either of which is behind all work on the memory."""
+    assert outcome(staged)[0] == ""
+    assert outcome(staged, "record_stream", EVERY)[0] != ""

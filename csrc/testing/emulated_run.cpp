@@ -203,7 +203,7 @@ void EmulatedRun::run(int calls, bool capture) {
 
 void EmulatedRun::issue() {
   cuda_.clear_log();
-  if (skipped_) cuda_.inject(Fault{Fault::Kind::skip, "wait", *skipped_});
+  if (skipped_) cuda_.inject(Fault{FaultKind::skip, "wait", *skipped_});
   const Device before = cuda_.current_device();
   if (capture_) {
     cuda_.begin_capture(streams_.ranks[0].caller);
@@ -229,7 +229,7 @@ std::exception_ptr EmulatedRun::call() {
   const Device before = cuda_.current_device();
   callers_access("'s caller before the call",
                  [](TestBlock& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
-  if (fail_after_ >= 0) cuda_.inject(Fault{Fault::Kind::fail, "", std::exchange(fail_after_, -1)});
+  if (fail_after_ >= 0) cuda_.inject(Fault{FaultKind::fail, "", std::exchange(fail_after_, -1)});
   try {
     execute();
   } catch (...) {

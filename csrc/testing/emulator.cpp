@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 
 #include "../cuda/device_guard.h"
 
@@ -68,19 +69,25 @@ bool Emulator::enter(const char* call, const char* also) {
   ++counters_[call];
   if (!fault_ || !(fault_->call.empty() || fault_->call == call || fault_->call == also))
     return true;
-  if (fault_->kind == Fault::Kind::slow)
+  if (fault_->kind == FaultKind::slow) {
     std::this_thread::sleep_for(std::chrono::duration<double>(fault_->seconds));
-  else if (fault_->after-- == 0)
-    demand(fault_->kind == Fault::Kind::skip, "injected failure in ", call);
-  else
     return true;
-  return fault_->kind == Fault::Kind::slow;
+  }
+  if (!is_due()) return true;
+  demand(fault_->kind == FaultKind::skip, "injected failure in ", call);
+  return false;
+}
+
+bool Emulator::is_due() {
+  if (fault_->after < 0) return true;
+  if (fault_->after-- > 0) return false;
+  fault_->after = std::numeric_limits<int>::max();  // it has happened
+  return true;
 }
 
 bool Emulator::skips(const char* call) {
   const Lock lock = locked();
-  return fault_ && fault_->kind == Fault::Kind::skip && fault_->call == call &&
-         fault_->after-- == 0;
+  return fault_ && fault_->kind == FaultKind::skip && fault_->call == call && is_due();
 }
 
 void Emulator::require_no_capture(const char* call) const {
@@ -247,9 +254,12 @@ void Emulator::destroy(Event event) noexcept {
 
 void Emulator::record(Event event, Stream stream) {
   const Lock lock = locked();
-  if (!enter("record")) return;
-  StreamState& s = state(stream, "record");
   EventState& e = state(event, "record");
+  if (!enter("record")) {
+    e = {e.device};  // otherwise an earlier record of the event could serve in place of this one
+    return;
+  }
+  StreamState& s = state(stream, "record");
   demand(e.device == stream.device, "an event of device ", e.device,
          " recorded on a stream of device ", stream.device);
   log_call("record", s);

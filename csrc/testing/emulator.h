@@ -32,10 +32,11 @@ void demand(bool ok, const Parts&... why) {
 }
 
 // What happens before a call has an effect. `fail` and `skip` concern one call, after `after` more
-// calls of the name: it throws, or has no effect. `slow`: every call takes `seconds` longer.
+// calls of the name (every call, if negative): it throws, or has no effect. `slow`: every call
+// takes `seconds` longer.
+enum class FaultKind { fail, skip, slow };
 struct Fault {
-  enum class Kind { fail, skip, slow };
-  Kind kind;
+  FaultKind kind;
   std::string call = {};  // name; empty: calls of any name
   int after = 0;
   double seconds = 0;
@@ -153,6 +154,7 @@ class Emulator final : public Api, public HostMemoryOps {
     std::unique_ptr<std::byte[]> storage;
   };
 
+  bool is_due();  // whether the fault concerns this call, which has its name
   bool is_device(Device device) const;
   Device thread_device() const;  // current_device(), not counted
   StreamState& state(Stream stream, const char* call);

@@ -50,7 +50,7 @@ void copy_bytes(Emulator& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
 void inject(Emulator& cuda, const std::string& kind, const std::string& call, int after,
             double seconds) {
   const auto k = find_name("kind", kind, std::array{"fail", "skip", "slow"});
-  cuda.inject(Fault{static_cast<Fault::Kind>(k), call, after, seconds});
+  cuda.inject(Fault{static_cast<FaultKind>(k), call, after, seconds});
 }
 
 void bind_api(py::module_& m) {
@@ -147,6 +147,12 @@ void bind_torch(py::module_& m) {
       .def("close", [](EmulatedTorch&) { set_runtime(EmulatedTorch::kLists, nullptr); })
       .def_property_readonly("cuda", &EmulatedTorch::emulator)
       .def("empty", &empty_on, py::arg("sizes"), py::arg("device") = 0, free)
+      .def(
+          "empty_pinned",
+          [](EmulatedTorch& torch, const std::vector<int64_t>& sizes) {
+            return torch.empty_pinned(sizes, at::kFloat);
+          },
+          py::arg("sizes"), free)
       .def("empty_foreign", &EmulatedTorch::empty_foreign, py::arg("count"), py::arg("device") = 0,
            py::arg("offset") = 0, free)
       .def("adopt", &EmulatedTorch::adopt, py::arg("tensor"), py::arg("pinned"), free)

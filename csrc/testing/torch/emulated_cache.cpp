@@ -25,7 +25,8 @@ std::byte* EmulatedCache::take(Use use) {
                               use.device, use.bytes);
     blocks_.emplace(best, CachedBlock{use});
   } else if (use.device == cuda::kHost) {
-    std::memset(best, cuda::kPoison, use.bytes);
+    emulator_.host_work("new content of pinned memory", {{best, use.bytes, true, 0}},
+                        [&] { std::memset(best, cuda::kPoison, use.bytes); });
   }
   blocks_.at(best).in_use = true;
   return best;
