@@ -77,10 +77,10 @@ ipc::BufferSegment Binder::bind(const at::Tensor& t, const ArgumentName& label, 
 
 ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   if (call_.staging) {
-    DeviceOps& devices = call_.staging->devices();
-    const at::Tensor temporary = devices.new_dense(like, like.device());
-    call_.fills.push_back([&devices, temporary, like, fill = std::move(fill)] {
-      devices.compute(temporary, like, fill);
+    TorchRuntime& torch = call_.staging->devices().torch();
+    const at::Tensor temporary = torch.empty(like.sizes(), like.scalar_type(), like.device());
+    call_.fills.push_back([&torch, temporary, like, fill = std::move(fill)] {
+      torch.compute(temporary, like, fill);
     });
     return add_tensor(temporary, true, false);
   }

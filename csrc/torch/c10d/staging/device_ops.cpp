@@ -55,13 +55,6 @@ at::Tensor DeviceOps::new_pinned(const at::Tensor& like) {
   return torch_->empty_pinned(like.sizes(), like.scalar_type());
 }
 
-at::Tensor DeviceOps::new_dense(const at::Tensor& like, at::Device device) {
-  return torch_->empty(like.sizes(), like.scalar_type(), device);
-}
-
-void DeviceOps::copy_in(const CopyPair& pair) { torch_->copy(pair.dense, pair.tensor); }
-void DeviceOps::copy_out(const CopyPair& pair) { torch_->copy(pair.tensor, pair.dense); }
-
 std::unique_ptr<DeviceEvent> DeviceOps::record_event(at::Device device) {
   return std::make_unique<DeviceEvent>(torch_, torch_->current_stream(device));
 }

@@ -57,6 +57,7 @@ class DeviceOps {
     return std::make_shared<DeviceOps>(torch_);
   }
 
+  TorchRuntime& torch() const { return *torch_; }  // for tensors that these operations serve
   // Returns whether the tensor is on a device that these operations support.
   bool serves(const at::Tensor& tensor) const { return torch_ && torch_->serves(tensor); }
   bool has(at::Device device) const { return torch_ && torch_->has(device); }
@@ -64,24 +65,7 @@ class DeviceOps {
 
   // Returns contiguous pinned host memory of the same size. Thread-safe.
   at::Tensor new_pinned(const at::Tensor& like);
-  // Returns contiguous memory of the same size on `device`, allocated for its current stream.
-  at::Tensor new_dense(const at::Tensor& like, at::Device device);
-  // Enqueues the copy of `tensor` to `dense` on the current stream of the tensor's device.
-  void copy_in(const CopyPair& pair);
-  // Enqueues the copy of `dense` to `tensor` there.
-  void copy_out(const CopyPair& pair);
-  // Enqueues on the current stream the launches by which `how` computes `into` from `from`.
-  void compute(const at::Tensor& into, const at::Tensor& from,
-               const TorchRuntime::Computation& how) {
-    torch_->compute(into, from, how);
-  }
   std::unique_ptr<DeviceEvent> record_event(at::Device device);  // on its current stream
-  cuda::Stream current_stream(at::Device device) const { return torch_->current_stream(device); }
-  // See TorchRuntime. A list's call is one of all ranks, on the current streams.
-  void record_stream(const at::Tensor& tensor, cuda::Stream stream) {
-    torch_->record_stream(tensor, stream);
-  }
-  void run_list_call(const PreparedCall& call) { torch_->run_list_call(call); }
   // Makes the group's stream on `device` wait for `after`. Callers enqueue no work on the group's
   // stream and do not capture it.
   void wait_for(at::Device device, const DeviceEvent& after) { after.block(stream(device)); }

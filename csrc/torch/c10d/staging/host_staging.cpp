@@ -58,7 +58,7 @@ ipc::BufferSegment HostStaging::add_tensor(const at::Tensor& tensor, bool reads,
 void HostStaging::begin_copy_in() {
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     DeviceCopies& copies = copies_[i];
-    for (const CopyPair& pair : copies.in) devices_->copy_in(pair);
+    for (const CopyPair& pair : copies.in) devices_->torch().copy(pair.dense, pair.tensor);
     if (!copies.in.empty() || !copies.out.empty())
       copies.copied_in = devices_->record_event(on_[i]);
     copies.inputs_ready = copies.in.empty();  // no host wait for tensors that are only overwritten

@@ -20,7 +20,7 @@ ipc::BufferSegment DirectStaging::add_tensor(const at::Tensor& tensor, bool read
   if (tensor.numel() == 0) return {nullptr, 0};
   at::Tensor dense = tensor;
   if (!tensor.is_contiguous()) {
-    dense = devices_->new_dense(tensor, device);
+    dense = devices_->torch().empty(tensor.sizes(), tensor.scalar_type(), device);
     if (reads) in_.push_back({tensor, dense});
     if (writes) out_.push_back({tensor, dense});
     tensors_.push_back(tensor);
@@ -31,7 +31,7 @@ ipc::BufferSegment DirectStaging::add_tensor(const at::Tensor& tensor, bool read
 }
 
 void DirectStaging::begin_copy_in() {
-  for (const CopyPair& pair : in_) devices_->copy_in(pair);
+  for (const CopyPair& pair : in_) devices_->torch().copy(pair.dense, pair.tensor);
   in_.clear();
   inputs_.clear();
   for (at::Device d : on_) inputs_.push_back(devices_->record_event(d));
@@ -40,14 +40,14 @@ void DirectStaging::begin_copy_in() {
 void DirectStaging::wait_for_inputs() {
   for (std::size_t i = 0; i < on_.size(); ++i) {
     inputs_[i]->block_current(on_[i]);
-    const cuda::Stream stream = devices_->current_stream(on_[i]);
+    const cuda::Stream stream = devices_->torch().current_stream(on_[i]);
     for (const at::Tensor& t : tensors_)
-      if (t.device() == on_[i]) devices_->record_stream(t, stream);
+      if (t.device() == on_[i]) devices_->torch().record_stream(t, stream);
   }
 }
 
 void DirectStaging::begin_copy_out() {
-  for (const CopyPair& pair : out_) devices_->copy_out(pair);
+  for (const CopyPair& pair : out_) devices_->torch().copy(pair.tensor, pair.dense);
   out_.clear();
   for (at::Device d : on_) outputs_.push_back(devices_->record_event(d));
 }

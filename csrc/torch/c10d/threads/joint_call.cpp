@@ -106,7 +106,7 @@ void run(const std::vector<RequestReader>& ranks, const PreparedCall& prepared,
     return rank.call().staging != nullptr;
   });
   if (on_device != ranks.end())
-    on_device->call().staging->devices().run_list_call(prepared);
+    on_device->call().staging->devices().torch().run_list_call(prepared);
   else
     run_on_host(prepared, share);
 }

@@ -51,8 +51,9 @@ bool ThreadMessageWork::matches(const ThreadMessageWork& send) const {
 void ThreadMessageWork::detach() {
   if (tensor_.numel() == 0) return;
   if (staging_) {
-    data_ = staging_->devices().new_dense(tensor_, tensor_.device());
-    staging_->devices().copy_in({tensor_, data_});
+    TorchRuntime& torch = staging_->devices().torch();
+    data_ = torch.empty(tensor_.sizes(), tensor_.scalar_type(), tensor_.device());
+    torch.copy(data_, tensor_);
     staging_->add_whole(data_);
     staging_->begin_copy_in();
     return staging_->end_with_inputs();
@@ -164,13 +165,13 @@ at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& recei
   at::Tensor pinned;
   if (receiver == nullptr) {
     pinned = sender->devices().new_pinned(from);
-    sender->devices().copy_in({from, pinned});
+    sender->devices().torch().copy(pinned, from);
   } else if (sender == nullptr) {
     const at::Tensor bridge = receiver->devices().new_pinned(into);
     copy_strided(bridge, from);
-    receiver->devices().copy_out({into, bridge});
+    receiver->devices().torch().copy(into, bridge);
   } else {
-    receiver->devices().copy_out({into, from});
+    receiver->devices().torch().copy(into, from);
   }
   if (receiver != nullptr) receiver->begin_copy_out();
   if (sender != nullptr && !send.is_done()) sender->begin_copy_out();
