@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -207,11 +208,20 @@ def test_another_thread_runs_while_the_host_waits(gpus: Gpus) -> None:
 
 
 def test_a_call_on_one_device_and_stream_is_one_launch(gpus: Gpus) -> None:
+    """One for each dtype, and no other work: no event, no wait, no stream of the library's own."""
     for world in (2, 4, 8):
-        tensors = on_ranks(gpus, values(world))
-        gpus.all_reduce(tensors)
-        counted = gpus.count(lambda t=tensors: gpus.all_reduce(t))
-        assert counted == Counter({"current_device": 1, "capture_id": 1, "launch": 1})
+        of = values(world)
+        tensors = on_ranks(gpus, of)
+        lists = [[gpus.tensor(v), gpus.tensor(v).view(torch.int32), gpus.tensor(v)] for v in of]
+        for launches, call in (
+            (1, partial(gpus.all_reduce, tensors)),
+            (1, partial(gpus.broadcast, tensors, streams=[gpus.torch.current(0)] * world)),
+            (1, partial(gpus.all_gather, tensors)),
+            (2, partial(gpus.all_reduce_coalesced, lists)),
+        ):
+            call()
+            done = Counter({"current_device": 1, "capture_id": 1, "launch": launches})
+            assert gpus.count(call) == done
     assert gpus.torch.recorded() == 0
 
 

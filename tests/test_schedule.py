@@ -7,6 +7,7 @@ gives the same bits as the plan as written.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -106,13 +107,18 @@ def test_a_dropped_wait_changes_the_bits(name: str) -> None:
 
 
 def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
-    for world in range(1, 17):
-        plan = all_reduce("leader", world)
+    """One for each level, which has the works of its steps on all tensors."""
+    for name, world in itertools.product(("leader", "two_shot", "chain"), range(1, 17)):
+        plan = all_reduce(name, world)
         emulated_run = emulate_calls(plan, True, [0] * world, workers="callers", bindings=8)
-        alone = world == 1  # a single rank in place has nothing to do
-        done = {"capture_id": 1, "load": 1} | ({"launch": 1, "works": 8} if not alone else {})
+        launches = emulated_run.levels - 2  # the first and the last level only begin and end ranks
+        works = 8 * len(emulated_run.plan.steps)
+        done = Counter({"capture_id": 1, "load": 1, "launch": launches, "works": works})
+        if world == 1:  # a single rank in place has nothing to do
+            del done["launch"], done["works"]
         apart = Counter({"create_stream": 1, "streams": 1, "current_device": 99})
-        assert emulated_run.counts - apart == done
+        assert emulated_run.counts - apart == done, (name, world)
+        assert emulated_run.mismatch(world) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-// See executor.h. A run numbers its streams, looks up the schedule and issues it. Copies between
-// memories of different devices, or a device and the host, use a copy engine; folds and all other
-// copies use kernels.
+// See executor.h. A run on one stream issues the plan's levels. A run on several numbers its
+// streams, looks up the schedule and issues it. Copies between memories of different devices, or a
+// device and the host, use a copy engine; folds and all other copies use kernels.
 #include "executor.h"
 
 #include <algorithm>
@@ -35,6 +35,16 @@ bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
   return std::any_of(call.bindings.begin(), call.bindings.end(), [&](const Binding& b) {
     return fits(b.memory[r * kBuffers]) || fits(b.memory[r * kBuffers + 1]);
   });
+}
+
+// Returns true if all tasks of all ranks run on one stream of one device, whose order is the
+// levels'.
+bool on_one_stream(const CallStreams& streams_of_ranks) {
+  const Stream first = streams_of_ranks.ranks[0].caller;
+  return streams_of_ranks.join_stream.device == kHost &&
+         std::all_of(
+             streams_of_ranks.ranks.begin(), streams_of_ranks.ranks.end(),
+             [&](const RankStreams& r) { return r == RankStreams{first.device, first, first}; });
 }
 
 NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams_of_ranks) {
@@ -101,17 +111,24 @@ class ExecutorRun {
         call_(call),
         streams_of_ranks_(streams_of_ranks),
         item_(item_bytes(call.dtype)),
-        numbered_(number_streams(call, streams_of_ranks)),
-        touched_(numbered_.streams.size()),
         device_(device),
         ring_lease_(rings, device_),
         events_of_run_(events, streams_of_ranks.capture != 0) {
-    if (streams_of_ranks.capture == 0 && has_host_rank()) capture_mode_.emplace(api_);
+    const std::vector<RankStreams>& ranks = streams_of_ranks.ranks;
+    if (streams_of_ranks.capture == 0 &&
+        std::any_of(ranks.begin(), ranks.end(), [](auto& r) { return r.device == kHost; }))
+      capture_mode_.emplace(api_);
   }
 
-  const StreamMap& stream_map() const { return numbered_.at; }
+  // For ranks whose tasks are all on this stream.
+  void run_levels(Stream stream) {
+    device_.use(stream.device);
+    for (const std::vector<TaskId>& level : call_.compiled.levels) issue_tasks(stream, level);
+  }
 
-  void run(const Schedule& schedule) {
+  void run(NumberedStreams numbered, const Schedule& schedule) {
+    numbered_ = std::move(numbered);
+    touched_.resize(numbered_.streams.size());
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
@@ -124,18 +141,21 @@ class ExecutorRun {
   }
 
  private:
-  bool has_host_rank() const {
-    return std::any_of(streams_of_ranks_.ranks.begin(), streams_of_ranks_.ranks.end(),
-                       [](const RankStreams& r) { return r.device == kHost; });
-  }
-
   void issue(const ScheduledLaunch& scheduled, Event& event) {
     const Stream stream = numbered_.streams[scheduled.stream];
     device_.use(stream.device);
     touched_[scheduled.stream] = true;
     for (int e : scheduled.after) api_.wait(stream, events_[e]);
+    issue_tasks(stream, scheduled.tasks);
+    if (!scheduled.recorded) return;
+    event = events_of_run_.take(stream.device);
+    api_.record(event, stream);
+  }
+
+  // Tasks of one level do not conflict: all of their works on all bindings are one launch.
+  void issue_tasks(Stream stream, const std::vector<TaskId>& tasks) {
     Launch launch{{}, call_.dtype, call_.op, call_.options};
-    for (TaskId p : scheduled.tasks) {
+    for (TaskId p : tasks) {
       const int step = call_.compiled.program[p.rank][p.index].step;
       if (step == kAllBuffers) continue;
       for (const Binding& binding : call_.bindings)
@@ -143,9 +163,6 @@ class ExecutorRun {
           issue_step(stream, binding, step, launch);
     }
     if (!launch.works.empty()) api_.launch(stream, launch);
-    if (!scheduled.recorded) return;
-    event = events_of_run_.take(stream.device);
-    api_.record(event, stream);
   }
 
   // Issues one step on one binding, or adds it to `launch`.
@@ -241,13 +258,14 @@ class ExecutorRun {
   const BoundPlan& call_;
   const CallStreams& streams_of_ranks_;
   const std::size_t item_;
-  const NumberedStreams numbered_;
-  std::vector<bool> touched_;                       // [stream]: work was issued on it
   std::optional<RelaxedCaptureMode> capture_mode_;  // if the host may wait for a stream
   DeviceGuard& device_;
   PinnedRingLease ring_lease_;
   RunEvents events_of_run_;
-  std::vector<Event> events_;  // [scheduled launch]
+  // Of a run of a schedule:
+  NumberedStreams numbered_ = {};
+  std::vector<bool> touched_ = {};  // [stream]: work was issued on it
+  std::vector<Event> events_ = {};  // [scheduled launch]
 };
 
 }  // namespace
@@ -270,15 +288,18 @@ uint64_t capture_of(Api& api, DeviceGuard& device, std::span<const Stream> calle
   return first;
 }
 
-void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks,
-                   DeviceGuard& device) {
-  check_call(call, streams_of_ranks);
+void Executor::enqueue(const BoundPlan& call, const CallStreams& streams_of_ranks,
+                       DeviceGuard& device) {
   Device loaded = kHost;
   for (const RankStreams& r : streams_of_ranks.ranks)
     if (std::exchange(loaded, r.worker.device) != r.worker.device)
       events_.api().load(r.worker.device, call.dtype, call.op);
   ExecutorRun executor_run(events_, rings_, call, streams_of_ranks, device);
-  executor_run.run(*scheduled(call.compiled, executor_run.stream_map()));
+  if (on_one_stream(streams_of_ranks))
+    return executor_run.run_levels(streams_of_ranks.ranks[0].caller);
+  NumberedStreams numbered = number_streams(call, streams_of_ranks);
+  const auto schedule = scheduled(call.compiled, numbered.at);
+  executor_run.run(std::move(numbered), *schedule);
 }
 
 std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {

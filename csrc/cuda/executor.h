@@ -1,6 +1,7 @@
-// Runs a compiled plan in one process, on the memory of any number of devices: enqueues the plan's
-// `Schedule` on streams through `Api`. No kernel waits for another. `run` blocks the host only if a
-// rank is in host memory that is pageable, or pinned while `host_waits` is set.
+// Runs a compiled plan in one process, on the memory of any number of devices: enqueues its levels
+// on one stream, or its `Schedule` on several, through `Api`. No kernel waits for another. A run
+// blocks the host only if a rank is in host memory that is pageable, or pinned while `host_waits`
+// is set.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -21,9 +22,9 @@ inline constexpr const char* kPageableInCapture =
     "captured; pin it with .pin_memory()";
 
 // The device of one rank's memory, and the streams of its tasks. Tasks and ranks may share streams:
-// with one device and one stream for all, a level is one launch, without events. A rank's streams
-// belong to its device. A rank in host memory runs no steps (see `stage`), and its streams may
-// belong to any device.
+// with one device and one stream for all, each level is one launch, without a schedule and events.
+// A rank's streams belong to its device. A rank in host memory runs no steps (see `stage`), and its
+// streams may belong to any device.
 struct RankStreams {
   Device device;  // kHost: host memory, pinned or not
   Stream caller;  // torch's current stream: orders the run after earlier and before later work
@@ -32,13 +33,14 @@ struct RankStreams {
   // directions and folds overlap in a staged plan.
   Stream d2h = worker;
   Stream h2d = worker;
+  bool operator==(const RankStreams&) const = default;
 };
 
 struct CallStreams {
   std::vector<RankStreams> ranks;
   Stream join_stream = {};  // see StreamMap; if its device is kHost, there is none
-  // If true, pinned host memory has been read and contains the results when `run` returns. This is
-  // always so for pageable memory.
+  // If true, pinned host memory has been read and contains the results when the run has been
+  // enqueued. This is always so for pageable memory.
   bool host_waits = false;
   uint64_t capture = 0;  // number of the capture of all caller streams (see capture_of); 0: none
 };
@@ -47,7 +49,8 @@ struct CallStreams {
 // ValueError if only some of them are, or if they are in different captures.
 uint64_t capture_of(Api& api, DeviceGuard& device, std::span<const Stream> callers);
 
-// Throws as Executor::run does before it enqueues anything.
+// Throws ValueError or TypeError if the executor cannot run this call. During a capture no memory
+// may be pageable.
 void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks);
 
 // Owns the events and pinned rings, and caches schedules. Thread-safe.
@@ -56,12 +59,16 @@ class Executor {
   Executor(Api& api, HostMemoryOps& host, PinnedRingSize size = {})
       : events_(api), rings_(api, host, size) {}
 
-  // Loads the run's kernels, enqueues the run and returns. On each rank's caller stream, earlier
-  // work comes before the run, and later work finds its results. During a capture no memory may be
-  // pageable. Throws ValueError and TypeError before anything is enqueued. Passes errors of the Api
-  // through, after it has ordered the caller streams behind all enqueued work. Changes the current
-  // device.
-  void run(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device);
+  // Loads the kernels of a call that check_call accepts, enqueues the run and returns. On each
+  // rank's caller stream, earlier work comes before the run, and later work finds its results.
+  // Passes errors of the Api through, after it has ordered the caller streams behind all enqueued
+  // work. Changes the current device.
+  void enqueue(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device);
+  // Checks the call first, for callers that change no stream in between.
+  void run(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device) {
+    check_call(call, streams_of_ranks);
+    enqueue(call, streams_of_ranks, device);
+  }
 
   EventPool& events() { return events_; }
 

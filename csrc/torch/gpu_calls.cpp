@@ -11,6 +11,7 @@
 namespace pycollect {
 
 using cuda::DeviceGuard;
+using cuda::RankStreams;
 using cuda::Stream;
 
 namespace {
@@ -31,10 +32,10 @@ void check_layout_copies(const PreparedCall& prepared) {
   }
 }
 
-std::vector<Stream> distinct(const std::vector<Stream>& streams) {
+std::vector<Stream> distinct_callers(const std::vector<RankStreams>& ranks) {
   std::vector<Stream> found;
-  for (const Stream& s : streams)
-    if (std::find(found.begin(), found.end(), s) == found.end()) found.push_back(s);
+  for (const RankStreams& r : ranks)
+    if (std::find(found.begin(), found.end(), r.caller) == found.end()) found.push_back(r.caller);
   return found;
 }
 
@@ -49,25 +50,29 @@ GpuCalls::GpuCalls(std::shared_ptr<TorchRuntime> runtime, c10::DeviceType kind)
 
 GpuCalls::~GpuCalls() { free_graph_memory(); }
 
-// Returns each rank's caller stream. A rank in host memory uses the first GPU of the call.
-std::vector<Stream> GpuCalls::callers_of(const PreparedCall& prepared) const {
+// Returns the streams of ranks that run all of their tasks on their caller's stream. A rank in host
+// memory uses the first GPU of the call.
+std::vector<RankStreams> GpuCalls::caller_streams(const PreparedCall& prepared) const {
   const auto first = std::find_if_not(prepared.devices.begin(), prepared.devices.end(), on_host);
-  std::vector<Stream> callers;
+  std::vector<RankStreams> ranks;
   for (std::size_t r = 0; r < prepared.devices.size(); ++r) {
     const at::Device device = on_host(prepared.devices[r]) ? *first : prepared.devices[r];
     const bool named = r < prepared.streams.size() && prepared.streams[r].has_value();
-    callers.push_back(named ? runtime_->stream_of(*prepared.streams[r])
-                            : runtime_->current_stream(device));
+    const Stream caller =
+        named ? runtime_->stream_of(*prepared.streams[r]) : runtime_->current_stream(device);
+    ranks.push_back({on_host(prepared.devices[r]) ? cuda::kHost : caller.device, caller, caller});
   }
-  return callers;
+  return ranks;
 }
 
 // Checks everything that may be refused, before any stream changes.
-GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const PreparedCall& prepared) {
+GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const PreparedCall& prepared,
+                                              bool is_async) {
   free_graph_memory();
-  EnqueueContext context{callers_of(prepared), {}, 0, {}};
-  context.distinct = distinct(context.callers);
-  context.capture = cuda::capture_of(api_, device, context.distinct);
+  EnqueueContext context;
+  context.ranks = caller_streams(prepared);
+  context.callers = context.distinct = distinct_callers(context.ranks);
+  context.capture = cuda::capture_of(api_, device, context.callers);
   if (context.capture != 0) {
     check_layout_copies(prepared);
     context.keeps_memory =
@@ -75,6 +80,15 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const Prepare
   }
   context.internal = sets_.of(context.capture);
   context.producers = producers_of(device, prepared, context);
+  if (is_async) {
+    context.is_async = context.uses_internal = true;
+    for (RankStreams& r : context.ranks) {
+      const Stream side = context.internal->side(r.caller.device);
+      r = {r.device, side, side};
+    }
+    context.distinct = distinct_callers(context.ranks);
+  }
+  choose_streams(prepared, context);
   return context;
 }
 
@@ -90,7 +104,7 @@ std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const PreparedCa
     require(theirs == context.capture || theirs == 0, prepared.call,
             ": the stream of an array's library is in the capture of a CUDA graph, and the streams "
             "of this call are not; capture on all of them, or on none");
-    const std::vector<Stream>& callers = context.distinct;
+    const std::vector<Stream>& callers = context.callers;
     if (theirs == context.capture && std::find(callers.begin(), callers.end(), s) == callers.end())
       found.push_back(s);
   }
@@ -100,8 +114,8 @@ std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const PreparedCa
 // Returns whether the capture is on several devices, as far as can be seen: on which of them it has
 // begun cannot. A default stream is never captured, and its device may not be in use.
 bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& context) const {
-  const cuda::Device first = context.distinct[0].device;
-  for (const Stream& s : context.distinct)
+  const cuda::Device first = context.callers[0].device;
+  for (const Stream& s : context.callers)
     if (s.device != first) return true;
   for (cuda::Device d = 0; d < runtime_->devices(); ++d) {
     const Stream s = runtime_->current_stream({kind_, static_cast<c10::DeviceIndex>(d)});
@@ -112,36 +126,29 @@ bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& contex
   return false;
 }
 
-// Chooses the streams of each part. One device and one caller's stream need no other streams, so a
-// level is one launch, without events. If the caller named the algorithm, each rank of a device has
-// its own worker stream, so that virtual ranks run as independently as ranks on different devices.
-void GpuCalls::prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const {
-  const std::vector<at::Device>& devices = prepared.devices;
-  const bool is_simple =
-      prepared.peer_access && context.distinct.size() == 1 &&
-      std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; });
-  const bool any_on_host = std::any_of(devices.begin(), devices.end(), on_host);
-  for (const DtypePlan& part : prepared.parts) {
-    // During a capture the host does not wait: results in host memory are complete after a replay.
-    cuda::CallStreams streams{
-        .ranks = {}, .host_waits = context.capture == 0 && any_on_host, .capture = context.capture};
-    const bool on_caller_stream = !part.named && is_simple;
-    context.uses_internal |= !on_caller_stream;
+// One device and one caller's stream need no other streams: a level is one launch, without events.
+// If the caller named the algorithm, each rank of a device has its own worker stream, so that
+// virtual ranks run as independently as ranks on different devices.
+void GpuCalls::choose_streams(const PreparedCall& prepared, EnqueueContext& context) const {
+  const bool any_on_host = std::any_of(prepared.devices.begin(), prepared.devices.end(), on_host);
+  const bool named = std::any_of(prepared.parts.begin(), prepared.parts.end(),
+                                 [](const DtypePlan& part) { return part.named; });
+  // During a capture the host does not wait: results in host memory are complete after a replay.
+  context.host_waits = context.capture == 0 && any_on_host;
+  const bool on_one_stream =
+      prepared.peer_access && context.distinct.size() == 1 && !any_on_host && !named;
+  if (!on_one_stream && !prepared.parts.empty()) {
+    context.uses_internal = true;
     InternalStreams& internal = *context.internal;
     std::map<cuda::Device, std::size_t> ranks_on;
-    for (std::size_t r = 0; r < devices.size(); ++r) {
-      const Stream caller = context.callers[r];
-      const cuda::Device on = caller.device;
-      cuda::RankStreams rank{on_host(devices[r]) ? cuda::kHost : on, caller, caller};
-      if (!on_caller_stream)
-        rank = {rank.device, caller, internal.worker(on, part.named ? ranks_on[on]++ : 0),
-                internal.d2h(on), internal.h2d(on)};
-      streams.ranks.push_back(rank);
+    for (RankStreams& r : context.ranks) {
+      const cuda::Device on = r.caller.device;
+      r = {r.device, r.caller, internal.worker(on, named ? ranks_on[on]++ : 0), internal.d2h(on),
+           internal.h2d(on)};
     }
-    if (!on_caller_stream) streams.join_stream = internal.join(context.callers[0].device);
-    cuda::check_call({*part.compiled, part.bindings, part.dtype, part.op, part.options}, streams);
-    context.parts.push_back(std::move(streams));
+    context.join_stream = internal.join(context.ranks[0].caller.device);
   }
+  for (const DtypePlan& part : prepared.parts) cuda::check_call(part.bound(), context);
 }
 
 // Pinned memory of the call itself is not reused before the callers' streams, which wait for all
@@ -153,11 +160,7 @@ void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
       if (t.is_cpu())
         for (const Stream& s : context.distinct) runtime_->record_stream(t, s);
   if (!prepared.layout_copies.empty()) enqueue_layout_copies(device, prepared, context);
-  for (std::size_t i = 0; i < prepared.parts.size(); ++i) {
-    const DtypePlan& part = prepared.parts[i];
-    executor_.run({*part.compiled, part.bindings, part.dtype, part.op, part.options},
-                  context.parts[i], device);
-  }
+  for (const DtypePlan& part : prepared.parts) executor_.enqueue(part.bound(), context, device);
 }
 
 // Torch copies on the current streams of both devices. Between two tensors in host memory the host
@@ -166,7 +169,7 @@ void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const PreparedCall& pr
                                      const EnqueueContext& context) const {
   const cuda::RelaxedCaptureMode mode(api_);
   for (const LayoutCopy& copy : prepared.layout_copies) {
-    const Stream own = context.callers[copy.rank];
+    const Stream own = context.ranks[copy.rank].caller;
     if (copy.dst.is_cpu() && copy.src.is_cpu()) {
       device.use(own.device);
       api_.synchronize(own);
@@ -232,8 +235,7 @@ void GpuCalls::order(DeviceGuard& device, const std::vector<Stream>& earlier,
 
 void GpuCalls::run(const PreparedCall& prepared) {
   DeviceGuard device(api_);
-  EnqueueContext context = context_of(device, prepared);
-  prepare_parts(prepared, context);
+  const EnqueueContext context = context_of(device, prepared, false);
   keep_for_graph(device, prepared, context);
   order(device, context.producers, context.distinct, context.capture);
   for (const Stream& s : context.distinct)
@@ -253,14 +255,9 @@ void GpuCalls::run(const PreparedCall& prepared) {
 std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   const ProfilerRange range(prepared.call);
   DeviceGuard device(api_);
-  EnqueueContext context = context_of(device, prepared);
-  const std::vector<Stream> callers = std::exchange(context.distinct, {});
-  for (Stream& s : context.callers) s = context.internal->side(s.device);
-  context.distinct = distinct(context.callers);
-  context.uses_internal = context.is_async = true;
-  prepare_parts(prepared, context);
+  const EnqueueContext context = context_of(device, prepared, true);
   order(device, context.producers, context.distinct, context.capture);
-  order(device, callers, context.distinct, context.capture);
+  order(device, context.callers, context.distinct, context.capture);
   const bool owned = record_side_streams(prepared, context);
   std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
   try {
@@ -272,7 +269,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
           context.internal->record_async(executor_.events(), s.device, context.capture != 0));
     }
   } catch (...) {  // no work is returned that would make these streams wait
-    order(device, context.distinct, callers, context.capture);
+    order(device, context.distinct, context.callers, context.capture);
     order(device, context.distinct, context.producers, context.capture);
     throw;
   }

@@ -37,25 +37,23 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
     std::shared_ptr<InternalStreams> streams = {};
     GraphMemory* next = nullptr;
   };
-  // The streams of a call, and the capture that it is in.
-  struct EnqueueContext {
-    std::vector<cuda::Stream> callers;   // [rank]
-    std::vector<cuda::Stream> distinct;  // the same, each once
-    uint64_t capture;                    // number of the capture that all of them are in; 0: none
+  // The streams of a call, which are those of each of its parts.
+  struct EnqueueContext : cuda::CallStreams {
+    std::vector<cuda::Stream> callers;    // torch's current streams or the named ones, each once
+    std::vector<cuda::Stream> distinct;   // the callers of `ranks`: side streams if asynchronous
+    std::vector<cuda::Stream> producers;  // to be ordered with the call
     std::shared_ptr<InternalStreams> internal;
     bool is_async = false;
     bool keeps_memory = false;  // whether the graph must keep the call's memory on devices
     bool uses_internal = false;
-    std::vector<cuda::CallStreams> parts = {};  // [part of the call]
-    std::vector<cuda::Stream> producers = {};   // to be ordered with the call
   };
 
-  std::vector<cuda::Stream> callers_of(const PreparedCall& prepared) const;
-  EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared);
+  std::vector<cuda::RankStreams> caller_streams(const PreparedCall& prepared) const;
+  EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared, bool is_async);
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
   std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const PreparedCall& prepared,
                                          const EnqueueContext& context) const;
-  void prepare_parts(const PreparedCall& prepared, EnqueueContext& context) const;
+  void choose_streams(const PreparedCall& prepared, EnqueueContext& context) const;
   void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared,
                      const EnqueueContext& context);
   void enqueue_layout_copies(cuda::DeviceGuard& device, const PreparedCall& prepared,

@@ -99,8 +99,7 @@ void PreparedCall::run() const {
 
 void PreparedCall::run(const cpu::ParallelFor& parallel_for) const {
   for (const LayoutCopy& copy : layout_copies) copy_strided(copy.dst, copy.src);
-  for (const DtypePlan& p : parts)
-    cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, parallel_for);
+  for (const DtypePlan& part : parts) cpu::run(part.bound(), parallel_for);
 }
 
 }  // namespace pycollect

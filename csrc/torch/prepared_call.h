@@ -32,6 +32,7 @@ struct DtypePlan {
   std::vector<std::unique_ptr<const PlanOffsets>> offsets = {};  // of the bindings
   std::vector<Binding> bindings = {};
 
+  BoundPlan bound() const { return {*compiled, bindings, dtype, op, options}; }
   // Adds a binding. `memory` is [rank][buffer]. Scratch and host memory is allocated here for the
   // ranks where the plan uses it, and added to the call's `scratch`.
   void bind(const PlanOffsets* at, std::vector<BufferMemory> memory, std::size_t rows,
