@@ -17,9 +17,6 @@ class FdServer:
     def offer(self, descriptor: int) -> TicketTuple:
         """Take ownership of the descriptor and return its ticket."""
 
-    def withdraw(self, ticket: TicketTuple) -> None:
-        """Close the descriptor; its ticket becomes invalid."""
-
 def fetch_descriptor(ticket: TicketTuple) -> int:
     """Return a new descriptor of the file that the ticket names."""
 

@@ -154,11 +154,6 @@ FdServer::FdTicket FdServer::offer(UniqueFd descriptor) {
   return ticket;
 }
 
-void FdServer::withdraw(const FdTicket& ticket) noexcept {
-  const std::lock_guard lock(open_->mutex);
-  open_->offered.erase(ticket.number);
-}
-
 void FdServer::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
   std::vector<OpenSockets::FdClient>& clients = open_->clients;

@@ -25,7 +25,6 @@ class FdServer {
     uint64_t fd_server, number;
   };
   FdTicket offer(UniqueFd descriptor);
-  void withdraw(const FdTicket& ticket) noexcept;
 
  private:
   struct OpenSockets;  // fd_server.cpp: the descriptors that a forked child closes

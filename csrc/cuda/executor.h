@@ -64,11 +64,6 @@ class Executor {
   // Passes errors of the Api through, after it has ordered the caller streams behind all enqueued
   // work. Changes the current device.
   void enqueue(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device);
-  // Checks the call first, for callers that change no stream in between.
-  void run(const BoundPlan& call, const CallStreams& streams_of_ranks, DeviceGuard& device) {
-    check_call(call, streams_of_ranks);
-    enqueue(call, streams_of_ranks, device);
-  }
 
   EventPool& events() { return events_; }
 

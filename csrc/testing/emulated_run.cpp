@@ -167,9 +167,10 @@ void EmulatedRun::execute() {
       callers.push_back(r.caller);
   DeviceGuard device(cuda_);
   streams_.capture = capture_of(cuda_, device, callers);
-  machine_->executor.run(
-      {compiled_, bound_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}},
-      streams_, device);
+  const BoundPlan call{
+      compiled_, bound_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}};
+  check_call(call, streams_);
+  machine_->executor.enqueue(call, streams_, device);
 }
 
 void EmulatedRun::run_half_captured() {

@@ -34,13 +34,7 @@ void bind_fd_server(py::module_& m) {
             const auto [name, number] = fd_server.offer(ipc::UniqueFd(descriptor));
             return TicketTuple{name, number};
           },
-          py::arg("descriptor"), free)
-      .def(
-          "withdraw",
-          [](FdServer& fd_server, const TicketTuple& ticket) {
-            fd_server.withdraw({ticket.first, ticket.second});
-          },
-          py::arg("ticket"), free);
+          py::arg("descriptor"), free);
   m.def("fetch_descriptor", &fetch_descriptor, py::arg("ticket"), free);
 }
 
