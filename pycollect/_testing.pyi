@@ -281,6 +281,9 @@ class Emulator:
     def heal(self) -> None:
         """Remove the fault."""
 
+    def set_order(self, order: str, seed: int = 1) -> None:
+        """Set when work runs: "late", "eager", "as_issued" or "random"."""
+
     def report_device(self, device: int) -> None:
         """Report another device than the thread's current one, until the next set_device."""
 

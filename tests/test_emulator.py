@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
+import pycollect as pc
 from pycollect import _testing
 
 
@@ -82,6 +85,55 @@ def test_faults() -> None:
     pair.cuda.heal()
     pair.launch(0, pair.memory[0])
     assert pair.cuda.race is not None
+    with fails("only a call without a result can be left out"):
+        pair.cuda.inject("skip", "query")
+
+
+def emulated(order: str, own_thread: bool = False) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A runtime whose CPU tensors stand for a device's, and two tensors of it."""
+    fake = _testing.emulate(pc.distributed.options(), order == "eager", own_thread)
+    fake.cuda.drain_waits(False)
+    return fake, fake.empty([4]), fake.empty([4])
+
+
+@pytest.mark.parametrize("order", ["late", "eager"])
+def test_the_work_of_a_caller_is_late(order: str) -> None:
+    fake, x, y = emulated(order)
+    fake.write(x, torch.ones(4))
+    event = fake.cuda.event(0)
+    side = fake.cuda.stream(0, of_caller=False)
+    fake.cuda.record(event, side)
+    fake.cuda.wait(fake.current(), event)
+    assert not bool((x == 1).any())
+    fake.cuda.record(event, fake.current())
+    fake.cuda.wait(side, event)  # the group's stream needs it
+    assert bool((x == 1).all()) == (order == "eager")
+    fake.write(y, torch.ones(4))
+    fake.finish()
+    assert bool((y == 1).all())
+
+
+def test_races_of_a_process_group_are_violations() -> None:
+    fake, x, _ = emulated("late")
+    first, second = fake.current(), fake.cuda.stream(0)
+    fake.write(x, torch.ones(4))
+    fake.use(second)
+    fake.write(x, torch.zeros(4))
+    (violation,) = fake.cuda.violations()
+    assert violation.startswith("the caller's write (operation 0) and the caller's write")
+    for stream in (first, second):
+        fake.cuda.finish(stream)
+    assert fake.cuda.violations()  # the last of this log
+    assert fake.cuda.race is None
+
+
+def test_a_runtime_may_end_before_its_work() -> None:
+    for own_thread in (False, True):
+        fake, x, y = emulated("late", own_thread)
+        fake.cuda.set_pause(0.05)
+        fake.write(x, torch.ones(4))
+        fake.write(y, torch.ones(4))
+        del fake, x, y
 
 
 def test_operations_need_their_device_to_be_current() -> None:

@@ -373,6 +373,8 @@ def dropped(gpus: Gpus, layouts: bool) -> None:
     reuse_freed_memory(gpus)
 
 
+# Not left out: an event of a pinned piece that no later call fills again, and waits behind which a
+# caller's stream would use pinned memory of the call. test_pinned_ring.py and test_schedule.py do.
 ORDER, MEMORY = ("wait", "record", "synchronize"), ("record_stream",)
 EVERY = -1  # in place of the number of the call that is left out
 Program = Callable[[Gpus], Any]
@@ -406,8 +408,12 @@ def outcome(program: Program, left_out: str = "", number: int = 0) -> tuple[str,
         kept = program(gpus)
         gpus.check(number)
         del kept
-    except (AssertionError, RuntimeError) as error:
+    except AssertionError as error:  # a race or a wrong value
         noticed = str(error) or repr(error)
+    except RuntimeError as error:
+        noticed = str(error)
+        if not noticed.startswith("CUDA error: "):  # in a capture, CUDA refuses
+            raise
     made = Counter(gpus.cuda.counters()) + Counter(record_stream=gpus.torch.recorded())
     gpus.torch.run(number)
     gpus.close()

@@ -115,6 +115,7 @@ class Program:
                 self.gpus.expect(t, v, s)
 
 
+ORDERS = st.sampled_from(["late", "random", "as_issued"])  # of the streams' work
 PLACES = st.lists(st.sampled_from([0, 0, 1, 2, PINNED, PAGEABLE]), min_size=1, max_size=4).filter(
     lambda places: max(places) >= 0
 )
@@ -122,10 +123,17 @@ PLACES = st.lists(st.sampled_from([0, 0, 1, 2, PINNED, PAGEABLE]), min_size=1, m
 
 @settings(max_examples=1000)
 @given(
-    places=PLACES, named=st.booleans(), connected=st.booleans(), of=st.lists(calls(), max_size=4)
+    places=PLACES,
+    named=st.booleans(),
+    connected=st.booleans(),
+    of=st.lists(calls(), max_size=4),
+    order=ORDERS,
 )
-def test_programs(places: list[int], named: bool, connected: bool, of: list[Call]) -> None:
+def test_programs(
+    places: list[int], named: bool, connected: bool, of: list[Call], order: str
+) -> None:
     gpus = Gpus(3)
+    gpus.cuda.set_order(order, len(of))
     try:
         gpus.torch.connect(connected)
         program = Program(gpus, places, named)
@@ -143,9 +151,11 @@ def test_programs(places: list[int], named: bool, connected: bool, of: list[Call
     devices=st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=4),
     named=st.booleans(),
     of=st.lists(calls(), min_size=1, max_size=3),
+    order=ORDERS,
 )
-def test_captured_programs(devices: list[int], named: bool, of: list[Call]) -> None:
+def test_captured_programs(devices: list[int], named: bool, of: list[Call], order: str) -> None:
     gpus = Gpus(3)
+    gpus.cuda.set_order(order, len(of))
     try:
         program = Program(gpus, devices, named)
         streams = {(s.device, s.stream_id): s for s in program.streams if s is not None}

@@ -18,8 +18,8 @@ void EmulatedStreams::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::size_t EmulatedStreams::add() {
-  streams_.emplace_back();
+std::size_t EmulatedStreams::add(bool of_caller) {
+  streams_.push_back({of_caller});
   return streams_.size() - 1;
 }
 
@@ -30,14 +30,20 @@ void EmulatedStreams::set_order(WorkOrder order, std::uint64_t seed) {
   earliness_ = random_() % 4;
 }
 
-void EmulatedStreams::enqueue(std::size_t stream, Work work, bool of_caller) {
-  streams_[stream].work.push_back(std::move(work));
-  ++streams_[stream].enqueued;
-  if (order_ == WorkOrder::as_issued || (order_ == WorkOrder::eager && !of_caller))
+void EmulatedStreams::enqueue(std::size_t stream, Work work) {
+  StreamQueue& s = streams_[stream];
+  s.work.push_back(std::move(work));
+  ++s.enqueued;
+  if (order_ == WorkOrder::as_issued || (order_ == WorkOrder::eager && !s.of_caller))
     advance(end(stream));
   while (order_ == WorkOrder::random && random_() % 4 < earliness_ && step_any()) {
   }
   changed_.notify_all();
+}
+
+bool EmulatedStreams::is_idle() const {
+  return std::all_of(streams_.begin(), streams_.end(),
+                     [](const StreamQueue& s) { return s.work.empty(); });
 }
 
 bool EmulatedStreams::step(std::size_t stream) {
@@ -86,9 +92,7 @@ void EmulatedStreams::start_thread() {
 void EmulatedStreams::serve() {
   Lock lock(mutex);
   while (!closed_) {
-    const bool any = std::any_of(streams_.begin(), streams_.end(),
-                                 [](const StreamQueue& s) { return !s.work.empty(); });
-    if (!any && finished_.empty()) {
+    if (is_idle() && finished_.empty()) {
       changed_.wait(lock);
       continue;
     }

@@ -20,8 +20,8 @@ struct Point {
 };
 
 // `late`: work runs when the host waits for it, after the work that it waits for and no other.
-// `eager`: it runs as soon as it is enqueued, if it is not a caller's. `as_issued`: all work does,
-// as with CUDA_LAUNCH_BLOCKING=1. `random`: any work that may run runs at any time.
+// `eager`: it runs as soon as it is enqueued, unless the stream is a caller's. `as_issued`: all
+// work does, as with CUDA_LAUNCH_BLOCKING=1. `random`: any work that may run runs at any time.
 enum class WorkOrder { late, eager, as_issued, random };
 
 class EmulatedStreams {
@@ -37,9 +37,8 @@ class EmulatedStreams {
   // The caller of every function up to `has_thread` must hold this mutex. It is recursive, because
   // work runs while it is held, and running or destroying work may call this class again.
   std::recursive_mutex mutex;
-  void set_order(WorkOrder order, std::uint64_t seed = 1);
-  std::size_t add();
-  void enqueue(std::size_t stream, Work work, bool of_caller = false);
+  std::size_t add(bool of_caller);
+  void enqueue(std::size_t stream, Work work);
   bool step(std::size_t stream);  // runs the next item; returns false if none can run now
   bool advance(Point to);         // runs items up to `to`; returns whether it is passed
   // For work that waits for `to`: returns whether it is passed, after running items up to it unless
@@ -52,14 +51,15 @@ class EmulatedStreams {
 
   void stall(std::size_t stream) { stalled_ = stream; }  // stops it until `resume` is called
   void resume() { stalled_ = kNone; }
-  void start_thread();  // starts a thread that runs the work of all streams
+  bool is_idle() const;  // whether all work is done
   bool has_thread() const { return thread_.joinable(); }
 
-  // The caller of the functions below must not hold the mutex. `pause_for` sets the pause of the
-  // thread between two rounds. `drain` runs a stream's work up to
-  // `to`, or up to the work that is enqueued now: all of it if there is a thread, otherwise the
-  // items that can run.
-  void pause_for(double seconds);
+  // The caller of the functions below must not hold the mutex.
+  void set_order(WorkOrder order, std::uint64_t seed = 1);
+  void start_thread();             // starts a thread that runs the work of all streams
+  void pause_for(double seconds);  // sets the thread's pause between two rounds
+  // Runs a stream's work up to `to`, or up to the work that is enqueued now: all of it if there is
+  // a thread, otherwise the items that can run.
   void drain(Point to);
   void drain(std::size_t stream);
   // Drains all streams; returns false if the time limit passes first.
@@ -68,6 +68,7 @@ class EmulatedStreams {
 
  private:
   struct StreamQueue {
+    bool of_caller;
     std::deque<Work> work = {};
     std::size_t done = 0, enqueued = 0;
   };

@@ -67,12 +67,10 @@ std::vector<MemoryAccess> Emulator::accesses(Device device, const LaunchWork& wo
   std::vector<MemoryAccess> all;
   auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
                   bool writes) {
-    demand(work.lines == 1 || at.size() == pitches.size(),
-           "kernel work without a pitch for each pointer");
+    demand(at.size() == pitches.size(), "kernel work without a pitch for each pointer");
     for (std::size_t i = 0; i < at.size(); ++i)
       for (std::size_t r = 0; r < work.lines; ++r) {
-        const std::byte* begin = at[i];
-        if (r > 0) begin += pitches[i] * static_cast<std::ptrdiff_t>(r);
+        const std::byte* const begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
         if (stands_in_ && !knows(begin)) continue;
         require_access(device, begin, work.count * item);
         all.push_back({begin, work.count * item, writes, part});
@@ -105,7 +103,7 @@ std::vector<MemoryAccess> Emulator::accesses(const CopyRect& it) const {
 
 // --- work ---------------------------------------------------------------------------------------
 
-void Emulator::add(Stream stream, Operation operation, std::function<void()> act, bool of_caller) {
+void Emulator::add(Stream stream, Operation operation, std::function<void()> act) {
   const Lock lock = locked();
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
@@ -119,7 +117,7 @@ void Emulator::add(Stream stream, Operation operation, std::function<void()> act
     act();
     return true;
   };
-  streams_.enqueue(n, work, of_caller);
+  streams_.enqueue(n, work);
 }
 
 void Emulator::enqueue(Stream stream, const char* call, std::vector<MemoryAccess> accesses,
@@ -128,14 +126,14 @@ void Emulator::enqueue(Stream stream, const char* call, std::vector<MemoryAccess
   if (!enter(call)) return;
   log_call(call, state(stream, call));
   add(stream, {.kind = Operation::Kind::work, .what = call, .accesses = std::move(accesses)},
-      std::move(act), false);
+      std::move(act));
 }
 
 void Emulator::caller_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
                            std::function<void()> act) {
   add(stream,
       {.kind = Operation::Kind::work, .what = std::move(what), .accesses = std::move(accesses)},
-      std::move(act), true);
+      std::move(act));
 }
 
 void Emulator::host_work(std::string what, std::vector<MemoryAccess> accesses,
@@ -178,7 +176,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   const auto act = [this, how] {
     for (const std::size_t i : streams_.any_order(how->works.size())) fold(how->works[i], *how);
   };
-  add(stream, std::move(o), act, false);
+  add(stream, std::move(o), act);
 }
 
 void Emulator::copy(Stream stream, const CopyRect& it) {
@@ -195,7 +193,7 @@ void Emulator::copy(Stream stream, const CopyRect& it) {
              peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
          "a copy between devices ", it.src_device, " and ", it.dst_device,
          ", which do not reach each other");
-  add(stream, std::move(o), [it] { move(it); }, false);
+  add(stream, std::move(o), [it] { move(it); });
 }
 
 }  // namespace pycollect::cuda

@@ -52,7 +52,7 @@ Emulator::Emulator(int devices, bool stands_in)
   demand(devices >= 1, "an emulator needs at least one device");
   peers_.assign(devices, std::vector<bool>(devices));
   for (Device d = 0; d < devices; ++d) {  // default streams
-    streams_.add();
+    streams_.add(false);
     states_.push_back({{d, nullptr}, false});
   }
   log_.streams = devices;
@@ -97,6 +97,11 @@ void Emulator::require_no_capture(const char* call) const {
 
 void Emulator::inject(std::optional<Fault> fault) {
   const Lock lock = locked();
+  static const std::set<std::string> kWithoutResult{"wait",    "record", "synchronize",
+                                                    "launch",  "copy",   "copy_",
+                                                    "compute", "load",   "record_stream"};
+  demand(!fault || fault->kind != FaultKind::skip || kWithoutResult.contains(fault->call),
+         "only a call without a result can be left out");
   fault_ = std::move(fault);
 }
 
@@ -110,11 +115,19 @@ std::map<std::string, int> Emulator::counters() const {
   return counters_;
 }
 
-std::vector<std::string> Emulator::violations() const {
+std::string Emulator::race() const {
   const Lock lock = locked();
-  std::vector<std::string> all = violations_;
-  if (const std::string race = RaceDetector(log_).race(); !race.empty()) all.push_back(race);
-  return all;
+  return RaceDetector(log_).race();
+}
+
+std::vector<std::string> Emulator::violations() {
+  const Lock lock = locked();
+  const std::string found = race();
+  if (!found.empty() &&
+      std::find(violations_.begin(), violations_.end(), found) == violations_.end())
+    violations_.push_back(found);
+  if (streams_.is_idle()) clear_log();
+  return violations_;
 }
 
 std::vector<std::string> Emulator::calls() const {
@@ -208,13 +221,14 @@ Stream Emulator::create_stream(Device device, bool of_caller) {
   enter("create_stream");
   demand(is_device(device), "no device ", device);
   ++counters_["streams"];
-  const std::size_t number = streams_.add();
+  const std::size_t number = streams_.add(of_caller);
   states_.push_back({{device, reinterpret_cast<void*>(number + 1)}, of_caller});  // only compared
   log_.streams = static_cast<int>(states_.size());
   return states_.back().stream;
 }
 
 std::size_t Emulator::number(Stream stream) const {
+  const Lock lock = locked();
   const auto found = std::find_if(states_.begin(), states_.end(),
                                   [&](const StreamState& s) { return s.stream == stream; });
   demand(found != states_.end(), "the stream does not exist");
@@ -305,7 +319,7 @@ void Emulator::wait(Stream stream, Event event) {
   }
   const bool drains = drains_waits_ && s.of_caller;
   lock.unlock();
-  if (drains) finish(stream);
+  if (drains) streams_.drain(at);
 }
 
 void Emulator::finish(Stream stream) {
@@ -318,7 +332,7 @@ void Emulator::finish(Stream stream) {
 
 // The first query after a record returns false, because real devices take time. Unless a thread
 // runs the streams, each later query runs one item of work: on the event's stream, or, if that is
-// blocked, on every other stream.
+// blocked, on every caller's stream.
 bool Emulator::query(Event event) {
   const Lock lock = locked();
   enter("query");
@@ -328,7 +342,8 @@ bool Emulator::query(Event event) {
   if (e.recorded == Operation::kNone) return true;
   if (!std::exchange(e.queried, true)) return false;
   if (!streams_.has_thread() && !streams_.passed(e.point) && !streams_.step(e.point.stream))
-    for (std::size_t s = 0; s < states_.size(); ++s) streams_.step(s);
+    for (std::size_t s = 0; s < states_.size(); ++s)
+      if (states_[s].of_caller) streams_.step(s);
   if (!streams_.passed(e.point)) return false;
   log_passed(e.recorded);
   if (!std::exchange(e.done, true)) log_call("done", states_[e.point.stream]);

@@ -1,6 +1,7 @@
 // Emulates CUDA behind `Api`, without a device: runs the work of its streams on host memory, in an
 // order that CUDA allows, and logs it, so that accesses that nothing orders are found even if the
-// order was harmless. Fails where CUDA would fail, and also where CUDA would accept a mistake whose
+// order was harmless. Threads of the program count as one: an order that only they could give is
+// taken for granted. Fails where CUDA would fail, and also where CUDA would accept a mistake whose
 // effect appears later and elsewhere.
 #pragma once
 #include <array>
@@ -123,8 +124,11 @@ class Emulator final : public Api, public HostMemoryOps {
   bool drains_waits() const { return drains_waits_; }
 
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
-  std::vector<std::string> violations() const;  // descriptions of all violations of the rules
+  // Returns descriptions of all violations of the rules, and of a race. Begins a new log if no work
+  // is left.
+  std::vector<std::string> violations();
   std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
+  std::string race() const;                // description of the first race of the log, or ""
   const WorkLog& log() const { return log_; }
   // Begins a new log, when all work is done.
   void clear_log();
@@ -160,7 +164,7 @@ class Emulator final : public Api, public HostMemoryOps {
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);
   void log_call(const char* call, const StreamState& stream);
-  void add(Stream stream, Operation operation, std::function<void()> act, bool of_caller);
+  void add(Stream stream, Operation operation, std::function<void()> act);
   void load_at_launch(Device device, const Launch& launch);
   void drain_all(const char* call);
   const EmulatedAllocation* find(const std::byte* address) const;  // null: unknown

@@ -53,6 +53,11 @@ void inject(Emulator& cuda, const std::string& kind, const std::string& call, in
   cuda.inject(Fault{static_cast<FaultKind>(k), call, after, seconds});
 }
 
+void set_order(Emulator& cuda, const std::string& order, std::uint64_t seed) {
+  const auto o = find_name("order", order, std::array{"late", "eager", "as_issued", "random"});
+  cuda.streams().set_order(static_cast<WorkOrder>(o), seed);
+}
+
 void bind_api(py::module_& m) {
   py::class_<Stream>(m, "Stream")
       .def_readonly("device", &Stream::device)
@@ -67,12 +72,12 @@ void bind_api(py::module_& m) {
       .def("set_device", &Emulator::set_device)
       .def("current_device", &Emulator::current_device)
       .def("stream", py::overload_cast<Device, bool>(&Emulator::create_stream), py::arg("device"),
-           py::arg("of_caller") = true)
+           py::arg("of_caller") = true, kFree)
       .def("default_stream", [](const Emulator&, Device device) { return Stream{device}; })
-      .def("event", &Emulator::create_event, py::arg("device"))
+      .def("event", &Emulator::create_event, py::arg("device"), kFree)
       .def("destroy", py::overload_cast<Event>(&Emulator::destroy))
-      .def("record", &Emulator::record)
-      .def("wait", &Emulator::wait)
+      .def("record", &Emulator::record, kFree)
+      .def("wait", &Emulator::wait, kFree)
       .def("connect", &Emulator::connect, py::arg("device"), py::arg("of"))
       .def(
           "allocate",
@@ -86,20 +91,28 @@ void bind_api(py::module_& m) {
       .def("launch", [](Emulator& c, Stream s,
                         const std::vector<WorkTuple>& works) { c.launch(s, launch_of(works)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
-      .def("capture_id", &Emulator::capture_id)
-      .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize))
+      .def("capture_id", &Emulator::capture_id, kFree)
+      .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize), kFree)
       .def("finish", &Emulator::finish, kFree)
-      .def("begin_capture", &Emulator::begin_capture)
-      .def("end_capture", &Emulator::end_capture)
+      .def("begin_capture", &Emulator::begin_capture, kFree)
+      .def("end_capture", &Emulator::end_capture, kFree)
       .def("at_graph_end", &Emulator::at_graph_end)
       .def("destroy_graph", &Emulator::destroy_graph, py::arg("capture"))
       .def("allow_eager_work", &Emulator::allow_eager_work, py::arg("on"))
       .def_property_readonly("race",
-                             [](const Emulator& c) { return words(RaceDetector(c.log()).race()); })
+                             [](const Emulator& c) {
+                               std::string found;
+                               {
+                                 const py::gil_scoped_release free;
+                                 found = c.race();
+                               }
+                               return words(found);
+                             })
       .def("inject", &inject, py::arg("kind"), py::arg("call") = "", py::arg("after") = 0,
            py::arg("seconds") = 0.0, kFree)
       .def(
           "heal", [](Emulator& c) { c.inject({}); }, kFree)
+      .def("set_order", &set_order, py::arg("order"), py::arg("seed") = 1, kFree)
       .def("report_device", &Emulator::report_device, py::arg("device"))
       .def(
           "set_pause", [](Emulator& c, double seconds) { c.streams().pause_for(seconds); },
@@ -164,14 +177,8 @@ void bind_torch(py::module_& m) {
       .def("write", &EmulatedTorch::write, py::arg("tensor"), py::arg("values"), free)
       .def("read", &EmulatedTorch::read, py::arg("tensor"), free)
       .def("finish", &EmulatedTorch::finish, free)
-      .def(
-          "stall",
-          [](EmulatedTorch& torch, cuda::Stream stream) {
-            torch.emulator()->streams().stall(torch.emulator()->number(stream));
-          },
-          py::arg("stream"), free)
-      .def(
-          "resume", [](EmulatedTorch& torch) { torch.emulator()->streams().resume(); }, free)
+      .def("stall", &EmulatedTorch::stall, py::arg("stream"), free)
+      .def("resume", &EmulatedTorch::resume, free)
       .def("begin_capture", &EmulatedTorch::begin_capture, py::arg("stream"),
            py::arg("by_torch") = true, free)
       .def("end_capture", &EmulatedTorch::end_capture, py::arg("stream"), free)

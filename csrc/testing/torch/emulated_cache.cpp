@@ -21,34 +21,33 @@ std::byte* EmulatedCache::take(Use use) {
       best = memory;
   if (best == nullptr) {
     const bool pinned = use.device == cuda::kHost;
-    best = emulator_.allocate(pinned ? cuda::MemoryKind::pinned : cuda::MemoryKind::device,
-                              use.device, use.bytes);
+    best = emulator_->allocate(pinned ? cuda::MemoryKind::pinned : cuda::MemoryKind::device,
+                               use.device, use.bytes);
     blocks_.emplace(best, CachedBlock{use});
-  } else if (use.device == cuda::kHost) {
-    emulator_.host_work("new content of pinned memory", {{best, use.bytes, true, 0}},
-                        [&] { std::memset(best, cuda::kPoison, use.bytes); });
   }
-  blocks_.at(best).in_use = true;
+  CachedBlock& block = blocks_.at(best);
+  for (const Awaited& a : std::exchange(block.awaited, {})) emulator_->log_passed(a.logged);
+  if (use.device == cuda::kHost)
+    emulator_->host_work("new content of pinned memory", {{best, use.bytes, true, 0}},
+                         [&] { std::memset(best, cuda::kPoison, use.bytes); });
+  block.in_use = true;
   return best;
 }
 
 // Torch's allocators ask events which work is done.
-bool EmulatedCache::is_free(CachedBlock& block) {
-  if (block.in_use) return false;
-  std::erase_if(block.awaited, [&](const Awaited& a) {
-    const bool passed = emulator_.streams().passed(a.point);
-    if (passed) emulator_.log_passed(a.logged);
-    return passed;
-  });
-  return block.awaited.empty();
+bool EmulatedCache::is_free(const CachedBlock& block) const {
+  return !block.in_use &&
+         std::all_of(block.awaited.begin(), block.awaited.end(),
+                     [&](const Awaited& a) { return emulator_->streams().passed(a.point); });
 }
 
 void EmulatedCache::release(std::byte* memory) {
+  const auto lock = emulator_->locked();
   CachedBlock& block = blocks_.at(memory);
   block.in_use = false;
   block.release_number = ++releases_;
   for (std::size_t stream : block.used_on)
-    block.awaited.push_back({emulator_.streams().end(stream), emulator_.log_point(stream)});
+    block.awaited.push_back({emulator_->streams().end(stream), emulator_->log_point(stream)});
   block.used_on.clear();
 }
 

@@ -9,7 +9,7 @@
 
 namespace pycollect {
 
-class EmulatedCache {
+class EmulatedCache : public std::enable_shared_from_this<EmulatedCache> {
  public:
   // What a block is for: the other requests that may reuse it.
   struct Use {
@@ -22,9 +22,10 @@ class EmulatedCache {
   };
   static constexpr std::size_t kNoStream = -1;
 
-  explicit EmulatedCache(cuda::Emulator& emulator) : emulator_(emulator) {}
+  explicit EmulatedCache(std::shared_ptr<cuda::Emulator> emulator)
+      : emulator_(std::move(emulator)) {}
 
-  // The caller of all functions must hold the mutex of the emulator's streams.
+  // The caller of all functions but `release` must hold the mutex of the emulator's streams.
   std::byte* take(Use use);  // the size is rounded up as by torch
   void release(std::byte* memory);
   bool owns(const void* address) const { return find(address) != nullptr; }
@@ -46,9 +47,9 @@ class EmulatedCache {
     uint64_t release_number = 0;            // of its last release; the latest is reused first
   };
   CachedBlock* find(const void* address) const;
-  bool is_free(CachedBlock& block);
+  bool is_free(const CachedBlock& block) const;
 
-  cuda::Emulator& emulator_;
+  const std::shared_ptr<cuda::Emulator> emulator_;
   std::map<std::byte*, CachedBlock> blocks_;
   uint64_t releases_ = 0;
 };

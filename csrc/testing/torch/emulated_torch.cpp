@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "../../torch/c10d/gil_release.h"
 #include "../../torch/gpus.h"
@@ -21,10 +22,12 @@ namespace {
 
 // The streams that are current in the calling thread, instead of the callers'.
 struct Current {
-  const EmulatedTorch* of = nullptr;
+  uint64_t of = 0;                   // number of the runtime
   std::vector<Stream> streams = {};  // at most one of each device
 };
 thread_local Current current_of_thread;
+
+std::atomic<uint64_t> runtimes = 0;  // number of runtimes made so far
 
 std::byte* memory_of(const at::Tensor& t) {
   return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
@@ -41,12 +44,16 @@ std::size_t extent_of(const at::Tensor& t) {
 
 EmulatedTorch::EmulatedTorch(c10::DeviceType kind, int devices)
     : kind_(kind),
+      number_(++runtimes),
       emulator_(std::make_shared<Emulator>(devices, kind == c10::DeviceType::CPU)),
-      cache_(*emulator_) {
+      cache_(std::make_shared<EmulatedCache>(emulator_)) {
   for (Device d = 0; d < devices; ++d) {
     current_.push_back(emulator_->create_stream(d, true));
     for (Device other = 0; other < devices; ++other) emulator_->connect(d, other);
   }
+  if (has_index()) return;
+  const std::shared_ptr<TorchRuntime> not_owned(std::shared_ptr<void>(), this);
+  list_calls_ = std::make_shared<GpuCalls>(not_owned, kLists);
 }
 
 EmulatedTorch::~EmulatedTorch() {
@@ -69,7 +76,7 @@ at::Device EmulatedTorch::with_index(at::Device device) const {
 
 Stream EmulatedTorch::current_stream(at::Device device) {
   const Device index = index_of(device);
-  if (current_of_thread.of == this)
+  if (current_of_thread.of == number_)
     for (const Stream& s : current_of_thread.streams)
       if (s.device == index) return s;
   const Lock lock = emulator_->locked();
@@ -87,11 +94,17 @@ Stream EmulatedTorch::new_stream(at::Device device) {
 }
 
 void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
+  Current now{number_, streams.vec()};
+  if (current_of_thread.of == number_)
+    for (const Stream& s : current_of_thread.streams)
+      if (std::none_of(streams.begin(), streams.end(),
+                       [&](const Stream& other) { return other.device == s.device; }))
+        now.streams.push_back(s);
   struct Under {
     explicit Under(Current now) : before(std::exchange(current_of_thread, std::move(now))) {}
     ~Under() { current_of_thread = before; }
     const Current before;
-  } const under({this, streams.vec()});
+  } const under(std::move(now));
   act();
 }
 
@@ -99,8 +112,12 @@ void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_re
 // streams to wait on, and its waiters read the tensors at once.
 void EmulatedTorch::complete(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
   if (!emulator_->drains_waits()) return act();
-  for (Stream s : current_) emulator_->finish(s);
-  for (Stream s : streams) emulator_->finish(s);
+  std::vector<Stream> all = streams.vec();
+  {
+    const Lock lock = emulator_->locked();
+    all.insert(all.end(), current_.begin(), current_.end());
+  }
+  for (Stream s : all) emulator_->streams().drain(number(s));
   act();
 }
 
@@ -110,7 +127,7 @@ void EmulatedTorch::use(Stream stream) {
 }
 
 void EmulatedTorch::use_own_stream() {
-  current_of_thread = {this, {emulator_->create_stream(0, true)}};
+  current_of_thread = {number_, {emulator_->create_stream(0, true)}};
 }
 
 void EmulatedTorch::finish() {
@@ -142,11 +159,8 @@ at::Tensor EmulatedTorch::tensor_in(EmulatedCache::Use use, at::IntArrayRef size
   const Lock lock = emulator_->locked();
   const auto count = static_cast<std::size_t>(c10::multiply_integers(sizes));
   use.bytes = count * at::elementSize(type) + offset;
-  std::byte* const memory = cache_.take(use);
-  const auto release = [self = shared_from_this(), memory](void*) {
-    const Lock lock = self->emulator_->locked();
-    self->cache_.release(memory);
-  };
+  std::byte* const memory = cache_->take(use);
+  const auto release = [cache = cache_, memory](void*) { cache->release(memory); };
   return at::for_blob(memory + offset, sizes)
       .deleter(release)
       .target_device(device)
@@ -178,7 +192,7 @@ bool EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
   ++recorded_;
   if (emulator_->skips("record_stream")) return true;
   const void* const memory = tensor.storage().data();
-  if (cache_.owns(memory)) return cache_.record(memory, number(stream));
+  if (cache_->owns(memory)) return cache_->record(memory, number(stream));
   if (has_index() || !serves(tensor)) return !has_index();
   // A tensor of the CPU allocator is kept alive by an item of work, until all earlier work is done.
   std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
@@ -204,7 +218,7 @@ void EmulatedTorch::put_on_host(const at::Tensor& tensor) {
 
 int EmulatedTorch::blocks_in_use() const {
   const Lock lock = emulator_->locked();
-  return cache_.in_use();
+  return cache_->in_use();
 }
 
 // --- work ---------------------------------------------------------------------------------------
@@ -213,7 +227,7 @@ int EmulatedTorch::blocks_in_use() const {
 // without a record, its reuse gives wrong numbers.
 bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
   return has_index() || stream == current_[0] || !serves(tensor) ||
-         cache_.owns(tensor.storage().data()) ||
+         cache_->owns(tensor.storage().data()) ||
          std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
            return kept.first == stream && kept.second == tensor.storage().getWeakStorageImpl();
          });
@@ -222,7 +236,7 @@ bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
 // Returns the tensor that work on a stream uses, as a CPU tensor. For memory of the cache, it does
 // not keep the memory alive, as with torch's own work.
 at::Tensor EmulatedTorch::host_view(const at::Tensor& t) const {
-  if (!cache_.owns(t.storage().data())) return t;
+  if (!cache_->owns(t.storage().data())) return t;
   return at::from_blob(memory_of(t), t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()));
 }
 
@@ -244,7 +258,7 @@ void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> 
     if (!is_kept(t, stream))
       throw std::logic_error(
           "work on memory that was not recorded on the stream: call record_stream first");
-    if (cache_.is_pinned(memory_of(t))) cache_.record(memory_of(t), number(stream));
+    if (cache_->is_pinned(memory_of(t))) cache_->record(memory_of(t), number(stream));
   }
   const cuda::CaptureModeGuard guard(*emulator_, stream.device);
   emulator_->enqueue(stream, call, accesses(used), std::move(act));
@@ -254,9 +268,12 @@ void EmulatedTorch::run_list_call(const PreparedCall& call) {
   if (has_index()) return gpu_calls(kind_).run(call);
   PreparedCall placed{.call = call.call};  // on the device that the CPU tensors stand for
   placed.devices.assign(call.devices.size(), at::Device(kLists, 0));
+  cuda::demand(call.layout_copies.empty() && call.producers.empty() && call.streams.empty(),
+               "a joint call of ranks as threads with more than dense tensors");
+  placed.peer_access = call.peer_access;
   for (const DtypePlan& p : call.parts)
     placed.parts.push_back({p.compiled, p.dtype, p.op, p.options, p.named, {}, p.bindings});
-  std::make_shared<GpuCalls>(shared_from_this(), kLists)->run(placed);
+  list_calls_->run(placed);
 }
 
 void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
@@ -282,6 +299,16 @@ at::Tensor EmulatedTorch::read(const at::Tensor& tensor) {
                          accesses({values, tensor}),
                          [to = values, from = host_view(tensor)] { to.copy_(from); });
   return values;
+}
+
+void EmulatedTorch::stall(Stream stream) {
+  const Lock lock = emulator_->locked();
+  emulator_->streams().stall(number(stream));
+}
+
+void EmulatedTorch::resume() {
+  const Lock lock = emulator_->locked();
+  emulator_->streams().resume();
 }
 
 void EmulatedTorch::run(int64_t seed) {

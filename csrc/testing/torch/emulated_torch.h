@@ -3,13 +3,12 @@
 // take CPU tensors instead, which stand for tensors of one device. A read that comes too early
 // finds poison or data of another tensor, and a call that CUDA would reject fails.
 #pragma once
-#include "../../torch/torch_runtime.h"
+#include "../../torch/gpu_calls.h"
 #include "emulated_cache.h"
 
 namespace pycollect {
 
-class EmulatedTorch final : public TorchRuntime,
-                            public std::enable_shared_from_this<EmulatedTorch> {
+class EmulatedTorch final : public TorchRuntime {
  public:
   static constexpr c10::DeviceType kLists = c10::DeviceType::PrivateUse1;
   // `kind`: kLists, or CPU for tensors that stand for those of a device.
@@ -54,6 +53,8 @@ class EmulatedTorch final : public TorchRuntime,
   // `by_torch`: torch keeps memory that it allocates meanwhile on the stream's device.
   void begin_capture(cuda::Stream stream, bool by_torch);
   int end_capture(cuda::Stream stream);
+  void stall(cuda::Stream stream);  // stops it until `resume` is called
+  void resume();
   void run(int64_t seed);  // runs all work in a random order, and begins a new log
   int recorded() const { return recorded_; }  // number of calls of record_stream
   int blocks_in_use() const;                  // number of tensors' blocks, pinned ones too
@@ -72,8 +73,10 @@ class EmulatedTorch final : public TorchRuntime,
   void enqueue(const char* call, std::initializer_list<at::Tensor> used, std::function<void()> act);
 
   const c10::DeviceType kind_;
+  const uint64_t number_;  // of the runtime: another one may get its address later
   const std::shared_ptr<cuda::Emulator> emulator_;
-  EmulatedCache cache_;  // guarded by the mutex of the emulator's streams, as the members below
+  const std::shared_ptr<EmulatedCache>
+      cache_;  // guarded by the mutex of the emulator's streams, as the members below
   std::vector<cuda::Stream> current_;  // [device], of the callers
   std::vector<at::Tensor> adopted_;
   std::vector<c10::Storage> on_host_;
@@ -83,6 +86,7 @@ class EmulatedTorch final : public TorchRuntime,
   cuda::Device capture_device_ = cuda::kHost;  // on which torch has begun a capture
   int recorded_ = 0;
   bool connected_ = true;
+  std::shared_ptr<GpuCalls> list_calls_;  // on the device that CPU tensors stand for
 };
 
 }  // namespace pycollect
