@@ -273,7 +273,7 @@ class Emulator:
         """Set the fault, in place of the one before.
 
         kind: "fail": the call raises; "skip": it has no effect; "slow": every call of the name
-            takes ``seconds`` longer.
+            takes ``seconds`` longer; "lost": from the call on, all calls of any name raise.
         call: name of the calls; "": of any name.
         after: number of calls of the name before the one that fails or is skipped; negative: all.
         """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
-from emulated_gpus import Array, Gpus, total, values
+from emulated_gpus import Array, Gpus, on_ranks, total, values
 
 
 @pytest.mark.usefixtures("exchange")
@@ -112,3 +113,33 @@ def test_arrays_are_ordered_with_a_stream_of_the_same_capture(gpus: Gpus) -> Non
         for a in arrays:
             gpus.expect(a.memory, total(of), origin)
     gpus.check()
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_first_failure_is_raised_if_the_device_is_lost(async_op: bool) -> None:
+    """Whatever the library still tries on the device, such as ordering streams, fails as well."""
+
+    def failure(kind: str, after: int) -> str:
+        gpus = Gpus(2)
+        of, theirs = values(4, 64), [gpus.stream(device) for device in (0, 1)]
+        tensors: list[Any] = on_ranks(gpus, of, 2)
+        tensors[:2] = [Array(gpus, of[0], theirs[0]), tensors[1]]
+        gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        gpus.cuda.inject(kind, after=after)
+        try:
+            gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        except RuntimeError as error:
+            return str(error)
+        else:
+            return ""
+        finally:
+            gpus.cuda.heal()
+            gpus.torch.run(0)
+            gpus.close()
+
+    number = 0
+    while first := failure("fail", number):
+        assert failure("lost", number) == first
+        number += 1
+    assert number > 20

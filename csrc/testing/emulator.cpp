@@ -81,7 +81,10 @@ bool Emulator::enter(const char* call, const char* also) {
 bool Emulator::is_due() {
   if (fault_->after < 0) return true;
   if (fault_->after-- > 0) return false;
-  fault_->after = std::numeric_limits<int>::max();  // it has happened
+  if (fault_->kind == FaultKind::lost)
+    fault_ = Fault{FaultKind::fail, "", -1};
+  else
+    fault_->after = std::numeric_limits<int>::max();  // it has happened
   return true;
 }
 

@@ -34,8 +34,9 @@ void demand(bool ok, const Parts&... why) {
 
 // What happens before a call has an effect. `fail` and `skip` concern one call, after `after` more
 // calls of the name (every call, if negative): it throws, or has no effect. `slow`: every call
-// takes `seconds` longer.
-enum class FaultKind { fail, skip, slow };
+// takes `seconds` longer. `lost`: from the call on, all calls of any name throw, as on a lost
+// device.
+enum class FaultKind { fail, skip, slow, lost };
 struct Fault {
   FaultKind kind;
   std::string call = {};  // name; empty: calls of any name

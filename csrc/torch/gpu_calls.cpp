@@ -233,6 +233,15 @@ void GpuCalls::order(DeviceGuard& device, const std::vector<Stream>& earlier,
   }
 }
 
+// Orders the streams of the caller and of producers behind work that is enqueued already. Drops
+// errors, because the first error is being thrown.
+void GpuCalls::order_after_failure(DeviceGuard& device, const EnqueueContext& context) noexcept {
+  for (const std::vector<Stream>* later : {&context.callers, &context.producers}) try {
+      order(device, context.distinct, *later, context.capture);
+    } catch (...) {
+    }
+}
+
 void GpuCalls::run(const PreparedCall& prepared) {
   DeviceGuard device(api_);
   const EnqueueContext context = context_of(device, prepared, false);
@@ -246,7 +255,7 @@ void GpuCalls::run(const PreparedCall& prepared) {
   try {
     enqueue_parts(device, prepared, context);
   } catch (...) {  // work may be enqueued already
-    order(device, context.distinct, context.producers, context.capture);
+    order_after_failure(device, context);
     throw;
   }
   order(device, context.distinct, context.producers, context.capture);
@@ -269,8 +278,7 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
           context.internal->record_async(executor_.events(), s.device, context.capture != 0));
     }
   } catch (...) {  // no work is returned that would make these streams wait
-    order(device, context.distinct, context.callers, context.capture);
-    order(device, context.distinct, context.producers, context.capture);
+    order_after_failure(device, context);
     throw;
   }
   // Now, because the owner of the memory may destroy its stream before wait().

@@ -63,6 +63,7 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   // Makes each later stream wait for the work that is now on the earlier ones of its device.
   void order(cuda::DeviceGuard& device, const std::vector<cuda::Stream>& earlier,
              const std::vector<cuda::Stream>& later, uint64_t capture);
+  void order_after_failure(cuda::DeviceGuard& device, const EnqueueContext& context) noexcept;
   bool record_side_streams(const PreparedCall& prepared, const EnqueueContext& context) const;
   void free_graph_memory();
 

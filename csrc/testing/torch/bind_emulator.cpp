@@ -49,7 +49,7 @@ void copy_bytes(Emulator& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
 
 void inject(Emulator& cuda, const std::string& kind, const std::string& call, int after,
             double seconds) {
-  const auto k = find_name("kind", kind, std::array{"fail", "skip", "slow"});
+  const auto k = find_name("kind", kind, std::array{"fail", "skip", "slow", "lost"});
   cuda.inject(Fault{static_cast<FaultKind>(k), call, after, seconds});
 }
 
