@@ -111,7 +111,6 @@ class Emulator final : public Api, public HostMemoryOps {
   void begin_capture(Stream stream);
   int end_capture(Stream stream);  // returns the capture's number
   void destroy_graph(int capture);
-  bool captures() const { return capture_ != 0; }
   // Allows work outside of an active capture, as that of other threads.
   void allow_eager_work(bool on) { allows_eager_work_ = on; }
 
