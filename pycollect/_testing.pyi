@@ -1,4 +1,4 @@
-"""Emulated devices and probes for tests (csrc/testing). Wheels do not contain this module."""
+"""Emulated devices and parts of the library, for tests (csrc/testing). Not in any wheel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -6,27 +6,6 @@ from typing import Any, TypeAlias
 import torch
 
 from pycollect._C import Algorithm, Options, Plan
-
-# Copies by the host, and the fd server (bind_probe.cpp).
-TicketTuple: TypeAlias = tuple[int, int]  # fd server, random number
-
-class FdServer:
-    """A thread that passes file descriptors to the processes that have their ticket."""
-
-    def __init__(self) -> None: ...
-    def offer(self, descriptor: int) -> TicketTuple:
-        """Take ownership of the descriptor and return its ticket."""
-
-def fetch_descriptor(ticket: TicketTuple) -> int:
-    """Return a new descriptor of the file that the ticket names."""
-
-def copy_rows(
-    dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
-) -> None:
-    """Copy ``rows`` rows of ``bytes`` bytes between CPU tensors, as the executor's host copies.
-
-    pitches: bytes from one row to the next, in ``dst`` and in ``src``.
-    """
 
 # Plans over several hosts as their ranks run them (bind_host_views.cpp).
 TransferTuple: TypeAlias = tuple[str, int, int, bool]  # "send" | "receive", peer, number, early
@@ -380,7 +359,7 @@ def emulate(options: Options, eager: bool = ..., own_thread: bool = ...) -> Emul
     own_thread: a thread of the emulator runs the streams' work.
     """
 
-# The device's kernels on host memory (bind_kernels.cpp).
+# The device's kernels on host memory, and host copies (bind_kernels.cpp).
 
 # destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` scales
 LaunchWorkTuple: TypeAlias = tuple[
@@ -405,6 +384,14 @@ def emulate_launch(
     float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
     """
 
-# Emulated GPUs for list calls (bind_gpus.cpp).
+def copy_rows(
+    dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
+) -> None:
+    """Copy ``rows`` rows of ``bytes`` bytes between CPU tensors, as the executor's host copies.
+
+    pitches: bytes from one row to the next, in ``dst`` and in ``src``.
+    """
+
+# Emulated GPUs for list calls (bind_emulator.cpp).
 
 collectives: Any  # the functions of pycollect._C, for tensors of emulated GPUs, too

@@ -3,38 +3,58 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/un.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
-#include <map>
+#include <cstddef>
+#include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <vector>
 
 #include "../group/new_thread.h"
 #include "../plan/error.h"
-#include "unix_socket.h"
 
 namespace pycollect::ipc {
 namespace {
 
-// Time after which a client that sent no request is disconnected, and the interval of that check.
-constexpr std::chrono::milliseconds kRequestTimeout{1000}, kClientCheckInterval{100};
-// Maximum number of connected clients, twice the ranks of the largest group. Others stay queued.
+// Maximum number of clients that wait for the server thread, twice the ranks of the largest group.
+// Others wait in `connect`.
 constexpr int kMostClients = 128;
-// Delay before a disconnected client tries again.
+// Delay before a client that got no answer tries again.
 constexpr std::chrono::milliseconds kRetryDelay{5};
 // Delay before the next accept when the process has run out of descriptors.
 constexpr std::chrono::milliseconds kAcceptRetryDelay{10};
 
-std::string name_of(uint64_t fd_server) {
-  return text("pycollect-fd-server-", hexadecimal(fd_server));
+struct ServerAddress {
+  sockaddr_un name = {};
+  socklen_t bytes = 0;
+  explicit ServerAddress(uint64_t id) {
+    const std::string text = fd_server_name(id);
+    name.sun_family = AF_UNIX;  // a zero before the name makes it abstract
+    text.copy(name.sun_path + 1, sizeof name.sun_path - 1);
+    bytes = offsetof(sockaddr_un, sun_path) + 1 + text.size();
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
+};
+
+UniqueFd make_socket(int flags) {
+  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
+  if (!socket) refuse("cannot make a Unix socket", errno);
+  return socket;
 }
 
-UniqueFd make_listener(uint64_t fd_server) {
-  UniqueFd socket = make_socket(SOCK_SEQPACKET | SOCK_NONBLOCK, name_of(fd_server));
+UniqueFd make_listener(uint64_t id) {
+  UniqueFd socket = make_socket(SOCK_NONBLOCK);
+  const ServerAddress address(id);
+  if (bind(socket.get(), address.get(), address.bytes) != 0)
+    refuse("cannot bind a Unix socket", errno);
   if (listen(socket.get(), kMostClients) != 0) refuse("cannot listen on a Unix socket", errno);
   return socket;
 }
@@ -47,6 +67,63 @@ UniqueFd make_end_event() {
   return event;
 }
 
+// Returns true if the other end of a connection is a process of the same user or, with `or_root`,
+// of root.
+bool is_of_own_user(const UniqueFd& connection, bool or_root) {
+  ucred other = {};
+  socklen_t bytes = sizeof other;
+  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) != 0) return false;
+  return other.uid == geteuid() || other.uid == getuid() || (or_root && other.uid == 0);
+}
+
+// An answer of the server: whether it grants the request, and the descriptor.
+struct FdMessage {
+  char granted = 0;
+  iovec data = {&granted, sizeof granted};
+  // `control` is sized for one descriptor; its padding makes room for a second one.
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+  msghdr header = {};
+  FdMessage() {
+    header.msg_iov = &data, header.msg_iovlen = 1;
+    header.msg_control = control.data(), header.msg_controllen = control.size();
+  }
+  FdMessage(const FdMessage&) = delete;
+  FdMessage& operator=(const FdMessage&) = delete;
+
+  // Fails if the client has disconnected; it then needs no answer.
+  void send(const UniqueFd& connection, int descriptor) {
+    granted = descriptor >= 0;
+    if (granted) {
+      cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
+      cmsg->cmsg_level = SOL_SOCKET;
+      cmsg->cmsg_type = SCM_RIGHTS;
+      cmsg->cmsg_len = CMSG_LEN(sizeof descriptor);
+      std::memcpy(CMSG_DATA(cmsg), &descriptor, sizeof descriptor);
+    } else {
+      header.msg_controllen = 0;
+    }
+    while (sendmsg(connection.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR)
+      continue;
+  }
+
+  // Returns the received descriptor if there is exactly one, and closes all others: received
+  // descriptors are open in this process.
+  UniqueFd take_descriptor() {
+    std::vector<UniqueFd> all;
+    for (cmsghdr* cmsg = CMSG_FIRSTHDR(&header); cmsg != nullptr;
+         cmsg = CMSG_NXTHDR(&header, cmsg)) {
+      if (cmsg->cmsg_level != SOL_SOCKET || cmsg->cmsg_type != SCM_RIGHTS) continue;
+      for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= cmsg->cmsg_len; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, reinterpret_cast<const char*>(cmsg) + at, sizeof fd);
+        all.emplace_back(fd);
+      }
+    }
+    const bool one = all.size() == 1 && (header.msg_flags & MSG_CTRUNC) == 0;
+    return one ? std::move(all.front()) : UniqueFd();
+  }
+};
+
 // Limits the time of `connect` and `recvmsg` on the socket.
 void set_time_limit(int socket, Deadline deadline) {
   using std::chrono::microseconds;
@@ -58,82 +135,93 @@ void set_time_limit(int socket, Deadline deadline) {
       refuse("cannot limit the time of a Unix socket", errno);
 }
 
-// Repeats `act` when a signal interrupts it (a profiler's arrive every few milliseconds), with the
-// time limit reduced to the time until the deadline.
-template <class Act>
-void retry_until(int socket, Deadline deadline, const Act& act) {
-  do set_time_limit(socket, deadline);
-  while (!act() && errno == EINTR && Clock::now() < deadline);
+// Repeats a system call when a signal interrupts it (a profiler's arrive every few milliseconds),
+// with the time limit reduced to the time until the deadline. Returns its result.
+template <class Call>
+auto retry_until(const UniqueFd& socket, Deadline deadline, const Call& call) {
+  for (;;) {
+    set_time_limit(socket.get(), deadline);
+    const auto result = call();
+    if (result >= 0 || errno != EINTR || Clock::now() >= deadline) return result;
+  }
 }
 
-// Sends a request and returns the answer. A rejected client may have an answer queued, which the
-// kernel delivers only after it has reported ECONNRESET.
-std::optional<FdMessage> request(int socket, uint64_t number, Deadline deadline) {
-  if (!send_fd(socket, number, -1) && errno != EPIPE && errno != ECONNRESET)
-    refuse("cannot request the descriptor", errno);
-  std::optional<FdMessage> fd_message;
-  retry_until(socket, deadline, [&] { return (fd_message = receive_fd(socket, 0)).has_value(); });
-  if (!fd_message && errno == ECONNRESET) fd_message = receive_fd(socket, MSG_DONTWAIT);
-  return fd_message;
+// Connects to an fd server of this user, or of any if this process is root's.
+UniqueFd connect_to(uint64_t id, Deadline deadline) {
+  const ServerAddress address(id);
+  UniqueFd socket = make_socket(0);
+  const auto connects = [&] { return connect(socket.get(), address.get(), address.bytes); };
+  if (retry_until(socket, deadline, connects) != 0)
+    refuse(
+        text("cannot reach the Unix socket @", fd_server_name(id), " of the process that offers ",
+             "the descriptor, which must be alive and in the same network namespace"),
+        errno);
+  if (!is_of_own_user(socket, false) && geteuid() != 0)
+    throw std::runtime_error(
+        "the process that offers the descriptor is run by another user; only its own user and "
+        "root are admitted");
+  return socket;
 }
 
 }  // namespace
 
 // The descriptors of a server. A forked child closes them: otherwise clients could not detect that
-// the parent has exited, and offered descriptors would stay open as long as the child lives.
-struct FdServer::OpenSockets {
-  struct FdClient {
-    UniqueFd connection;
-    Deadline deadline;  // its request must have arrived by then
-  };
-
-  OpenSockets() {
+// the parent has exited, and the offered file would stay open as long as the child lives.
+struct FdServer::OpenFiles {
+  explicit OpenFiles(UniqueFd file) : offered(std::move(file)) {
     const std::lock_guard lock(all_mutex);
     all.insert(this);
   }
-  ~OpenSockets() {
+  ~OpenFiles() {
     const std::lock_guard lock(all_mutex);
     all.erase(this);
     close();
   }
-  OpenSockets(const OpenSockets&) = delete;
-  OpenSockets& operator=(const OpenSockets&) = delete;
+  OpenFiles(const OpenFiles&) = delete;
+  OpenFiles& operator=(const OpenFiles&) = delete;
+
+  // Answers the next client. Returns false if this process cannot open another descriptor.
+  bool answer() {
+    const std::lock_guard lock(mutex);
+    const UniqueFd client(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!client) return errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
+    FdMessage().send(client, is_of_own_user(client, true) ? offered.get() : -1);
+    return true;
+  }
 
   std::mutex mutex;  // held while a descriptor is opened or closed
-  UniqueFd listener;
-  std::vector<FdClient> clients;  // only changed by the server thread
-  std::map<uint64_t, UniqueFd> offered;
+  UniqueFd listener, offered;
 
  private:
-  void close() {
-    listener = UniqueFd();
-    clients.clear();
-    offered.clear();
-  }
+  void close() { listener = UniqueFd(), offered = UniqueFd(); }
   static void before_fork() {
     all_mutex.lock();
-    for (OpenSockets* const open : all) open->mutex.lock();
+    for (OpenFiles* const open : all) open->mutex.lock();
   }
   static void in_parent() {
-    for (OpenSockets* const open : all) open->mutex.unlock();
+    for (OpenFiles* const open : all) open->mutex.unlock();
     all_mutex.unlock();
   }
   static void in_child() {
-    for (OpenSockets* const open : all) open->close();
+    for (OpenFiles* const open : all) open->close();
     in_parent();
   }
 
   static inline std::mutex all_mutex;
-  static inline std::set<OpenSockets*>& all = *new std::set<OpenSockets*>;
+  static inline std::set<OpenFiles*>& all = *new std::set<OpenFiles*>;
   [[maybe_unused]] static inline const int registered =
       pthread_atfork(before_fork, in_parent, in_child);
 };
 
-FdServer::FdServer()
-    : name_(random_number()), open_(std::make_unique<OpenSockets>()), end_(make_end_event()) {
+std::string fd_server_name(uint64_t id) { return text("pycollect-fd-server-", hexadecimal(id)); }
+
+FdServer::FdServer(UniqueFd descriptor)
+    : id_(random_number()),
+      open_(std::make_unique<OpenFiles>(std::move(descriptor))),
+      end_(make_end_event()) {
   {
     const std::lock_guard lock(open_->mutex);
-    open_->listener = make_listener(name_);
+    open_->listener = make_listener(id_);
   }
   thread_ = std::make_unique<std::thread>(new_thread_without_signals([this] { serve(); }));
 }
@@ -147,92 +235,34 @@ FdServer::~FdServer() {
   thread_->join();
 }
 
-FdServer::FdTicket FdServer::offer(UniqueFd descriptor) {
-  const std::lock_guard lock(open_->mutex);
-  const FdTicket ticket{name_, random_number()};
-  open_->offered.emplace(ticket.number, std::move(descriptor));
-  return ticket;
-}
-
 void FdServer::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
-  std::vector<OpenSockets::FdClient>& clients = open_->clients;
-  std::vector<pollfd> polled;
   for (;;) {
-    polled = {{end_.get(), POLLIN, 0}, {open_->listener.get(), POLLIN, 0}};
-    if (clients.size() >= kMostClients) polled[1].fd = -1;  // poll ignores a negative descriptor
-    for (const auto& it : clients) polled.push_back({it.connection.get(), POLLIN, 0});
-    const int timeout_ms = clients.empty() ? -1 : static_cast<int>(kClientCheckInterval.count());
-    if (poll(polled.data(), polled.size(), timeout_ms) < 0) continue;  // a signal
+    std::array<pollfd, 2> polled = {pollfd{end_.get(), POLLIN, 0},
+                                    {open_->listener.get(), POLLIN, 0}};
+    if (poll(polled.data(), polled.size(), -1) < 0) continue;  // a signal
     if (polled[0].revents != 0) return;
-    const auto now = Clock::now();
-    auto poll_result = polled.begin() + 2;
-    {
-      const std::lock_guard lock(open_->mutex);
-      std::erase_if(clients, [&](const OpenSockets::FdClient& it) {
-        const bool has_request = (poll_result++)->revents != 0;
-        if (has_request) answer(it.connection);
-        return has_request || now >= it.deadline;
-      });
-    }
-    if (polled[1].revents != 0) accept_client();
+    if (!open_->answer()) std::this_thread::sleep_for(kAcceptRetryDelay);
   }
 }
 
-void FdServer::accept_client() {
-  std::unique_lock lock(open_->mutex);
-  UniqueFd client(accept4(open_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!client) {
-    const int why = errno;
-    lock.unlock();
-    if (why == EMFILE || why == ENFILE || why == ENOBUFS || why == ENOMEM)
-      std::this_thread::sleep_for(kAcceptRetryDelay);
-  } else if (is_of_own_user(client, true)) {
-    open_->clients.push_back({std::move(client), Clock::now() + kRequestTimeout});
-  } else {
-    send_fd(client.get(), 0, -1);
-  }
-}
-
-// Answers one request, under the lock. A client that has disconnected meanwhile gets no answer.
-void FdServer::answer(const UniqueFd& connection) {
-  const auto asked = receive_fd(connection.get(), MSG_DONTWAIT);
-  if (!asked) return;
-  const auto found = open_->offered.find(asked->number);
-  if (found != open_->offered.end())
-    send_fd(connection.get(), asked->number, found->second.get());
-  else
-    send_fd(connection.get(), 0, -1);
-}
-
-UniqueFd fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
-  const SocketName name(name_of(ticket.fd_server));
+UniqueFd fetch(uint64_t id, Deadline deadline) {
   for (;; std::this_thread::sleep_for(kRetryDelay)) {
-    const UniqueFd socket = make_socket(SOCK_SEQPACKET);
-    int failed = 0;
-    retry_until(socket.get(), deadline,
-                [&] { return (failed = connect(socket.get(), name.get(), name.bytes)) == 0; });
-    if (failed != 0)
-      refuse(
-          text("cannot reach the Unix socket @", name_of(ticket.fd_server), " of the process that ",
-               "offers the descriptor, which must be alive and in the same network namespace"),
-          errno);
-    if (!is_of_own_user(socket, false) && geteuid() != 0)
-      throw std::runtime_error(
-          "the process that offers the descriptor is run by another user; only its own user and "
-          "root are admitted");
-    auto fd_message = request(socket.get(), ticket.number, deadline);
-    if (!fd_message) {
-      const int why = errno;
-      // The server disconnected this client because its request was late, or the server has just
-      // ended and the next `connect` fails.
+    const UniqueFd socket = connect_to(id, deadline);
+    FdMessage answer;
+    const auto got = retry_until(
+        socket, deadline, [&] { return recvmsg(socket.get(), &answer.header, MSG_CMSG_CLOEXEC); });
+    const int why = got == 0 ? ECONNRESET : errno;
+    if (got <= 0) {
+      // The server could not send the descriptor, or has just ended and the next `connect` fails.
       if (why == ECONNRESET && Clock::now() < deadline) continue;
       refuse("the process that offers the descriptor does not answer", why);
     }
-    if (fd_message->number == 0)
-      throw std::runtime_error("the process no longer offers the descriptor, or not to this user");
-    if (!fd_message->descriptor) refuse("cannot receive the descriptor", EMFILE);
-    return std::move(fd_message->descriptor);
+    UniqueFd descriptor = answer.take_descriptor();
+    if (answer.granted == 0)
+      throw std::runtime_error("the process that offers the descriptor does not admit this user");
+    if (!descriptor) refuse("cannot receive the descriptor", EMFILE);
+    return descriptor;
   }
 }
 

@@ -22,7 +22,7 @@ namespace pycollect::ipc {
 namespace {
 
 // First line of an encoded PeerInfo. Ranks with different versions are incompatible.
-constexpr char kVersion[] = "pycollect-4";
+constexpr char kVersion[] = "pycollect-5";
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -107,7 +107,7 @@ std::string PeerInfo::encode() const {
   out << kVersion << '\n' << host << '\n' << boot << '\n' << domain << '\n';
   out << common_settings << '\n' << host_settings << '\n';
   out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
-      << ticket.fd_server << ' ' << ticket.number;
+      << fd_server;
   for (uint64_t word : cores) out << ' ' << word;
   out << '\n' << failure;
   return out.str();
@@ -120,8 +120,7 @@ PeerInfo PeerInfo::decode(const std::string& posted) {
   std::getline(in, version);
   for (std::string* line : {&it.host, &it.boot, &it.domain, &it.common_settings, &it.host_settings})
     std::getline(in, *line);
-  in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce;
-  in >> it.ticket.fd_server >> it.ticket.number;
+  in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce >> it.fd_server;
   for (uint64_t& word : it.cores) in >> word;
   in.get();
   require(in && version == kVersion, "the ranks of a group must run the same version of pycollect");

@@ -10,7 +10,6 @@
 #include "../group/group_settings.h"
 #include "../group/numa_nodes.h"
 #include "../plan/hosts.h"
-#include "fd_server.h"
 
 namespace pycollect::ipc {
 
@@ -23,18 +22,18 @@ struct PeerInfo {
   uid_t user = 0;
   // Ids of namespaces; 0: unknown. User ids and socket names are comparable only within one.
   uint64_t user_space = 0, network_space = 0;
-  uint64_t nonce = 0;  // random number, which the rank also writes into the shared memory
-  FdServer::FdTicket ticket = {};  // rank 0's offered descriptor of the shared memory
-  CoreSet cores = {};              // cores on which the rank may run; 0: unknown
-  std::string common_settings;     // settings that must be equal on all ranks
-  std::string host_settings;       // settings that must be equal on all of a host
-  std::string failure;             // why the rank cannot share memory; empty: it can
+  uint64_t nonce = 0;           // random number, which the rank also writes into the shared memory
+  uint64_t fd_server = 0;       // rank 0's, which hands out the descriptor of the shared memory
+  CoreSet cores = {};           // cores on which the rank may run; 0: unknown
+  std::string common_settings;  // settings that must be equal on all ranks
+  std::string host_settings;    // settings that must be equal on all of a host
+  std::string failure;          // why the rank cannot share memory; empty: it can
 
   std::string encode() const;
   static PeerInfo decode(const std::string& text);
 };
 
-// Returns the bootstrap information of this process; `ticket` and `failure` are filled in later.
+// Returns the bootstrap information of this process; `fd_server` and `failure` are filled in later.
 PeerInfo describe_self(const GroupSettings& settings, int world);
 
 // Returns the hosts of the ranks.

@@ -74,7 +74,7 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
     if (world_ == 1) return segment;
     UniqueFd file(fcntl(segment->descriptor(), F_DUPFD_CLOEXEC, 0));
     if (!file) refuse("cannot offer the shared memory", errno);
-    mine.ticket = fd_server_.emplace().offer(std::move(file));
+    mine.fd_server = fd_server_.emplace(std::move(file)).id();
     return segment;
   }
   std::string record;
@@ -92,7 +92,7 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
 
 UniqueFd Rendezvous::fetch_from(const PeerInfo& owner) const {
   try {
-    return fetch(owner.ticket, deadline_);
+    return fetch(owner.fd_server, deadline_);
   } catch (const std::system_error& error) {
     const int why = error.code().value();
     if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});

@@ -219,7 +219,7 @@ void detects_death_in_every_group() {
 void spares_threads_of_a_child() {
   const SharedControl control;
   auto detector = std::make_unique<FailureDetector>(*control, 2, 0);
-  auto fd_server = std::make_unique<FdServer>();
+  auto fd_server = std::make_unique<FdServer>(UniqueFd(dup(STDERR_FILENO)));
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(60);
@@ -234,6 +234,7 @@ void spares_threads_of_a_child() {
   int status = 0;
   waitpid(pid, &status, 0);
   expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child did not end normally");
+  fetch(fd_server->id(), deadline_after(10s));  // the parent's threads are spared, too
 }
 
 // The detector's thread handles no signals: while all of the caller's threads block a signal, it

@@ -2,6 +2,8 @@
 // group leaks nothing.
 #include <sys/resource.h>
 
+#include <optional>
+
 #include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
@@ -61,7 +63,7 @@ void refuses_different_settings() {
 
 // Imitates ranks in containers with different networks; isolation_test.cpp has real ones.
 void names_unreachable_ranks() {
-  const auto elsewhere = [](PeerInfo& it) { it.ticket.fd_server = 7, it.network_space = 1; };
+  const auto elsewhere = [](PeerInfo& it) { it.fd_server = 7, it.network_space = 1; };
   for (const RankExit& end : run(3, quick_settings(), exchange_with_record(0, elsewhere)))
     expect_equal(
         end.result,
@@ -102,12 +104,12 @@ void refuses_other_versions() {
 // Rank 1 maps another segment than the others: every rank reports it.
 void verifies_same_memory() {
   const auto ends = run(3, quick_settings(), [](RankContext& me) {
-    FdServer fd_server;
+    std::optional<FdServer> fd_server;
     FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
       if (me.rank != 1 || key != "hello/0") return value;
       PeerInfo it = PeerInfo::decode(value);
       const auto other = Segment::create(1 << 20);
-      it.ticket = fd_server.offer(UniqueFd(dup(other->descriptor())));
+      it.fd_server = fd_server.emplace(UniqueFd(dup(other->descriptor()))).id();
       return it.encode();
     });
     RankContext elsewhere{me.rank, me.world, store, me.settings};

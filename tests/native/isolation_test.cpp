@@ -181,20 +181,19 @@ void detects_deaths_across_pid_namespaces() {
 void accepts_real_and_effective_user() {
   const auto ends = run(1, quick_settings(), [](RankContext&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
-    FdServer fd_server;
-    fetch(fd_server.offer(UniqueFd(dup(STDERR_FILENO))));
+    const FdServer fd_server(UniqueFd(dup(STDERR_FILENO)));
+    fetch(fd_server.id(), deadline_after(10s));
     return std::string("right");
   });
   expect_equal(ends[0].result, "right");
 }
 
 void names_fd_server_of_other_user() {
-  FdServer fd_server;
-  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
+  const FdServer fd_server(UniqueFd(dup(STDERR_FILENO)));
   const auto ends = run(1, quick_settings(), [&](RankContext&) {
     return attempt([&] {
       if (!switch_user(kNobody)) return "cannot become another user";
-      fetch(ticket);
+      fetch(fd_server.id(), deadline_after(10s));
       return "nothing";
     });
   });

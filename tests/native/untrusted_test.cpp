@@ -1,12 +1,18 @@
 // What other processes of the machine can do to a group: fd messages with too many descriptors,
-// processes of other users, silent clients, unterminated strings.
+// processes of other users, silent clients, forked children, unterminated strings.
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 
+#include <array>
+#include <cstddef>
 #include <cstring>
 
 #include "../../csrc/bootstrap/fd_server.h"
-#include "../../csrc/bootstrap/unix_socket.h"
 #include "../../csrc/group/abort_state.h"
 #include "../../csrc/rank_executor/agreement.h"
 #include "group_ranks.h"
@@ -34,38 +40,54 @@ bool as_another_user(const std::function<void()>& body) {
   return true;
 }
 
-// Sends one fd message with `count` descriptors, which may be more than a receiver accepts.
-void send_many(int socket, uint64_t number, int count) {
+// Answers a client of an fd server with `count` descriptors, which may be more than it accepts.
+void send_many(const UniqueFd& client, int count, int descriptor = STDERR_FILENO) {
   std::vector<char> control(CMSG_SPACE(sizeof(int) * count));
-  iovec data = {&number, sizeof number};
+  char granted = 1;
+  iovec data = {&granted, sizeof granted};
   msghdr header = {};
   header.msg_iov = &data, header.msg_iovlen = 1;
   header.msg_control = control.data(), header.msg_controllen = control.size();
   cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
   cmsg->cmsg_level = SOL_SOCKET, cmsg->cmsg_type = SCM_RIGHTS;
   cmsg->cmsg_len = CMSG_LEN(sizeof(int) * count);
-  const std::vector<int> all(count, STDERR_FILENO);
+  const std::vector<int> all(count, descriptor);
   std::memcpy(CMSG_DATA(cmsg), all.data(), sizeof(int) * count);
-  expect(sendmsg(socket, &header, 0) == sizeof number, "sendmsg");
+  const auto sent = sendmsg(client.get(), &header, MSG_NOSIGNAL);
+  expect(sent == sizeof granted || errno == EPIPE, "sendmsg");  // EPIPE: it has disconnected
 }
 
-std::string name_of(const FdServer::FdTicket& ticket) {
-  return text("pycollect-fd-server-", hexadecimal(ticket.fd_server));
+// Returns a socket that `connect_or_bind` has connected or bound to the address of an fd server.
+UniqueFd server_socket(uint64_t id, int (*connect_or_bind)(int, const sockaddr*, socklen_t)) {
+  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const std::string name = fd_server_name(id);
+  sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = {}};
+  name.copy(address.sun_path + 1, name.size());
+  expect(connect_or_bind(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                         offsetof(sockaddr_un, sun_path) + 1 + name.size()) == 0,
+         "a socket of an fd server");
+  return socket;
 }
+
+UniqueFd listener(uint64_t id) {
+  UniqueFd socket = server_socket(id, bind);
+  expect(listen(socket.get(), 9) == 0, "listen");
+  return socket;
+}
+
+UniqueFd fetch_from(uint64_t id) { return fetch(id, deadline_after(10s)); }
 
 // Impersonates an fd server: passes each client to the next of `answers`.
 class FakeFdServer {
  public:
   using Answer = std::function<void(const UniqueFd& client)>;
-  explicit FakeFdServer(std::vector<Answer> answers)
-      : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
-    expect(listen(socket_.get(), 9) == 0, "listen");
+  explicit FakeFdServer(std::vector<Answer> answers) : socket_(listener(id)) {
     thread_ = std::jthread([this, answers = std::move(answers)] {
       for (const Answer& answer : answers)
         answer(UniqueFd(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
     });
   }
-  const FdServer::FdTicket ticket{random_number(), 7};
+  const uint64_t id = random_number();
 
  private:
   UniqueFd socket_;
@@ -76,28 +98,22 @@ void closes_surplus_descriptors() {
   for (const int count : {1, 2, 3, 9}) {
     const int before = count_entries("/proc/self/fd");
     {
-      const FakeFdServer fake_server({[=](const UniqueFd& client) {
-        receive_fd(client.get(), 0);
-        send_many(client.get(), 7, count);
-      }});
-      const std::string message = refusal([&] { fetch(fake_server.ticket); });
+      const FakeFdServer fake_server({[=](const UniqueFd& client) { send_many(client, count); }});
+      const std::string message = refusal([&] { fetch_from(fake_server.id); });
       expect(count == 1 ? message == "nothing" : contains(message, "cannot receive"), message);
     }
     expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
   }
 }
 
-// A fetch refuses the fd server of another user, even one with the right name and number.
+// A fetch refuses the fd server of another user, even one with the right id.
 void rejects_fd_server_of_other_user() {
-  FakeFdServer fake_server({[&](const UniqueFd& client) {
-    receive_fd(client.get(), 0);
-    send_fd(client.get(), 7, STDERR_FILENO);
-  }});
+  FakeFdServer fake_server({[&](const UniqueFd& client) { send_many(client, 1); }});
   if (!as_another_user([&] {
-        const std::string message = refusal([&] { fetch(fake_server.ticket); });
+        const std::string message = refusal([&] { fetch_from(fake_server.id); });
         _exit(contains(message, "is run by another user") ? 0 : 1);
       }))
-    fetch(fake_server.ticket);
+    fetch_from(fake_server.id);
 }
 
 // Runs a group of two ranks, of which rank 1 reads rank 0's PeerInfo through `change`.
@@ -116,34 +132,28 @@ void exchange_with_changed_record(
   }
 }
 
-// Silent clients occupy all places of rank 0's fd server.
+// Clients that never read occupy all places of rank 0's fd server.
 void exchanges_despite_silent_clients() {
   std::vector<UniqueFd> silent;
   exchange_with_changed_record([&](const std::string& record) {
-    const SocketName address(name_of(PeerInfo::decode(record).ticket));
-    while (silent.size() < 150) {
-      silent.push_back(make_socket(SOCK_SEQPACKET));
-      expect(connect(silent.back().get(), address.get(), address.bytes) == 0, "connect");
-    }
+    while (silent.size() < 150)
+      silent.push_back(server_socket(PeerInfo::decode(record).fd_server, connect));
     return record;
   });
 }
 
-// The fd server of rank 0 disconnects rank 1 twice before it answers, as if rank 1 were too slow.
+// The fd server of rank 0 disconnects rank 1 twice before it answers, as if it could not send.
 void exchanges_after_disconnects() {
   std::optional<FakeFdServer> fake_server;
   exchange_with_changed_record([&](const std::string& record) {
     if (fake_server) return record;
     PeerInfo it = PeerInfo::decode(record);
-    const FdServer::FdTicket real = it.ticket;
-    const auto answer = [=](const UniqueFd& client) {
-      receive_fd(client.get(), 0);
-      send_fd(client.get(), 7, fetch(real).get());
+    const auto answer = [real = it.fd_server](const UniqueFd& client) {
+      send_many(client, 1, fetch_from(real).get());
     };
     const auto disconnect = [](const UniqueFd&) {};
-    it.ticket =
-        fake_server.emplace(std::vector<FakeFdServer::Answer>{disconnect, disconnect, answer})
-            .ticket;
+    it.fd_server =
+        fake_server.emplace(std::vector<FakeFdServer::Answer>{disconnect, disconnect, answer}).id;
     return it.encode();
   });
 }
@@ -151,15 +161,14 @@ void exchanges_after_disconnects() {
 // The fd server closes at any moment: a queued client then retries and is refused.
 void detects_closed_fd_server() {
   for (int i = 0; i < 300; ++i) {
-    const FdServer::FdTicket ticket{random_number(), 7};
-    UniqueFd socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
-    expect(listen(socket.get(), 9) == 0, "listen");
+    const uint64_t id = random_number();
+    UniqueFd socket = listener(id);
     std::jthread owner([&] {
       pollfd polled = {socket.get(), POLLIN, 0};
       while (poll(&polled, 1, 0) == 0) continue;  // closes as soon as the client connects
       socket = UniqueFd();
     });
-    const std::string message = refusal([&] { fetch(ticket, deadline_after(5s)); });
+    const std::string message = refusal([&] { fetch(id, deadline_after(5s)); });
     expect(contains(message, "cannot reach") && contains(message, "Connection refused"), message);
   }
 }
@@ -178,37 +187,73 @@ void keeps_deadline_despite_signals() {
     for (; !over; std::this_thread::sleep_for(2ms)) pthread_kill(fetching_thread, SIGUSR1);
   });
   const auto begin = Clock::now();
-  const std::string message = refusal([&] { fetch(fake_server.ticket, deadline_after(200ms)); });
+  const std::string message = refusal([&] { fetch(fake_server.id, deadline_after(200ms)); });
   const auto took = Clock::now() - begin;
   over = true;
   expect(contains(message, "does not answer"), message);
   expect(took > 150ms && took < 2s, "not at its deadline");
 }
 
-// The fd server answers despite many silent clients, and clients that send more than a request.
-void answers_despite_silent_clients() {
-  FdServer fd_server;
-  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
-  const SocketName address(name_of(ticket));
-  std::vector<UniqueFd> silent;
-  for (int i = 0; i < 20; ++i) {
-    silent.push_back(make_socket(SOCK_SEQPACKET));
-    expect(connect(silent.back().get(), address.get(), address.bytes) == 0, "connect");
-  }
-  const auto begin = Clock::now();
-  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
-  expect(Clock::now() - begin < 5s, "silent clients delayed the fetch");
+UniqueFd copy_of_stderr() { return UniqueFd(dup(STDERR_FILENO)); }
+
+// Clients in many threads, beside others that never read.
+void answers_all_clients() {
+  const UniqueFd file(memfd_create("offered", MFD_CLOEXEC));
+  const FdServer fd_server(UniqueFd(dup(file.get())));
   const int before = count_entries("/proc/self/fd");
-  send_many(silent.front().get(), ticket.number, 2);
-  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
-  expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger are left");
+  {
+    std::vector<UniqueFd> silent;
+    for (int i = 0; i < 20; ++i) silent.push_back(server_socket(fd_server.id(), connect));
+    std::vector<std::jthread> clients;
+    for (int i = 0; i < 16; ++i)
+      clients.emplace_back([&] {
+        for (int n = 0; n < 10; ++n) {
+          const UniqueFd fetched = fetch_from(fd_server.id());
+          struct stat one = {}, other = {};
+          expect(fstat(file.get(), &one) == 0 && fstat(fetched.get(), &other) == 0, "fstat");
+          expect(one.st_ino == other.st_ino, "another file");
+          expect((fcntl(fetched.get(), F_GETFD) & FD_CLOEXEC) != 0, "inherited by programs");
+        }
+      });
+  }
+  expect(count_entries("/proc/self/fd") == before, "descriptors are left");
+}
+
+// A forked child, such as a DataLoader's worker, may live for long. It keeps nothing open, and can
+// fetch.
+void leaves_nothing_in_forked_children() {
+  std::array<int, 2> ends = {}, offered = {};  // of parent and child; to read and to write
+  expect(socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0 &&
+             pipe2(offered.data(), O_NONBLOCK) == 0,
+         "pipes");
+  std::optional<FdServer> fd_server(std::in_place, UniqueFd(offered[1]));
+  char byte = 0;
+  const pid_t pid = fork();
+  if (pid == 0) {
+    close(ends[0]);
+    expect(static_cast<bool>(fetch_from(fd_server->id())), "the child fetched nothing");
+    ::write(ends[1], "!", 1);
+    _exit(static_cast<int>(::read(ends[1], &byte, 1)));  // it waits for the parent's end
+  }
+  close(ends[1]);
+  expect(::read(ends[0], &byte, 1) == 1, "the child failed");
+  const uint64_t id = fd_server->id();
+  expect(static_cast<bool>(fetch_from(id)), "nothing was fetched");
+  expect(::read(offered[0], &byte, 1) < 0 && errno == EAGAIN, "the server holds nothing");
+  fd_server.reset();
+  expect(::read(offered[0], &byte, 1) == 0, "the child holds the offered file");
+  expect(contains(refusal([&] { fetch_from(id); }), "Connection refused"), "a server is left");
+  close(ends[0]), close(offered[0]);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(status == 0, text("the child ended with ", status));
 }
 
 void refuses_other_users() {
-  FdServer fd_server;
-  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
-  as_another_user([&] { _exit(refusal([&] { fetch(ticket); }) == "nothing" ? 1 : 0); });
-  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
+  const FdServer fd_server(copy_of_stderr());
+  as_another_user(
+      [&] { _exit(refusal([&] { fetch_from(fd_server.id()); }) == "nothing" ? 1 : 0); });
+  expect(static_cast<bool>(fetch_from(fd_server.id())), "nothing was fetched");
 }
 
 // Strings of a rank without a terminator, before memory that is not zero.
@@ -268,7 +313,8 @@ int main() {
   exchanges_after_disconnects();
   detects_closed_fd_server();
   keeps_deadline_despite_signals();
-  answers_despite_silent_clients();
+  answers_all_clients();
+  leaves_nothing_in_forked_children();
   refuses_other_users();
   reads_unterminated_strings_within_bounds();
   names_unknown_values_by_number();

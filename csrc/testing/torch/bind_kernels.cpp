@@ -1,6 +1,6 @@
 // Runs the device's kernels on host memory: the same arguments and functions, one thread after
 // another. Every access is checked for alignment, as on a device, and recorded. Not covered: the
-// device's inline loads and stores, its fp16 conversions, and timing.
+// device's inline loads and stores, its fp16 conversions, and timing. And copies by the host.
 #include <c10/util/Half.h>
 #include <pybind11/stl.h>
 
@@ -14,6 +14,7 @@
 #include "../../cuda/fold_kernel.h"
 #include "../../cuda/split_launch.h"
 #include "../../plan/find_name.h"
+#include "../../torch/host_copy.h"
 #include "bind.h"
 
 namespace pycollect {
@@ -149,6 +150,15 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
   return launches;
 }
 
+// Copies rows of `bytes` bytes between two tensors. `pitches`: bytes from one row to the next, in
+// `dst` and in `src`.
+void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, std::size_t rows,
+               std::pair<std::ptrdiff_t, std::ptrdiff_t> pitches) {
+  copy_on_host({static_cast<std::byte*>(dst.mutable_data_ptr()),
+                static_cast<const std::byte*>(src.const_data_ptr()), pitches.first, pitches.second,
+                bytes, rows, kHost, kHost});
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -156,6 +166,8 @@ void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
         py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"));
+  m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
+        py::arg("pitches"));
 }
 
 }  // namespace pycollect

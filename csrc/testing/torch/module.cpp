@@ -1,5 +1,6 @@
-// pycollect._testing: emulated devices and probes, for tests only. It is linked from the objects of
-// pycollect._C and takes that module's classes, so it imports it first. No wheel contains it.
+// pycollect._testing: emulated devices, and host copies, for tests only. It is linked from the
+// objects of pycollect._C and takes that module's classes, so it imports it first. No wheel
+// contains it.
 #include "bind.h"
 
 namespace pycollect {
@@ -8,7 +9,6 @@ PYBIND11_MODULE(_testing, m) {
   py::module_::import("pycollect._C");
   bind_emulator(m);
   bind_emulated_run(m);
-  bind_probe(m);
   bind_kernels(m);
   bind_host_views(m);
 }
