@@ -2,7 +2,9 @@
 // fallocate and madvise, that each rank is the first to touch its own part of the shared memory.
 #include "../../csrc/group/numa_nodes.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -27,6 +29,13 @@ long blocks() {
   return fstat(file, &found) == 0 ? found.st_blocks : 0;
 }
 
+// Held while a rank allocates blocks: those of another rank must not count as this one's.
+struct BlocksLock {
+  int program = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+  BlocksLock() { flock(program, LOCK_EX); }
+  ~BlocksLock() { close(program); }
+};
+
 }  // namespace
 
 // NOLINTBEGIN: the C library's names
@@ -35,10 +44,12 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   if (mode == 0)
     committed.push_back(
         {static_cast<std::size_t>(offset), static_cast<std::size_t>(offset + bytes)});
+  const BlocksLock lock;
   return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
 }
 
 extern "C" int madvise(void* at, std::size_t bytes, int advice) noexcept {
+  const BlocksLock lock;
   const long before = blocks();
   const auto result = static_cast<int>(syscall(SYS_madvise, at, bytes, advice));
   if (advice == MADV_POPULATE_WRITE) first_touched += blocks() - before;
