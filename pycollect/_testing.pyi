@@ -372,7 +372,6 @@ def emulate_launch(
     op: str,
     world: int,
     multiprocessors: int,
-    args_bytes: int,
     float8: Sequence[int],
 ) -> list[dict[str, Any]]:
     """Run the works with the device's kernels on host memory; describe each launch.
@@ -380,7 +379,6 @@ def emulate_launch(
     A description has the keys kind, works, args_bytes, accesses (of each block),
     widest_load and widest_store (bytes), and loaded, loaded_twice, stored, stored_twice (bytes).
 
-    args_bytes: limit of the kernel parameters.
     float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pycollect import _testing
 
-SMALL, LARGE = 4096, 32760  # limits of kernel parameter bytes
+ARGS_BYTES = 4096  # of kernel parameters
 
 
 @dataclasses.dataclass
@@ -49,7 +49,6 @@ def launch(
     *,
     world: int = 0,
     multiprocessors: int = 1,
-    args_bytes: int = LARGE,
     float8: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     dtype = ref.short(rows[0].dsts[0].dtype)
@@ -59,12 +58,11 @@ def launch(
         op,
         world or len(rows[0].srcs),
         multiprocessors,
-        args_bytes,
         float8 or float8_bytes(),
     )
     for one in launches:
         assert one["stored_twice"] == 0
-        assert one["args_bytes"] <= args_bytes
+        assert one["args_bytes"] <= ARGS_BYTES
     return launches
 
 

@@ -119,3 +119,25 @@ def test_the_host_copies_behind_the_stream(gpus: Gpus) -> None:
 
     counted = gpus.count(call)
     assert counted["synchronize"] >= 2  # before the copy, and for the result
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_more_ranks_than_a_kernel_takes_are_refused(gpus: Gpus, lines: int) -> None:
+    """The addresses are parameters of the kernel. In several lines each of them has a pitch."""
+    most = 503 if lines == 1 else 251
+    for world in (most, most + 1):
+        of = values(world, lines, world)
+        tensors = on_ranks(gpus, of)
+        if world == most:
+            shards = gpus.reduce_scatter(tensors, dim=1)
+            for r in range(world):
+                gpus.expect(shards[r], total(of)[:, r : r + 1])
+        else:
+            with pytest.raises(ValueError, match=f"fewer than {world} sources .* are {world}"):
+                gpus.reduce_scatter(tensors, dim=1)
+        for t, v in zip(tensors, of, strict=True):
+            gpus.expect(t, v)
+    gpus.all_reduce(tensors, algorithm="chain")
+    for t in tensors:
+        gpus.expect(t, total(of))
+    gpus.check()

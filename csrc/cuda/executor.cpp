@@ -9,6 +9,7 @@
 
 #include "../plan/error.h"
 #include "device_guard.h"
+#include "split_launch.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -97,6 +98,12 @@ void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks) {
       require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
               ", but one of its streams belongs to device ", s.device);
     }
+  }
+  for (const Binding& binding : call.bindings) {
+    const std::size_t most = most_addresses(binding.rows > 1);
+    require(call.compiled.most_sources < most, "a GPU folds fewer than ", most,
+            " sources at once; there are ", call.compiled.most_sources,
+            "; use fewer ranks, or name an algorithm that folds two at a time (\"chain\")");
   }
   check_capture(call, streams_of_ranks);
 }

@@ -44,22 +44,16 @@ struct ArgsHead {
 };
 static_assert(sizeof(ArgsHead) == 32);
 
-// Every driver takes 4 KiB of parameters, drivers since CUDA 12.1 take 32,764 bytes. A work of s
-// sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s. Works that do not fit
-// go into further ones. Works per kernel launch:
-//    ranks in place   4 KiB    32 KiB
-//         2             84       681
-//         8             42       340
-//        64              7        60
-template <std::size_t kBytes>
+// The parameters of every kernel, 4 KiB, which all drivers take and a launch copies. A work of s
+// sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s; twice the 8 bytes if
+// pitched. Works that do not fit go into further kernel launches. In one launch fit 84 works of 2
+// ranks in place, 42 of 8 ranks, and 7 of 64.
 struct KernelArgs {
-  static constexpr std::size_t kWords = (kBytes - sizeof(ArgsHead)) / 8;
+  static constexpr std::size_t kWords = (4096 - sizeof(ArgsHead)) / 8;
   ArgsHead head;
   uint64_t words[kWords];  // a WorkArgs for each work, then the lists
 };
-using SmallKernelArgs = KernelArgs<4096>;
-using LargeKernelArgs = KernelArgs<32760>;  // its first 4,096 bytes can be passed as the small one
-static_assert(sizeof(SmallKernelArgs) == 4096 && sizeof(LargeKernelArgs) == 32760);
+static_assert(sizeof(KernelArgs) == 4096);
 
 struct WorkWords {
   uint64_t at[kWorkWords];

@@ -1,9 +1,8 @@
-// The kernels. One kernel launch runs all folds, or all copies, of a level on one stream, for all
-// tensors of a call.
+// The fold kernels, and what all kernels use. One kernel launch runs all folds, or all copies, of a
+// level on one stream, for all tensors of a call.
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "copy_kernel.h"
 #include "fold_kernel.h"
 #include "kernels.h"
 
@@ -96,22 +95,15 @@ struct GpuAccessor {
   }
 };
 
-template <class T, class Op, class Args>
+template <class T, class Op>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    fold_level(const __grid_constant__ Args args) {
+    fold_level(const __grid_constant__ KernelArgs args) {
   run_folds<T, Op>(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
 }
 
-template <class Args>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    copy_level(const __grid_constant__ Args args) {
-  run_copies(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
-}
-
 template <class T, class Op>
-KernelPair fold_kernel() {
-  return {reinterpret_cast<const void*>(&fold_level<T, Op, SmallKernelArgs>),
-          reinterpret_cast<const void*>(&fold_level<T, Op, LargeKernelArgs>)};
+const void* fold_kernel() {
+  return reinterpret_cast<const void*>(&fold_level<T, Op>);
 }
 
 }  // namespace pycollect::cuda

@@ -3,9 +3,9 @@
 
 namespace pycollect::cuda {
 
-template KernelPair fold_kernel<Float8E4M3, Avg>();
-template KernelPair fold_kernel<Float8E4M3, Prod>();
-template KernelPair fold_kernel<Float8E4M3, Min>();
-template KernelPair fold_kernel<Float8E4M3, Max>();
+template const void* fold_kernel<Float8E4M3, Avg>();
+template const void* fold_kernel<Float8E4M3, Prod>();
+template const void* fold_kernel<Float8E4M3, Min>();
+template const void* fold_kernel<Float8E4M3, Max>();
 
 }  // namespace pycollect::cuda

@@ -3,9 +3,9 @@
 
 namespace pycollect::cuda {
 
-template KernelPair fold_kernel<Float8E5M2, Avg>();
-template KernelPair fold_kernel<Float8E5M2, Prod>();
-template KernelPair fold_kernel<Float8E5M2, Min>();
-template KernelPair fold_kernel<Float8E5M2, Max>();
+template const void* fold_kernel<Float8E5M2, Avg>();
+template const void* fold_kernel<Float8E5M2, Prod>();
+template const void* fold_kernel<Float8E5M2, Min>();
+template const void* fold_kernel<Float8E5M2, Max>();
 
 }  // namespace pycollect::cuda

@@ -3,13 +3,13 @@
 
 namespace pycollect::cuda {
 
-template KernelPair fold_kernel<Half, Avg>();
-template KernelPair fold_kernel<Half, Prod>();
-template KernelPair fold_kernel<Half, Min>();
-template KernelPair fold_kernel<Half, Max>();
-template KernelPair fold_kernel<BFloat16, Avg>();
-template KernelPair fold_kernel<BFloat16, Prod>();
-template KernelPair fold_kernel<BFloat16, Min>();
-template KernelPair fold_kernel<BFloat16, Max>();
+template const void* fold_kernel<Half, Avg>();
+template const void* fold_kernel<Half, Prod>();
+template const void* fold_kernel<Half, Min>();
+template const void* fold_kernel<Half, Max>();
+template const void* fold_kernel<BFloat16, Avg>();
+template const void* fold_kernel<BFloat16, Prod>();
+template const void* fold_kernel<BFloat16, Min>();
+template const void* fold_kernel<BFloat16, Max>();
 
 }  // namespace pycollect::cuda

@@ -3,15 +3,15 @@
 
 namespace pycollect::cuda {
 
-template KernelPair fold_kernel<double, Avg>();
-template KernelPair fold_kernel<double, Prod>();
-template KernelPair fold_kernel<double, Min>();
-template KernelPair fold_kernel<double, Max>();
-template KernelPair fold_kernel<float, Avg>();
-template KernelPair fold_kernel<float, Prod>();
-template KernelPair fold_kernel<float, Min>();
-template KernelPair fold_kernel<float, Max>();
-template KernelPair fold_kernel<Complex<float>, Prod>();
-template KernelPair fold_kernel<Complex<double>, Prod>();
+template const void* fold_kernel<double, Avg>();
+template const void* fold_kernel<double, Prod>();
+template const void* fold_kernel<double, Min>();
+template const void* fold_kernel<double, Max>();
+template const void* fold_kernel<float, Avg>();
+template const void* fold_kernel<float, Prod>();
+template const void* fold_kernel<float, Min>();
+template const void* fold_kernel<float, Max>();
+template const void* fold_kernel<Complex<float>, Prod>();
+template const void* fold_kernel<Complex<double>, Prod>();
 
 }  // namespace pycollect::cuda

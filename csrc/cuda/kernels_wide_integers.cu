@@ -4,13 +4,13 @@
 
 namespace pycollect::cuda {
 
-template KernelPair fold_kernel<int32_t, Avg>();
-template KernelPair fold_kernel<int32_t, Min>();
-template KernelPair fold_kernel<int32_t, Max>();
-template KernelPair fold_kernel<int64_t, Avg>();
-template KernelPair fold_kernel<int64_t, Min>();
-template KernelPair fold_kernel<int64_t, Max>();
-template KernelPair fold_kernel<uint32_t, Prod>();
-template KernelPair fold_kernel<uint64_t, Prod>();
+template const void* fold_kernel<int32_t, Avg>();
+template const void* fold_kernel<int32_t, Min>();
+template const void* fold_kernel<int32_t, Max>();
+template const void* fold_kernel<int64_t, Avg>();
+template const void* fold_kernel<int64_t, Min>();
+template const void* fold_kernel<int64_t, Max>();
+template const void* fold_kernel<uint32_t, Prod>();
+template const void* fold_kernel<uint64_t, Prod>();
 
 }  // namespace pycollect::cuda

@@ -113,8 +113,7 @@ Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
 // kernel are divided.
 class SplitWorks {
  public:
-  SplitWorks(const Launch& launch, const DeviceLimits& limits)
-      : words_(limits.args_bytes / 8 - kHeadWords - kWorkWords) {
+  explicit SplitWorks(const Launch& launch) {
     for (const LaunchWork& work : launch.works)
       if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
   }
@@ -122,7 +121,7 @@ class SplitWorks {
 
  private:
   void add(const LaunchWork& work) {
-    const std::size_t max_pointers = work.lines > 1 ? words_ / 2 : words_;
+    const std::size_t max_pointers = most_addresses(work.lines > 1);
     const std::size_t n = work.srcs.size() + (is_in_place(work) ? 0 : work.dsts.size());
     if (n <= max_pointers) return (is_copy(work) ? copies : folds).push_back(&work);
     require(work.srcs.size() < max_pointers, "a GPU folds up to ", max_pointers - 1,
@@ -147,16 +146,15 @@ class SplitWorks {
     (is_copy(parts_.back()) ? copies : folds).push_back(&parts_.back());
   }
 
-  const std::size_t words_;       // for the lists of a kernel with one work
   std::deque<LaunchWork> parts_;  // a deque: pointers to its elements stay valid
 };
 
 // Fills the arguments of one kernel after another with entries, in order, and issues each launch.
 class Packer {
  public:
-  Packer(const Launch& launch, const DeviceLimits& limits,
+  Packer(const Launch& launch, int multiprocessors,
          const std::function<void(const KernelLaunch&)>& issue)
-      : limits_(limits), issue_(issue) {
+      : multiprocessors_(multiprocessors), issue_(issue) {
     args_.head.float8 = launch.options.float8;
     if (launch.op != ReduceOp::avg) return;
     args_.head.world = launch.options.world;
@@ -169,7 +167,7 @@ class Packer {
       std::size_t words = kHeadWords;
       uint64_t moved = 0;
       auto last = first;
-      for (; last != entries.end() && words + last->words() <= limits_.args_bytes / 8; ++last) {
+      for (; last != entries.end() && words + last->words() <= sizeof(KernelArgs) / 8; ++last) {
         words += last->words();
         moved += last->moved;
       }
@@ -195,7 +193,7 @@ class Packer {
     // One slot per thread, or fewer blocks if the work's share of the moved bytes is smaller. The
     // shares are differences of rounded running totals, so that they sum to the budget: one block
     // more than whole waves would run alone on the device.
-    const uint64_t budget = static_cast<uint64_t>(limits_.multiprocessors) * kBlocksPerSm * kWaves;
+    const uint64_t budget = static_cast<uint64_t>(multiprocessors_) * kBlocksPerSm * kWaves;
     const uint64_t before = budget * placed_bytes_ / moved;
     placed_bytes_ += entry.moved;
     const uint64_t fair = std::max<uint64_t>(budget * placed_bytes_ / moved - before, 1);
@@ -213,9 +211,9 @@ class Packer {
     return static_cast<uint16_t>(begin);
   }
 
-  const DeviceLimits& limits_;
+  const int multiprocessors_;
   const std::function<void(const KernelLaunch&)>& issue_;
-  LargeKernelArgs args_;
+  KernelArgs args_;
   std::size_t used_ = 0;  // words of lists
   uint32_t blocks_ = 0;
   uint64_t placed_bytes_ = 0;  // bytes moved by the works placed so far
@@ -223,12 +221,12 @@ class Packer {
 
 }  // namespace
 
-void split_launch(const Launch& launch, const DeviceLimits& limits,
+void split_launch(const Launch& launch, int multiprocessors,
                   const std::function<void(const KernelLaunch&)>& issue) {
   require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
                name(launch.dtype));
-  const SplitWorks works(launch, limits);
-  Packer packer(launch, limits, issue);
+  const SplitWorks works(launch);
+  Packer packer(launch, multiprocessors, issue);
   std::vector<Entry> entries;
   for (const KernelKind kind : {KernelKind::fold, KernelKind::copy}) {
     entries.clear();

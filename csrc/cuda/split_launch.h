@@ -8,24 +8,24 @@
 
 namespace pycollect::cuda {
 
-struct DeviceLimits {
-  int multiprocessors;
-  std::size_t args_bytes = sizeof(LargeKernelArgs);
-};
-
 enum class KernelKind { fold, copy };
 struct KernelLaunch {
   KernelKind kind;
-  const LargeKernelArgs& args;
+  const KernelArgs& args;
   std::size_t bytes;  // used bytes of the arguments
   uint32_t blocks;
 };
 
-// Calls `issue` for each kernel launch, in order. Throws TypeError for a reduction that is not
-// defined for the type, and ValueError for memory that is not aligned for the type and for a fold
-// of more sources than fit in a kernel's arguments (about 4,000, or 500 with drivers before CUDA
-// 12.1; half as many in a work of several lines).
-void split_launch(const Launch& launch, const DeviceLimits& limits,
+// Returns the number of addresses that fit in a kernel's arguments for one work. `pitched`: of a
+// work of several lines, where each address has a pitch.
+constexpr std::size_t most_addresses(bool pitched) {
+  return (KernelArgs::kWords - kWorkWords) / (pitched ? 2 : 1);
+}
+
+// Calls `issue` for each kernel launch on a device, in order. Throws TypeError for a reduction that
+// is not defined for the type, and ValueError for memory that is not aligned for the type and for a
+// fold of as many sources as addresses fit, or more.
+void split_launch(const Launch& launch, int multiprocessors,
                   const std::function<void(const KernelLaunch&)>& issue);
 
 }  // namespace pycollect::cuda

@@ -73,12 +73,14 @@ CompiledPlan compile(Plan plan, bool in_place, LevelPolicy level_policy,
                      const Algorithm* algorithm) {
   check(plan, in_place);
   static std::atomic<uint64_t> next_id{0};
-  CompiledPlan made{algorithm, in_place, std::move(plan), {}, {}, {}, {}, {}, next_id++};
+  CompiledPlan made{algorithm, in_place, std::move(plan), {}, {}, {}, {}, {}, 0, next_id++};
   made.program = lower(made.plan, in_place, level_policy);
   made.levels = levels(made.program);
   made.finishes = finishes(made.plan, in_place);
   made.scratched = touched(made.plan, Buffer::scratch);
   made.staged = touched(made.plan, Buffer::host);
+  for (const Step& step : made.plan.steps)
+    made.most_sources = std::max(made.most_sources, step.srcs.size());
   return made;
 }
 

@@ -20,6 +20,7 @@ struct CompiledPlan {
   std::vector<bool> finishes;   // [step]: is it a fold whose result contains every rank's data?
   std::vector<bool> scratched;  // [rank]: does any step use the rank's scratch?
   std::vector<bool> staged;     // [rank]: does any step use the rank's host memory?
+  std::size_t most_sources;     // of a step
   uint64_t id;                  // unique in this process: caches of derived data use it as the key
 };
 

@@ -132,8 +132,7 @@ using LaunchWorkTuple =
 // Runs the works, and returns for each launch how it accessed memory: see pycollect/_testing.pyi.
 std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
                                      const std::string& dtype, const std::string& op, int world,
-                                     int multiprocessors, std::size_t args_bytes,
-                                     const std::array<uint8_t, 6>& float8) {
+                                     int multiprocessors, const std::array<uint8_t, 6>& float8) {
   Launch launch{{},
                 static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
                 static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
@@ -141,10 +140,8 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
     launch.works.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
-  require(args_bytes <= sizeof(LargeKernelArgs), "args_bytes is ", args_bytes, "; pass at most ",
-          sizeof(LargeKernelArgs));
   std::vector<py::dict> launches;
-  split_launch(launch, {multiprocessors, args_bytes}, [&](const KernelLaunch& kernel_launch) {
+  split_launch(launch, multiprocessors, [&](const KernelLaunch& kernel_launch) {
     launches.push_back(run(launch, kernel_launch));
   });
   return launches;
@@ -165,7 +162,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
 void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
-        py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"));
+        py::arg("world"), py::arg("multiprocessors"), py::arg("float8"));
   m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
         py::arg("pitches"));
 }

@@ -96,27 +96,17 @@ CaptureInfo capture_info(Stream stream) {
   return {std::max<uint64_t>(id, 1), graph};
 }
 
-std::vector<cuda::DeviceLimits> query_all_devices() {
-  // Kernel parameters beyond 4 KiB need a driver of CUDA 12.1; the version of the build is no
-  // limit.
-  int driver = 0, devices = 0;
-  check(cudaDriverGetVersion(&driver));
-  check(cudaGetDeviceCount(&devices));
-  const std::size_t bytes =
-      driver >= 12010 ? sizeof(cuda::LargeKernelArgs) : sizeof(cuda::SmallKernelArgs);
-  std::vector<cuda::DeviceLimits> all;
-  for (Device device = 0; device < devices; ++device) {
-    int multiprocessors = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    all.push_back({multiprocessors, bytes});
-  }
-  return all;
-}
-
 // Queries the devices on first use, not when the Api is made: a process that has no device, or
 // forks before it uses one, may make an Api, too.
-const cuda::DeviceLimits& limits(Device device) {
-  static const std::vector<cuda::DeviceLimits> all = query_all_devices();
+int multiprocessors(Device device) {
+  static const std::vector<int> all = [] {
+    int devices = 0;
+    check(cudaGetDeviceCount(&devices));
+    std::vector<int> found(devices);
+    for (Device d = 0; d < devices; ++d)
+      check(cudaDeviceGetAttribute(&found[d], cudaDevAttrMultiProcessorCount, d));
+    return found;
+  }();
   return all.at(device);
 }
 
@@ -206,7 +196,7 @@ class CudaApi final : public cuda::Api {
     loaded_.insert(kernels);
   }
   void launch(Stream stream, const Launch& launch) override {
-    cuda::launch_level(stream, launch, limits(stream.device));
+    cuda::launch_level(stream, launch, multiprocessors(stream.device));
   }
   void copy(Stream stream, const CopyRect& r) override {
     constexpr std::ptrdiff_t kMostPitch =
