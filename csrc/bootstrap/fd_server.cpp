@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstring>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <stdexcept>
 #include <vector>
@@ -29,8 +28,8 @@ namespace {
 constexpr int kMostClients = 128;
 // Delay before a client that got no answer tries again.
 constexpr std::chrono::milliseconds kRetryDelay{5};
-// Delay before the next accept when the process has run out of descriptors.
-constexpr std::chrono::milliseconds kAcceptRetryDelay{10};
+// Delay before the server goes on after an error, such as that it has run out of descriptors.
+constexpr std::chrono::milliseconds kErrorDelay{10};
 
 struct ServerAddress {
   sockaddr_un name = {};
@@ -52,6 +51,10 @@ UniqueFd make_socket(int flags) {
 
 UniqueFd make_listener(uint64_t id) {
   UniqueFd socket = make_socket(SOCK_NONBLOCK);
+  // Clients may not send descriptors (since Linux 6.16, which defines SO_PASSRIGHTS): to close one
+  // can take as long as its sender likes, as of a TCP socket that lingers.
+  constexpr int kPassRights = 83, kNo = 0;
+  setsockopt(socket.get(), SOL_SOCKET, kPassRights, &kNo, sizeof kNo);
   const ServerAddress address(id);
   if (bind(socket.get(), address.get(), address.bytes) != 0)
     refuse("cannot bind a Unix socket", errno);
@@ -62,7 +65,7 @@ UniqueFd make_listener(uint64_t id) {
 // Returns an eventfd that ends the server when it is readable: shutting the socket down does not
 // wake `poll` on every kernel.
 UniqueFd make_end_event() {
-  UniqueFd event(eventfd(0, EFD_CLOEXEC));
+  UniqueFd event(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!event) refuse("cannot make an eventfd", errno);
   return event;
 }
@@ -76,10 +79,11 @@ bool is_of_own_user(const UniqueFd& connection, bool or_root) {
   return other.uid == geteuid() || other.uid == getuid() || (or_root && other.uid == 0);
 }
 
-// An answer of the server: whether it grants the request, and the descriptor.
+// An answer of the server: the descriptor, or why there is none.
 struct FdMessage {
-  char granted = 0;
-  iovec data = {&granted, sizeof granted};
+  static constexpr uint8_t kNotAdmitted = 255;  // the client's user
+  uint8_t why = 0;                              // kNotAdmitted, an errno value, or 0
+  iovec data = {&why, sizeof why};
   // `control` is sized for one descriptor; its padding makes room for a second one.
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
@@ -90,20 +94,19 @@ struct FdMessage {
   FdMessage(const FdMessage&) = delete;
   FdMessage& operator=(const FdMessage&) = delete;
 
-  // Fails if the client has disconnected; it then needs no answer.
-  void send(const UniqueFd& connection, int descriptor) {
-    granted = descriptor >= 0;
-    if (granted) {
-      cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
-      cmsg->cmsg_level = SOL_SOCKET;
-      cmsg->cmsg_type = SCM_RIGHTS;
-      cmsg->cmsg_len = CMSG_LEN(sizeof descriptor);
-      std::memcpy(CMSG_DATA(cmsg), &descriptor, sizeof descriptor);
-    } else {
-      header.msg_controllen = 0;
-    }
-    while (sendmsg(connection.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR)
-      continue;
+  // A client that has disconnected gets no answer, and needs none.
+  void send(const UniqueFd& client, int descriptor) {
+    cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
+    cmsg->cmsg_level = SOL_SOCKET;
+    cmsg->cmsg_type = SCM_RIGHTS;
+    cmsg->cmsg_len = CMSG_LEN(sizeof descriptor);
+    std::memcpy(CMSG_DATA(cmsg), &descriptor, sizeof descriptor);
+    if (const int error = try_send(client)) refuse_client(client, static_cast<uint8_t>(error));
+  }
+  void refuse_client(const UniqueFd& client, uint8_t reason) {
+    why = reason;
+    header.msg_control = nullptr, header.msg_controllen = 0;
+    try_send(client);
   }
 
   // Returns the received descriptor if there is exactly one, and closes all others: received
@@ -122,6 +125,13 @@ struct FdMessage {
     const bool one = all.size() == 1 && (header.msg_flags & MSG_CTRUNC) == 0;
     return one ? std::move(all.front()) : UniqueFd();
   }
+
+ private:
+  int try_send(const UniqueFd& client) {  // returns an errno value, or 0
+    while (sendmsg(client.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
+      if (errno != EINTR) return errno;
+    return 0;
+  }
 };
 
 // Limits the time of `connect` and `recvmsg` on the socket.
@@ -136,13 +146,17 @@ void set_time_limit(int socket, Deadline deadline) {
 }
 
 // Repeats a system call when a signal interrupts it (a profiler's arrive every few milliseconds),
-// with the time limit reduced to the time until the deadline. Returns its result.
+// with the time limit reduced to the time until the deadline. Returns its result; the error after
+// the deadline is EAGAIN.
 template <class Call>
 auto retry_until(const UniqueFd& socket, Deadline deadline, const Call& call) {
   for (;;) {
     set_time_limit(socket.get(), deadline);
     const auto result = call();
-    if (result >= 0 || errno != EINTR || Clock::now() >= deadline) return result;
+    if (result >= 0 || errno != EINTR) return result;
+    if (Clock::now() < deadline) continue;
+    errno = EAGAIN;
+    return result;
   }
 }
 
@@ -151,11 +165,13 @@ UniqueFd connect_to(uint64_t id, Deadline deadline) {
   const ServerAddress address(id);
   UniqueFd socket = make_socket(0);
   const auto connects = [&] { return connect(socket.get(), address.get(), address.bytes); };
-  if (retry_until(socket, deadline, connects) != 0)
+  if (retry_until(socket, deadline, connects) != 0) {
+    const int why = errno;
     refuse(
         text("cannot reach the Unix socket @", fd_server_name(id), " of the process that offers ",
              "the descriptor, which must be alive and in the same network namespace"),
-        errno);
+        why);
+  }
   if (!is_of_own_user(socket, false) && geteuid() != 0)
     throw std::runtime_error(
         "the process that offers the descriptor is run by another user; only its own user and "
@@ -165,8 +181,8 @@ UniqueFd connect_to(uint64_t id, Deadline deadline) {
 
 }  // namespace
 
-// The descriptors of a server. A forked child closes them: otherwise clients could not detect that
-// the parent has exited, and the offered file would stay open as long as the child lives.
+// The descriptors of a server. A forked child closes them: otherwise the socket would exist as long
+// as the child lives, and clients would wait for answers of a parent that has exited.
 struct FdServer::OpenFiles {
   explicit OpenFiles(UniqueFd file) : offered(std::move(file)) {
     const std::lock_guard lock(all_mutex);
@@ -180,12 +196,17 @@ struct FdServer::OpenFiles {
   OpenFiles(const OpenFiles&) = delete;
   OpenFiles& operator=(const OpenFiles&) = delete;
 
-  // Answers the next client. Returns false if this process cannot open another descriptor.
+  // Answers the next client. Returns false after an error that would recur at once, as when this
+  // process has run out of descriptors.
   bool answer() {
+    UniqueFd client;  // closed without the lock: that can take long if the client has sent sockets
     const std::lock_guard lock(mutex);
-    const UniqueFd client(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!client) return errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
-    FdMessage().send(client, is_of_own_user(client, true) ? offered.get() : -1);
+    client = UniqueFd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!client) return errno == EINTR || errno == EAGAIN || errno == ECONNABORTED;
+    if (is_of_own_user(client, true))
+      FdMessage().send(client, offered.get());
+    else
+      FdMessage().refuse_client(client, FdMessage::kNotAdmitted);
     return true;
   }
 
@@ -240,9 +261,9 @@ void FdServer::serve() {
   for (;;) {
     std::array<pollfd, 2> polled = {pollfd{end_.get(), POLLIN, 0},
                                     {open_->listener.get(), POLLIN, 0}};
-    if (poll(polled.data(), polled.size(), -1) < 0) continue;  // a signal
-    if (polled[0].revents != 0) return;
-    if (!open_->answer()) std::this_thread::sleep_for(kAcceptRetryDelay);
+    const bool polls = poll(polled.data(), polled.size(), -1) >= 0;
+    if (eventfd_t ends = 0; eventfd_read(end_.get(), &ends) == 0) return;
+    if (!polls || !open_->answer()) std::this_thread::sleep_for(kErrorDelay);
   }
 }
 
@@ -252,17 +273,22 @@ UniqueFd fetch(uint64_t id, Deadline deadline) {
     FdMessage answer;
     const auto got = retry_until(
         socket, deadline, [&] { return recvmsg(socket.get(), &answer.header, MSG_CMSG_CLOEXEC); });
-    const int why = got == 0 ? ECONNRESET : errno;
     if (got <= 0) {
-      // The server could not send the descriptor, or has just ended and the next `connect` fails.
+      const int why = got == 0 ? ECONNRESET : errno;
+      // The server has just ended, and the next `connect` fails.
       if (why == ECONNRESET && Clock::now() < deadline) continue;
-      refuse("the process that offers the descriptor does not answer", why);
+      refuse("the process that offers the descriptor does not answer",
+             why == ECONNRESET ? EAGAIN : why);
     }
     UniqueFd descriptor = answer.take_descriptor();
-    if (answer.granted == 0)
+    if (descriptor) return descriptor;
+    if (answer.why == FdMessage::kNotAdmitted)
       throw std::runtime_error("the process that offers the descriptor does not admit this user");
-    if (!descriptor) refuse("cannot receive the descriptor", EMFILE);
-    return descriptor;
+    if (answer.why != 0)
+      refuse("the process that offers the descriptor cannot send it", answer.why);
+    if (!UniqueFd(dup(socket.get()))) refuse("cannot receive the descriptor", errno);
+    throw std::runtime_error(
+        "cannot receive the descriptor: a security policy forbids it, or the answer is invalid");
   }
 }
 

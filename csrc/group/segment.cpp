@@ -32,7 +32,8 @@ void resize(int fd, std::size_t bytes) {
                 mebibytes(most.rlim_cur), "; raise it (ulimit -f)"),
            EFBIG);
   while (ftruncate(fd, bytes) != 0)
-    if (errno != EINTR) refuse(text("cannot create shared memory of ", mebibytes(bytes)), errno);
+    if (const int why = errno; why != EINTR)
+      refuse(text("cannot create shared memory of ", mebibytes(bytes)), why);
 }
 
 UniqueFd make_file() {
@@ -64,10 +65,12 @@ Segment::Segment(UniqueFd file, std::size_t bytes) : file_(std::move(file)), byt
     refuse(text("the shared memory is smaller than ", mebibytes(bytes)), EINVAL);
   void* data =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor(), 0);
-  if (data == MAP_FAILED)
+  if (data == MAP_FAILED) {
+    const int why = errno;
     refuse(text("no address space for ", mebibytes(bytes),
                 " of shared memory; raise its limit (ulimit -v)"),
-           errno);
+           why);
+  }
   data_ = static_cast<std::byte*>(data);
   // A core dump would contain the whole mapping, and peers would detect the death only after the
   // dump.
@@ -84,8 +87,8 @@ void Segment::commit(std::size_t offset, std::size_t bytes) {
     const std::size_t part = std::min(bytes - done, kCommitBytes);
     if (fallocate(descriptor(), 0, offset + done, part) == 0)
       done += part;
-    else if (errno != EINTR)
-      refuse(text("no memory for ", mebibytes(bytes), " of shared memory"), errno);
+    else if (const int why = errno; why != EINTR)
+      refuse(text("no memory for ", mebibytes(bytes), " of shared memory"), why);
   }
 }
 

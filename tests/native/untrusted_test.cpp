@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -40,11 +41,12 @@ bool as_another_user(const std::function<void()>& body) {
   return true;
 }
 
-// Answers a client of an fd server with `count` descriptors, which may be more than it accepts.
-void send_many(const UniqueFd& client, int count, int descriptor = STDERR_FILENO) {
+// Sends `count` descriptors: an fd server's answer if it is one. Returns false on failure, as when
+// the other end has disconnected.
+bool send_many(const UniqueFd& client, int count, int descriptor = STDERR_FILENO) {
   std::vector<char> control(CMSG_SPACE(sizeof(int) * count));
-  char granted = 1;
-  iovec data = {&granted, sizeof granted};
+  char why = 0;  // none: granted
+  iovec data = {&why, sizeof why};
   msghdr header = {};
   header.msg_iov = &data, header.msg_iovlen = 1;
   header.msg_control = control.data(), header.msg_controllen = control.size();
@@ -53,8 +55,7 @@ void send_many(const UniqueFd& client, int count, int descriptor = STDERR_FILENO
   cmsg->cmsg_len = CMSG_LEN(sizeof(int) * count);
   const std::vector<int> all(count, descriptor);
   std::memcpy(CMSG_DATA(cmsg), all.data(), sizeof(int) * count);
-  const auto sent = sendmsg(client.get(), &header, MSG_NOSIGNAL);
-  expect(sent == sizeof granted || errno == EPIPE, "sendmsg");  // EPIPE: it has disconnected
+  return sendmsg(client.get(), &header, MSG_NOSIGNAL) >= 0;
 }
 
 // Returns a socket that `connect_or_bind` has connected or bound to the address of an fd server.
@@ -98,7 +99,8 @@ void closes_surplus_descriptors() {
   for (const int count : {1, 2, 3, 9}) {
     const int before = count_entries("/proc/self/fd");
     {
-      const FakeFdServer fake_server({[=](const UniqueFd& client) { send_many(client, count); }});
+      const FakeFdServer fake_server(
+          {[=](const UniqueFd& client) { expect(send_many(client, count), "sendmsg"); }});
       const std::string message = refusal([&] { fetch_from(fake_server.id); });
       expect(count == 1 ? message == "nothing" : contains(message, "cannot receive"), message);
     }
@@ -132,7 +134,7 @@ void exchange_with_changed_record(
   }
 }
 
-// Clients that never read occupy all places of rank 0's fd server.
+// Many clients of rank 0's fd server never read.
 void exchanges_despite_silent_clients() {
   std::vector<UniqueFd> silent;
   exchange_with_changed_record([&](const std::string& record) {
@@ -196,14 +198,17 @@ void keeps_deadline_despite_signals() {
 
 UniqueFd copy_of_stderr() { return UniqueFd(dup(STDERR_FILENO)); }
 
-// Clients in many threads, beside others that never read.
+// Clients in many threads, beside others that never read or that send something.
 void answers_all_clients() {
   const UniqueFd file(memfd_create("offered", MFD_CLOEXEC));
-  const FdServer fd_server(UniqueFd(dup(file.get())));
   const int before = count_entries("/proc/self/fd");
   {
-    std::vector<UniqueFd> silent;
-    for (int i = 0; i < 20; ++i) silent.push_back(server_socket(fd_server.id(), connect));
+    std::vector<UniqueFd> strangers;
+    const FdServer fd_server(UniqueFd(dup(file.get())));
+    for (int i = 0; i < 20; ++i) {
+      strangers.push_back(server_socket(fd_server.id(), connect));
+      if (i % 2 == 0) send_many(strangers.back(), 2);
+    }
     std::vector<std::jthread> clients;
     for (int i = 0; i < 16; ++i)
       clients.emplace_back([&] {
@@ -219,6 +224,95 @@ void answers_all_clients() {
   expect(count_entries("/proc/self/fd") == before, "descriptors are left");
 }
 
+// The server ends while clients fetch: each of them is then refused at once.
+void ends_while_clients_fetch() {
+  for (int i = 0; i < 50; ++i) {
+    std::optional<FdServer> fd_server(std::in_place, copy_of_stderr());
+    const uint64_t id = fd_server->id();
+    std::atomic<int> fetched{0};
+    std::vector<std::jthread> clients;
+    for (int n = 0; n < 3; ++n)
+      clients.emplace_back([&] {
+        const std::string message = refusal([&] {
+          for (;; ++fetched) fetch_from(id);
+        });
+        expect(contains(message, "Connection refused"), message);
+      });
+    while (fetched < 3 * i % 20) std::this_thread::yield();
+    fd_server.reset();
+    const auto end = Clock::now();
+    clients.clear();
+    expect(Clock::now() - end < 2s, "clients were refused late");
+  }
+}
+
+// From now on, this process may open descriptors only below `limit`.
+void limit_descriptors(rlim_t limit) {
+  rlimit both = {};
+  getrlimit(RLIMIT_NOFILE, &both);
+  both.rlim_cur = limit;
+  expect(setrlimit(RLIMIT_NOFILE, &both) == 0, "setrlimit");
+}
+
+// Returns the exit status of a child that runs `body`.
+int status_of_child(const std::function<bool()>& body) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(body() ? 0 : 1);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  return status;
+}
+
+void names_too_many_open_files() {
+  const FdServer fd_server(copy_of_stderr());
+  for (const int free : {0, 1}) {  // no room for the socket; for the socket, not the descriptor
+    const std::string why = free == 0 ? "cannot make a Unix socket: " : "cannot receive the ";
+    expect(status_of_child([&] {
+             limit_descriptors(copy_of_stderr().get() + free);  // the lowest number that is free
+             const std::string message = refusal([&] { fetch_from(fd_server.id()); });
+             return contains(message, why) && contains(message, "Too many open files");
+           }) == 0,
+           why);
+  }
+}
+
+// A server without room for the connection of a client answers once it has some, and ends without.
+void waits_for_a_free_descriptor() {
+  const int status = status_of_child([] {
+    std::optional<FdServer> fd_server(std::in_place, copy_of_stderr());
+    const uint64_t id = fd_server->id();
+    std::array<int, 2> begun = {};
+    char byte = 0;
+    expect(pipe(begun.data()) == 0, "pipe");
+    rlimit before = {};
+    getrlimit(RLIMIT_NOFILE, &before);
+    const pid_t client = fork();
+    if (client == 0) {
+      ::write(begun[1], "!", 1);
+      _exit(refusal([&] { fetch_from(id); }) == "nothing" ? 0 : 1);
+    }
+    limit_descriptors(1);  // too few for `poll`, too
+    expect(::read(begun[0], &byte, 1) == 1, "read");
+    std::this_thread::sleep_for(100ms);
+    limit_descriptors(before.rlim_cur);
+    int fetched = 1;
+    waitpid(client, &fetched, 0);
+    const pid_t stranger = fork();
+    if (stranger == 0) {
+      expect(::read(begun[0], &byte, 1) == 1, "read");
+      server_socket(id, connect);
+      _exit(0);
+    }
+    limit_descriptors(1);
+    ::write(begun[1], "!", 1);
+    waitpid(stranger, nullptr, 0);
+    std::this_thread::sleep_for(30ms);
+    fd_server.reset();
+    return fetched == 0;
+  });
+  expect(status == 0, "the client was refused");
+}
+
 // A forked child, such as a DataLoader's worker, may live for long. It keeps nothing open, and can
 // fetch.
 void leaves_nothing_in_forked_children() {
@@ -227,11 +321,11 @@ void leaves_nothing_in_forked_children() {
              pipe2(offered.data(), O_NONBLOCK) == 0,
          "pipes");
   std::optional<FdServer> fd_server(std::in_place, UniqueFd(offered[1]));
+  const FdServer other(copy_of_stderr());
   char byte = 0;
   const pid_t pid = fork();
   if (pid == 0) {
-    close(ends[0]);
-    expect(static_cast<bool>(fetch_from(fd_server->id())), "the child fetched nothing");
+    close(ends[0]), expect(static_cast<bool>(fetch_from(fd_server->id())), "nothing was fetched");
     ::write(ends[1], "!", 1);
     _exit(static_cast<int>(::read(ends[1], &byte, 1)));  // it waits for the parent's end
   }
@@ -239,21 +333,51 @@ void leaves_nothing_in_forked_children() {
   expect(::read(ends[0], &byte, 1) == 1, "the child failed");
   const uint64_t id = fd_server->id();
   expect(static_cast<bool>(fetch_from(id)), "nothing was fetched");
+  expect(static_cast<bool>(fetch_from(other.id())), "nothing was fetched from the other server");
   expect(::read(offered[0], &byte, 1) < 0 && errno == EAGAIN, "the server holds nothing");
   fd_server.reset();
   expect(::read(offered[0], &byte, 1) == 0, "the child holds the offered file");
+  const auto begin = Clock::now();
   expect(contains(refusal([&] { fetch_from(id); }), "Connection refused"), "a server is left");
+  expect(Clock::now() - begin < 2s, "refused late");
   close(ends[0]), close(offered[0]);
   int status = 0;
   waitpid(pid, &status, 0);
   expect(status == 0, text("the child ended with ", status));
 }
 
+// By itself, whatever the client checks.
 void refuses_other_users() {
   const FdServer fd_server(copy_of_stderr());
-  as_another_user(
-      [&] { _exit(refusal([&] { fetch_from(fd_server.id()); }) == "nothing" ? 1 : 0); });
+  as_another_user([&] {
+    const UniqueFd client = server_socket(fd_server.id(), connect);
+    unsigned char why = 0;
+    alignas(cmsghdr) std::array<char, 256> control = {};
+    iovec data = {&why, sizeof why};
+    msghdr header = {};
+    header.msg_iov = &data, header.msg_iovlen = 1;
+    header.msg_control = control.data(), header.msg_controllen = control.size();
+    const auto got = recvmsg(client.get(), &header, 0);
+    _exit(got == 1 && why != 0 && header.msg_controllen == 0 ? 0 : 1);
+  });
   expect(static_cast<bool>(fetch_from(fd_server.id())), "nothing was fetched");
+}
+
+// A process of another user sends sockets that take long to close: neither clients nor forks wait.
+void closes_no_sockets_of_strangers() {
+  const FdServer fd_server(copy_of_stderr());
+  constexpr int kPassRights = 83;  // SO_PASSRIGHTS
+  int passes = 1;
+  socklen_t bytes = sizeof passes;
+  if (getsockopt(UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET, 0)).get(), SOL_SOCKET, kPassRights,
+                 &passes, &bytes) != 0)
+    return void(std::puts("  SKIPPED: this kernel cannot forbid to send descriptors"));
+  as_another_user([&] {
+    for (int i = 0; i < 1000; ++i) {
+      const UniqueFd client = server_socket(fd_server.id(), connect);
+      if (send_many(client, 1)) _exit(1);
+    }
+  });
 }
 
 // Strings of a rank without a terminator, before memory that is not zero.
@@ -314,8 +438,12 @@ int main() {
   detects_closed_fd_server();
   keeps_deadline_despite_signals();
   answers_all_clients();
+  ends_while_clients_fetch();
+  names_too_many_open_files();
+  waits_for_a_free_descriptor();
   leaves_nothing_in_forked_children();
   refuses_other_users();
+  closes_no_sockets_of_strangers();
   reads_unterminated_strings_within_bounds();
   names_unknown_values_by_number();
   std::puts("untrusted_test: all good");
