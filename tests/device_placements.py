@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import as_bits, viewed_as, whole_memory
 from torch import Tensor
 
 import pycollect as pc
@@ -90,7 +91,7 @@ class PlacedCall:
     """Copies of one call's tensors on devices; views of one memory are views of one copy, too."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         self._views: list[tuple[Tensor, Tensor]] = []
 
     def to_device(self, value: Any, device: torch.device) -> Any:
@@ -107,27 +108,23 @@ class PlacedCall:
         return on_device.requires_grad_() if value.requires_grad else on_device
 
     def _view(self, value: Tensor, device: torch.device) -> Tensor:
-        whole = value if value._base is None else value._base
-        if whole.dtype.itemsize != value.dtype.itemsize:
-            whole = value
-        key = (id(whole), device)
+        key = (value.untyped_storage().data_ptr(), value.itemsize, device)
         if key not in self._copies:
-            copy = torch.empty_like(whole, device=device, requires_grad=False)
-            self._copies[key] = (whole, copy.copy_(whole))
-        copy = self._copies[key][1].view(value.dtype)
-        return copy.as_strided(value.size(), value.stride(), value.storage_offset())
+            whole = whole_memory(value)
+            self._copies[key] = (whole, whole.to(device, copy=True))
+        return viewed_as(self._copies[key][1], value)
 
     def copy_back(self) -> None:
         """Copy the device tensors back into their original tensors."""
-        places = [whole for whole, _ in self._copies]
+        places = [key[:2] for key in self._copies]
         with torch.no_grad():
-            for (whole, _), (tensor, copy) in self._copies.items():
-                if places.count(whole) == 1:
-                    tensor.copy_(copy)
+            for key, (whole, copy) in self._copies.items():
+                if places.count(key[:2]) == 1:
+                    whole.copy_(copy)
             for tensor, on_device in self._views:
-                whole = tensor if tensor._base is None else tensor._base
-                if places.count(id(whole)) > 1:  # views of one memory on several devices
-                    tensor.copy_(on_device)
+                key = (tensor.untyped_storage().data_ptr(), tensor.itemsize)
+                if places.count(key) > 1:  # views of one memory on several devices
+                    as_bits(tensor).copy_(as_bits(on_device))
 
 
 class PlacedWork:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_cases import TORCH_OPS
+from matrix import TORCH_OPS
 from reference import COMPLEX, DTYPES, OPS, allowed, assert_same, left_fold, randoms
 from torch import Tensor
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from device_placements import several_gpus
 from dist_pool import RankContext, fresh
 from dist_sites import GPU, LARGE, REAL
-from test_cuda_dist_matrix import assert_bits
+from matrix import drawn
+from matrix_sites import rank_differs
 
 cuda = pytest.mark.cuda
 MIB = 1 << 20
@@ -26,7 +27,7 @@ SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_cuda(setting, site):
     with fresh(2, site=site, environ=((setting, "1"),)) as pool:
-        assert_bits(pool, torch.float32)
+        assert pool.run(rank_differs, drawn("ranks", 2)) == [[], []]
 
 
 def expandable(me: RankContext, at_runtime: bool) -> bool:
@@ -51,7 +52,7 @@ def test_expandable_segments(name, site):
     environ = ((name, "expandable_segments:True"),) if name else ()
     with fresh(2, site=site, environ=environ) as pool:
         assert pool.run(expandable, not name) == [True, True]
-        assert_bits(pool, torch.float32)
+        assert pool.run(rank_differs, drawn("ranks", 2)) == [[], []]
 
 
 def on_all_gpus(me: RankContext) -> list[float]:

@@ -1,7 +1,7 @@
 """Every form of collective call in torch.distributed: lists, splits, coalesced, aliased.
 
 Each job runs on every rank of a pool and compares with the equivalent plain torch.
-test_dist_matrix.py covers the product of dtypes, ops and sizes.
+test_matrix.py covers the product of dtypes, ops and sizes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,388 @@
+"""The sites of the conformance matrix: each runs a case of matrix.py and returns the differences.
+
+`Lists` and `EmulatedLists` make calls of pycollect with a tensor of every rank; `Rank` makes those
+of torch.distributed with the tensors of one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dist_pool import OLD_TORCH, OURS, RankContext
+from dist_sites import cpu_by_default
+from emulated_gpus import Gpus
+from matrix import (
+    FILLER,
+    MANY,
+    TORCH_OPS,
+    Case,
+    as_bits,
+    block_of,
+    difference,
+    modelled,
+    placed,
+    surroundings,
+    viewed_as,
+    whole_memory,
+    zeros,
+)
+from reference import COMPLEX, INTEGERS, MOVED, depends_on_order
+from torch import Tensor
+
+import pycollect as pc
+
+# --- lists: a tensor of every rank in one process -------------------------------------------------
+
+
+class Lists:
+    """Calls of pycollect on lists of tensors, in host memory or, with a PlacedApi, on GPUs."""
+
+    def __init__(self, api: Any = pc) -> None:
+        self.api = api
+
+    def put(self, on_host: Tensor, rank: int) -> Tensor:
+        return on_host
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def end(self) -> None:
+        """End the work of a case, before its values are compared."""
+
+    def differs(self, case: Case, world: int) -> list[str]:
+        exact = case.exact(world)
+        inputs, wanted = modelled(case, world, 1, not exact)
+        made = [w for w in wanted if w is not None] if case.into else []
+        on_host = [placed(t, case.layout) for t in inputs]
+        on_host += [zeros(w, case.into) for w in made]
+        around = [surroundings(t) for t in on_host]
+        watched = [self.put(t, r % world) for r, t in enumerate(on_host)]
+        tensors, out = watched[:world], watched[world:]
+        found, firsts = LIST_CALLS.get(case.collective, _in_place)(self, case, inputs, tensors, out)
+        in_place = found is tensors
+        assert all(f is o for f, o in zip(found, out, strict=False)), f"{case}: not in its out"
+        if not in_place and not out:
+            assert share_no_memory([*found, *tensors]), f"{case}: results share memory"
+        got, after = [self.read(t) for t in (*found, *firsts)], [self.read(t) for t in watched]
+        self.end()
+        results = [w for w in wanted if w is not None]
+        results += [w[:1] for w in results[: len(firsts)]]
+        results += [] if in_place else inputs
+        got += [] if in_place else after[:world]
+        close = 0 if exact else world
+        wrong = [difference(g, w, case, close) for g, w in zip(got, results, strict=True)]
+        wrong += [
+            "memory around a view has changed"
+            for before, t in zip(around, after, strict=True)
+            if before is not None and not torch.equal(before, surroundings(t))
+        ]
+        return [f"{case}, world {world}: {why}" for why in wrong if why]
+
+
+def share_no_memory(tensors: Sequence[Tensor]) -> bool:
+    filled = [t for t in tensors if t.numel()]
+    return len({t.untyped_storage().data_ptr() for t in filled}) == len(filled)
+
+
+class EmulatedLists(Lists):
+    """Calls on tensors of emulated GPUs, whose work runs in a random order that events allow."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(Gpus(devices))
+        self.gpus, self.devices, self.seed = self.api, devices, 0
+        self._whole: dict[int, Tensor] = {}  # address of a view -> the memory around it
+
+    def put(self, on_host: Tensor, rank: int) -> Tensor:
+        device, values = rank % self.devices, whole_memory(on_host)
+        floats = -(-values.numel() * values.itemsize // 16) * 4
+        whole = self.gpus.empty(floats, device=device).view(values.dtype)
+        whole = whole.as_strided(values.size(), (1,))
+        with self.gpus.on(self.gpus.torch.current(device)):
+            self.gpus.torch.write(whole, values)
+        view = viewed_as(whole, on_host)
+        self._whole[id(view)] = whole
+        return view
+
+    def read(self, tensor: Tensor) -> Tensor:
+        whole = self._whole.get(id(tensor), tensor)
+        with self.gpus.on(self.gpus.torch.current(tensor.device.index)):
+            on_host = self.gpus.torch.read(whole)
+        return on_host if whole is tensor else viewed_as(on_host, tensor)
+
+    def end(self) -> None:
+        self.seed += 1
+        self.gpus.check(self.seed)
+        self._whole.clear()
+
+
+def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
+    """The arguments of these names; "root" stands for dst or src."""
+    given = {"async_op": case.async_op, "algorithm": case.algorithm, "dim": case.dim, "op": case.op}
+    return {n: given[n] for n in names} | ({"out": out} if out else {})
+
+
+Found = tuple[list[Tensor], list[Tensor]]  # results; and those of a second, shorter tensor
+
+
+def _in_place(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    more = options(case, out, "async_op", "algorithm", *["op"] * case.reduces)
+    if case.collective in ROOT_NAMES:
+        more[ROOT_NAMES[case.collective]] = case.root_of(len(tensors))
+    result = getattr(site.api, case.collective)(tensors, **more)
+    assert (result.wait() if case.async_op else result) is None
+    return tensors, []
+
+
+def _coalesced(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    firsts = [site.put(placed(t[:1], "contiguous"), r) for r, t in enumerate(inputs)]
+    lists = [list(pair) for pair in zip(tensors, firsts, strict=True)]
+    if case.collective == "broadcast_coalesced":
+        assert site.api.broadcast_coalesced(lists, case.root_of(len(tensors))) is None
+    else:
+        more = options(case, out, "op", "async_op", "algorithm")
+        result = site.api.all_reduce_coalesced(lists, **more)
+        assert (result.wait() if case.async_op else result) is None
+    return tensors, firsts
+
+
+def _out_of_place(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    more = options(case, out, "dim", "async_op", *["op"] * case.reduces)
+    if case.collective != "all_to_all":
+        more["algorithm"] = case.algorithm
+    result = getattr(site.api, case.collective)(tensors, **more)
+    result = result.wait() if case.async_op else result
+    assert isinstance(result, list)
+    return result, []
+
+
+def _scatter(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    devices = f"cpu*{len(tensors)}"
+    result = site.api.scatter(tensors[0], devices, **options(case, out, "dim", "async_op"))
+    return result.wait() if case.async_op else result, []
+
+
+def _gather(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    return [site.api.gather(tensors, dim=case.dim, **({"out": out[0]} if out else {}))], []
+
+
+def _replicate(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    pairs = site.api.replicate([tensors[0], tensors[0][:1]], f"cpu*{len(tensors)}")
+    return [t for t, _ in pairs], [first for _, first in pairs]
+
+
+def _copy(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    copies = [zeros(t, case.layout) for t in inputs]
+    for copy in copies:
+        result = site.api.copy_(copy, tensors[0], async_op=case.async_op)
+        assert (result.wait() if case.async_op else result) is None
+    return copies, []
+
+
+ROOT_NAMES = {"reduce": "dst", "broadcast": "src"}
+LIST_CALLS: dict[str, Callable[..., Found]] = {
+    "all_reduce_coalesced": _coalesced,
+    "broadcast_coalesced": _coalesced,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _out_of_place),
+    "scatter": _scatter,
+    "gather": _gather,
+    "replicate": _replicate,
+    "copy_": _copy,
+}
+
+# --- ranks: a thread or a process each, through torch.distributed ---------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank that runs a case in a group; the arguments of its call are on the site's device."""
+
+    me: RankContext
+    group: Any
+    case: Case
+
+    @property
+    def root(self) -> int:
+        return self.case.root_of(self.me.world)
+
+    def run(self, mine: Tensor) -> list[Tensor]:
+        """The results of this rank, none if the collective leaves them undefined."""
+        return RANK_CALLS.get(self.case.collective, _to_or_from_blocks)(self, mine)
+
+    def put(self, values: Tensor, layout: str = "") -> Tensor:
+        """A copy on the device, in the case's layout unless it is given."""
+        on_host = placed(values, layout or self.case.layout)
+        if not self.me.site.real:
+            return on_host
+        return viewed_as(whole_memory(on_host).to(self.me.site.device), on_host)
+
+    @property
+    def filler(self) -> Tensor:
+        """A block with values that no result has."""
+        blocks = self.me.world if self.case.collective in MANY else 1
+        whole = block_of(self.case, FILLER, blocks=blocks)
+        return whole[: len(whole) // blocks]
+
+    def outputs(self, count: int) -> list[Tensor]:
+        return [self.put(self.filler) for _ in range(count)]
+
+    def call(self, *args: Any, **more: Any) -> None:
+        if self.case.reduces:
+            more["op"] = getattr(dist.ReduceOp, TORCH_OPS[self.case.op])
+        call = getattr(dist, TORCH_NAMES.get(self.case.collective, self.case.collective))
+        work = call(*args, **more, group=self.group, async_op=self.case.async_op)
+        if self.case.async_op:
+            work.wait()
+
+    def blocks(self, mine: Tensor) -> list[Tensor]:
+        return [self.put(b) for b in mine.split(len(mine) // self.me.world)]
+
+
+def _of_one_tensor(rank: Rank, mine: Tensor) -> list[Tensor]:
+    x, root = rank.put(mine), rank.root
+    more = {ROOT_NAMES[n]: root for n in ROOT_NAMES if n == rank.case.collective}
+    rank.call(x, **more)
+    return [] if rank.case.collective == "reduce" and rank.me.rank != root else [x]
+
+
+def _of_two_tensors(rank: Rank, mine: Tensor) -> list[Tensor]:
+    tensors = [rank.put(mine), rank.put(mine[:1], "contiguous")]
+    rank.call(tensors)
+    return tensors
+
+
+def _to_or_from_blocks(rank: Rank, mine: Tensor) -> list[Tensor]:
+    """The collectives with a list of one tensor for each rank, as input, output or both."""
+    name, at_root = rank.case.collective, rank.me.rank == rank.root
+    outputs = rank.outputs(1 if name in ("scatter", "reduce_scatter") else rank.me.world)
+    x: Any = rank.blocks(mine) if name in MANY else rank.put(mine)
+    if name == "gather":
+        rank.call(x, outputs if at_root else None, dst=rank.root)
+        outputs = outputs if at_root else []
+    elif name == "scatter":
+        rank.call(outputs[0], x if at_root else None, src=rank.root)
+    else:
+        rank.call(outputs[0] if name == "reduce_scatter" else outputs, x)
+    return [joined(outputs)] if outputs else []
+
+
+def _of_whole_tensors(rank: Rank, mine: Tensor) -> list[Tensor]:
+    """The collectives whose blocks of all ranks are one tensor."""
+    name, rows = rank.case.collective, len(rank.filler)
+    gathers, inside = name.startswith("all_gather"), name.endswith("inside")
+    whole = rank.put(joined([rank.filler] * rank.me.world) if gathers else mine)
+    if inside:
+        part = whole[rank.me.rank * rows : (rank.me.rank + 1) * rows]
+        if gathers:
+            as_bits(part).copy_(as_bits(mine))
+    else:
+        part = rank.put(mine) if gathers else rank.outputs(1)[0]
+    rank.call(*((whole, part) if gathers else (part, whole)))
+    return [whole if gathers else part]
+
+
+def _all_to_all_single(rank: Rank, mine: Tensor) -> list[Tensor]:
+    x, out = rank.put(mine), rank.put(joined([rank.filler] * rank.me.world))
+    rank.call(out, x)
+    return [out]
+
+
+def joined(blocks: list[Tensor]) -> Tensor:
+    return torch.cat([as_bits(b) for b in blocks]).view(blocks[0].dtype)
+
+
+TORCH_NAMES = {
+    "all_gather_inside": "all_gather_into_tensor",
+    "reduce_scatter_inside": "reduce_scatter_tensor",
+}
+RANK_CALLS: dict[str, Callable[[Rank, Tensor], list[Tensor]]] = {
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), _of_one_tensor),
+    "all_reduce_coalesced": _of_two_tensors,
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_inside"), _of_whole_tensors),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_inside"), _of_whole_tensors),
+    "all_to_all_single": _all_to_all_single,
+}
+
+
+@cpu_by_default
+def rank_differs(me: RankContext, cases: Sequence[Case]) -> list[str]:
+    """Run cases in the default group, and return how this rank's results differ. Other backends
+    get the cases that they define, and may round sums at every rank."""
+    wrong = []
+    for case in cases if OURS else filter(gloo_serves, cases):
+        inputs, results = modelled(case, me.world, _blocks(me, case), not OURS)
+        found = Rank(me, dist.group.WORLD, case).run(inputs[me.rank])
+        close = 0 if OURS else _roundings(me, case)
+        wrong += [f"{case}: {why}" for why in _compared(me, case, found, results, close)]
+    return wrong
+
+
+def differs_from_gloo(me: RankContext, cases: Sequence[Case]) -> list[str]:
+    """Run cases in the default group and in gloo's, and return how this rank's results differ."""
+    wrong = []
+    for case in filter(gloo_serves, cases):
+        inputs, _ = modelled(case, me.world, _blocks(me, case), True)
+        mine = inputs[me.rank]
+        ours, theirs = (Rank(me, g, case).run(mine) for g in (dist.group.WORLD, me.second_group))
+        assert len(ours) == len(theirs)
+        close = _roundings(me, case)
+        found = [difference(o, t, case, close) for o, t in zip(ours, theirs, strict=True)]
+        wrong += [f"{case}: {why}" for why in found if why]
+    return wrong
+
+
+def _blocks(me: RankContext, case: Case) -> int:
+    return me.world if case.collective in MANY else 1
+
+
+def _roundings(me: RankContext, case: Case) -> int:
+    return me.world if case.reduces and depends_on_order(case.dtype, case.op) else 0
+
+
+def _compared(
+    me: RankContext, case: Case, found: list[Tensor], results: list[Tensor | None], close: int
+) -> list[str]:
+    wanted = results[me.rank]
+    if case.collective == "reduce" and me.rank != case.root_of(me.world):
+        wanted = None  # torch leaves it undefined
+    if not found or wanted is None:
+        return [] if not found and wanted is None else ["only one of them has a result"]
+    if found[0].device.type != torch.device(me.site.device).type:
+        return [f"the result is on {found[0].device}"]
+    pairs = zip(found, [wanted, wanted[:1]], strict=False)
+    return [why for f, w in pairs if (why := difference(f.cpu(), w, case, close))]
+
+
+def gloo_serves(case: Case) -> bool:
+    """Whether gloo defines the case, with the same meaning."""
+    dtype, name = case.dtype, case.collective
+    if dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, *MOVED[:-1]):
+        return False
+    if case.layout not in ("contiguous", "misaligned") or name.endswith("inside"):
+        return False  # it refuses or ignores strides, and copies between a tensor and itself
+    if case.reduces and dtype == torch.bool and case.op in ("sum", "prod", "avg"):
+        return False  # it adds booleans as bytes
+    if case.reduces and dtype in (*INTEGERS, torch.bool) and case.op == "avg":
+        return False
+    if case.reduces and dtype in COMPLEX and case.op == "prod":
+        return False  # it multiplies complex numbers as reals
+    if name == "gather" and dtype.is_complex:
+        return False
+    return not (name == "all_to_all" and OLD_TORCH)  # it does not take lists of tensors
