@@ -48,9 +48,11 @@ SAME_AS = {
     "reduce_scatter_inside": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+INSIDE = ("all_gather_inside", "reduce_scatter_inside")
+ONE_TENSOR = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast")
 OF_RANKS = (
-    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "gather", "scatter"),
-    *("all_gather", "reduce_scatter", "all_to_all", *SAME_AS),
+    *ONE_TENSOR,
+    *("gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", *SAME_AS),
 )
 OF_LISTS = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_coalesced"),
@@ -68,7 +70,7 @@ class Case:
     count: int = 7  # elements of a rank's tensor; between ranks, of each of its blocks
     layout: str = "contiguous"
     root: str = "first"
-    into: str = ""  # of lists: the layout of outputs to pass; "": the call makes them
+    into: str = ""  # layout of the outputs that the caller passes; "": it passes none
     async_op: bool = False
     dim: int = 0
     algorithm: str | None = None
@@ -96,7 +98,8 @@ class Case:
             count = 7 * (1_150_000 // self.dtype.itemsize // blocks // 7 | 1)
         first = next((n for n in (31, 7, 5, 4, 3, 2) if count % n == 0), 1)
         pair = (blocks * first, count // first)
-        return (pair[0], 1, pair[1], 1) if self.layout == "channels_last" else pair
+        four = "channels_last" in (self.layout, self.into)
+        return (pair[0], 1, pair[1], 1) if four else pair
 
     def exact(self, world: int) -> bool:
         """Whether the bits are guaranteed: by the default algorithm, by exact ones and, for wide
@@ -151,7 +154,8 @@ def axes_of_ranks(collective: str, op: str) -> Axes:
     return {
         "dtype": dtypes,
         "count": COUNTS,
-        "layout": LAYOUTS[:2] if collective.endswith("inside") else LAYOUTS,
+        "layout": LAYOUTS[:2] if collective in INSIDE else LAYOUTS,
+        "into": LAYOUTS if collective not in (*ONE_TENSOR, *INSIDE) else ("",),
         "root": ROOTS if collective in ROOTED else ROOTS[:1],
         "async_op": (False, True),
     }

@@ -17,6 +17,7 @@ from dist_sites import cpu_by_default
 from emulated_gpus import Gpus
 from matrix import (
     FILLER,
+    INSIDE,
     MANY,
     TORCH_OPS,
     Case,
@@ -217,6 +218,8 @@ class Rank:
     me: RankContext
     group: Any
     case: Case
+    inputs: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    around: list[tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
 
     @property
     def root(self) -> int:
@@ -229,9 +232,27 @@ class Rank:
     def put(self, values: Tensor, layout: str = "") -> Tensor:
         """A copy on the device, in the case's layout unless it is given."""
         on_host = placed(values, layout or self.case.layout)
-        if not self.me.site.real:
-            return on_host
-        return viewed_as(whole_memory(on_host).to(self.me.site.device), on_host)
+        if self.me.site.real:
+            whole = whole_memory(on_host).to(self.me.site.device)
+            return viewed_as(whole, on_host)
+        self.around.append((on_host, surroundings(on_host)))
+        return on_host
+
+    def input(self, values: Tensor) -> Tensor:
+        """A copy on the device that the call does not change."""
+        x = self.put(values)
+        self.inputs.append((x, values))
+        return x
+
+    def changed(self) -> list[str]:
+        """What the call has changed beside its outputs."""
+        case, changed = self.case, []
+        if any(difference(x.cpu(), values, case) for x, values in self.inputs):
+            changed.append("an input has changed")
+        for t, before in self.around:
+            if before is not None and not torch.equal(before, surroundings(t)):
+                changed.append("memory around a view has changed")
+        return changed
 
     @property
     def filler(self) -> Tensor:
@@ -241,7 +262,7 @@ class Rank:
         return whole[: len(whole) // blocks]
 
     def outputs(self, count: int) -> list[Tensor]:
-        return [self.put(self.filler) for _ in range(count)]
+        return [self.put(self.filler, self.case.into) for _ in range(count)]
 
     def call(self, *args: Any, **more: Any) -> None:
         if self.case.reduces:
@@ -252,7 +273,7 @@ class Rank:
             work.wait()
 
     def blocks(self, mine: Tensor) -> list[Tensor]:
-        return [self.put(b) for b in mine.split(len(mine) // self.me.world)]
+        return [self.input(b) for b in mine.split(len(mine) // self.me.world)]
 
 
 def _of_one_tensor(rank: Rank, mine: Tensor) -> list[Tensor]:
@@ -272,7 +293,7 @@ def _to_or_from_blocks(rank: Rank, mine: Tensor) -> list[Tensor]:
     """The collectives with a list of one tensor for each rank, as input, output or both."""
     name, at_root = rank.case.collective, rank.me.rank == rank.root
     outputs = rank.outputs(1 if name in ("scatter", "reduce_scatter") else rank.me.world)
-    x: Any = rank.blocks(mine) if name in MANY else rank.put(mine)
+    x: Any = rank.blocks(mine) if name in MANY else rank.input(mine)
     if name == "gather":
         rank.call(x, outputs if at_root else None, dst=rank.root)
         outputs = outputs if at_root else []
@@ -285,23 +306,21 @@ def _to_or_from_blocks(rank: Rank, mine: Tensor) -> list[Tensor]:
 
 def _of_whole_tensors(rank: Rank, mine: Tensor) -> list[Tensor]:
     """The collectives whose blocks of all ranks are one tensor."""
-    name, rows = rank.case.collective, len(rank.filler)
-    gathers, inside = name.startswith("all_gather"), name.endswith("inside")
+    blocks = 1 if rank.case.collective == "reduce_scatter_tensor" else rank.me.world
+    out = rank.put(joined([rank.filler] * blocks), rank.case.into)
+    rank.call(out, rank.input(mine))
+    return [out]
+
+
+def _inside(rank: Rank, mine: Tensor) -> list[Tensor]:
+    """The rank's block is a part of the tensor of all blocks."""
+    gathers, rows = rank.case.collective == "all_gather_inside", len(rank.filler)
     whole = rank.put(joined([rank.filler] * rank.me.world) if gathers else mine)
-    if inside:
-        part = whole[rank.me.rank * rows : (rank.me.rank + 1) * rows]
-        if gathers:
-            as_bits(part).copy_(as_bits(mine))
-    else:
-        part = rank.put(mine) if gathers else rank.outputs(1)[0]
+    part = whole[rank.me.rank * rows : (rank.me.rank + 1) * rows]
+    if gathers:
+        as_bits(part).copy_(as_bits(mine))
     rank.call(*((whole, part) if gathers else (part, whole)))
     return [whole if gathers else part]
-
-
-def _all_to_all_single(rank: Rank, mine: Tensor) -> list[Tensor]:
-    x, out = rank.put(mine), rank.put(joined([rank.filler] * rank.me.world))
-    rank.call(out, x)
-    return [out]
 
 
 def joined(blocks: list[Tensor]) -> Tensor:
@@ -315,9 +334,9 @@ TORCH_NAMES = {
 RANK_CALLS: dict[str, Callable[[Rank, Tensor], list[Tensor]]] = {
     **dict.fromkeys(("all_reduce", "reduce", "broadcast"), _of_one_tensor),
     "all_reduce_coalesced": _of_two_tensors,
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_inside"), _of_whole_tensors),
-    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_inside"), _of_whole_tensors),
-    "all_to_all_single": _all_to_all_single,
+    **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), _of_whole_tensors),
+    "all_to_all_single": _of_whole_tensors,
+    **dict.fromkeys(INSIDE, _inside),
 }
 
 
@@ -328,9 +347,11 @@ def rank_differs(me: RankContext, cases: Sequence[Case]) -> list[str]:
     wrong = []
     for case in cases if OURS else filter(gloo_serves, cases):
         inputs, results = modelled(case, me.world, _blocks(me, case), not OURS)
-        found = Rank(me, dist.group.WORLD, case).run(inputs[me.rank])
+        rank = Rank(me, dist.group.WORLD, case)
+        found = rank.run(inputs[me.rank])
         close = 0 if OURS else _roundings(me, case)
-        wrong += [f"{case}: {why}" for why in _compared(me, case, found, results, close)]
+        differs = _compared(me, case, found, results, close) + rank.changed()
+        wrong += [f"{case}: {why}" for why in differs]
     return wrong
 
 
@@ -375,7 +396,8 @@ def gloo_serves(case: Case) -> bool:
     dtype, name = case.dtype, case.collective
     if dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, *MOVED[:-1]):
         return False
-    if case.layout not in ("contiguous", "misaligned") or name.endswith("inside"):
+    dense = ("", "contiguous", "misaligned")
+    if case.layout not in dense or case.into not in dense or name in INSIDE:
         return False  # it refuses or ignores strides, and copies between a tensor and itself
     if case.reduces and dtype == torch.bool and case.op in ("sum", "prod", "avg"):
         return False  # it adds booleans as bytes

@@ -1,7 +1,7 @@
-"""Unusual tensors: strided, with overlapping elements, on other devices, in other layouts.
+"""Tensors whose layouts differ between ranks, and tensors that share memory.
 
-Calls on any strided tensor are right and touch no memory outside of an output. Outputs whose
-elements share memory are refused on every rank before data moves.
+test_matrix.py has strided inputs and outputs. Outputs whose elements share memory are refused on
+every rank before data moves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, pools_of_a_module
-from reference import LAYOUTS, assert_same, place, surrounding_bytes
+from reference import LAYOUTS, assert_same, place
 from torch import Tensor
 
 SHAPES = ((4, 6), (300, 500))  # a small one, and one of several pieces
@@ -27,68 +27,6 @@ def pools(ranks_as: str) -> Iterator[Pools]:
 def of(rank: int, shape: tuple[int, ...]) -> Tensor:
     count = int(torch.Size(shape).numel())
     return (torch.arange(count, dtype=torch.float32) + 100_000 * rank).view(shape)
-
-
-def strided(me: RankContext, inputs: str, outputs: str) -> None:
-    """Inputs of one layout, outputs of another; memory around the outputs stays unchanged."""
-    for shape in SHAPES:
-        everybody = [of(r, shape) for r in range(me.world)]
-        whole = sum(everybody)
-        mine = place(of(me.rank, shape), inputs)
-        out = [place(torch.zeros(shape), outputs) for _ in range(me.world)]
-        watched = [surrounding_bytes(t) for t in out]
-
-        x = place(of(me.rank, shape), outputs)
-        outside = surrounding_bytes(x)
-        dist.all_reduce(x)
-        assert_same([x], [whole], "all_reduce")
-        assert_same([surrounding_bytes(x)], [outside], "outside all_reduce")
-        dist.all_gather(out, mine)
-        assert_same(out, everybody, "all_gather")
-        dist.reduce_scatter(out[0], [mine] * me.world)
-        assert_same(out[:1], [whole], "reduce_scatter")
-        dist.all_to_all(out, [mine] * me.world)
-        assert_same(out, everybody, "all_to_all")
-        dist.scatter(out[0], [mine] * me.world if me.rank == 0 else None, 0)
-        assert_same(out[:1], everybody[:1], "scatter")
-        dist.gather(mine, out if me.rank == 0 else None, 0)
-        assert_same(out if me.rank == 0 else [], everybody if me.rank == 0 else [], "gather")
-        if me.rank == 1:
-            dist.send(mine, 0)
-        elif me.rank == 0:
-            dist.recv(out[0], 1)
-            assert_same(out[:1], everybody[1:2], "send and recv")
-        assert_same([surrounding_bytes(t) for t in out], watched, "outside the outputs")
-        assert_same([mine], [of(me.rank, shape)], "the input")
-
-
-@pytest.mark.parametrize("outputs", LAYOUTS)
-@pytest.mark.parametrize("inputs", ["contiguous", "transposed", "every_other"])
-def test_strided(pools, inputs, outputs):
-    pools(3).run(strided, inputs, outputs)
-
-
-def strided_tensors_of_all_blocks(me: RankContext, layout: str) -> None:
-    for rows, columns in SHAPES:
-        everybody = [of(r, (rows, columns)) for r in range(me.world)]
-        out = place(torch.zeros(me.world * rows, columns), layout)
-        watched = surrounding_bytes(out)
-        dist.all_gather_into_tensor(out, everybody[me.rank].clone())
-        assert_same([out], [torch.cat(everybody)], "all_gather_into_tensor")
-        assert_same([surrounding_bytes(out)], [watched], "outside")
-        stacks = [of(r, (me.world * rows, columns)) for r in range(me.world)]
-        part = torch.zeros(rows, columns)
-        dist.reduce_scatter_tensor(part, place(stacks[me.rank], layout))
-        assert_same([part], [sum(stacks).split(rows)[me.rank]], "reduce_scatter_tensor")
-        dist.all_to_all_single(out, place(stacks[me.rank], layout))
-        wanted = torch.cat([stack.split(rows)[me.rank] for stack in stacks])
-        assert_same([out], [wanted], "all_to_all_single")
-        assert_same([surrounding_bytes(out)], [watched], "outside")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_tensors_of_all_blocks(pools, layout):
-    pools(3).run(strided_tensors_of_all_blocks, layout)
 
 
 def different_layouts(me: RankContext) -> None:
