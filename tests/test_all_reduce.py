@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from dist_pool import program_output
 from reference import (
     DTYPES,
     INTEGERS,
@@ -66,6 +67,13 @@ def test_ops_of_torch_distributed_are_accepted():
     for op, theirs in zip(OPS, names, strict=True):
         tensors = randoms(3, (20,), torch.int32)
         assert_same(reduced(tensors, getattr(dist.ReduceOp, theirs)), [left_fold(tensors, op)] * 3)
+
+
+def test_the_log_names_the_algorithm():
+    program = "import torch, pycollect as pc; pc.all_reduce([torch.ones(5)] + [torch.ones(5)])"
+    assert "all_reduce of 20 bytes of float32 on 2 ranks: leader" in program_output(
+        program, PYCOLLECT_LOG="info"
+    )
 
 
 # --- sizes ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dist_pool import (
     fresh,
     started_jobs,
 )
+from dist_ranks import HOSTS
 from dist_waits import DESTROYED, NOTICE_SECONDS
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
@@ -47,23 +48,50 @@ def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, 
     return error, error.when - start
 
 
-def with_an_algorithm(me: RankContext, name: str) -> list[float]:
+IN_ANOTHER_ORDER = (1e8, 1.0, -1e8)  # one value per rank; the sum depends on the order
+
+
+def with_an_algorithm(me: RankContext, name: str) -> torch.Tensor:
     import pycollect as pc
 
     me.init("algorithm", pg_options=pc.distributed.options(algorithm=name))
-    x, gathered = torch.full((4,), me.rank + 1.0), torch.empty(8)
-    dist.all_reduce(x)
+    summed, gathered = torch.full((9,), IN_ANOTHER_ORDER[me.rank]), torch.empty(27)
+    dist.all_reduce(summed)
+    x = summed.clone()
     dist.broadcast(x, 0)
     dist.all_gather_into_tensor(gathered, x)
     dist.barrier()
-    return gathered.unique().tolist()
+    assert torch.equal(gathered, x.repeat(3))
+    return summed
 
 
 @ours_only
 @pytest.mark.parametrize("name", ["fused", "ring", "host_chain"])
 def test_an_algorithm_is_for_the_collectives_that_have_it(name, ranks_as):
-    with fresh(2, group=False, ranks_as=ranks_as) as pool:
-        assert pool.run(with_an_algorithm, name) == [[3.0], [3.0]]
+    """With the order of its sums, which shows on one host."""
+    import pycollect as pc
+
+    wanted = [torch.full((9,), value) for value in IN_ANOTHER_ORDER]
+    pc.all_reduce(wanted, algorithm=name)
+    assert torch.equal(wanted[0], torch.zeros(9)) == (name != "ring")
+    with fresh(3, group=False, ranks_as=ranks_as) as pool:
+        found = pool.run(with_an_algorithm, name)
+    if ranks_as != HOSTS:
+        assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
+
+
+def with_other_hosts(me: RankContext) -> Caught:
+    import pycollect as pc
+
+    return caught(me.init, "hosts", pg_options=pc.distributed.options(hosts="one"))
+
+
+@ours_only
+def test_other_hosts_may_be_refused():
+    with fresh(3, group=False, placement="aab") as pool:
+        for error in pool.run(with_other_hosts):
+            assert error.kind == "ValueError", error
+            assert "hosts='one', but ranks 0, 1 are on a, rank 2 is on b" in error.text
 
 
 @ours_only

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,19 @@ def shut_down_concurrently(me: RankContext, groups: int, threads: int) -> int:
 def test_concurrent_shutdowns_of_one_group():
     with fresh(2) as pool:
         assert pool.run(shut_down_concurrently, 60, 3, seconds=60)[0] == 60
+
+
+def named_memory(me: RankContext) -> list[str]:
+    """Shared memory with a name, which would outlive a killed job, and its sockets' names."""
+    dist.all_reduce(torch.ones(1 << 18))
+    dist.all_to_all_single(torch.ones(me.world), torch.ones(me.world))
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    shared = [words[5] for words in maps if words[1].startswith("rw-s") and len(words) == 6]
+    assert any("pycollect" in name for name in shared), shared
+    return [name for name in shared if not name.endswith("(deleted)")]
+
+
+def test_a_killed_job_leaves_no_shared_memory():
+    """The kernel frees memory without a name when its last process ends, whatever ends it."""
+    with fresh(3) as pool:
+        assert pool.run(named_memory) == [[]] * 3

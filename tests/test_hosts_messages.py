@@ -258,7 +258,8 @@ def last_messages_of_a_dead_rank(me: RankContext, source: int | None, large: boo
 
 @pytest.mark.parametrize(
     ("placement", "source", "large"),
-    [("ab", 1, False), ("ab", None, False), ("abb", 1, False), ("ab", 1, True)],
+    [(p, s, large) for p in ("aa", "ab") for s, large in ((1, False), (None, False), (1, True))]
+    + [("abb", 1, False)],
 )
 def test_messages_that_have_arrived_outlive_their_sender(placement, source, large):
     with fresh(len(placement), placement=placement) as pool:
