@@ -116,26 +116,50 @@ def ddp_static_graph(me: RankContext) -> list[Tensor]:
     return compare(me, lambda me, group: train(me, group, static_graph=True))
 
 
-def as_one_process(me: RankContext) -> None:
-    """Without batch norm, W ranks with a batch each train like one process with all batches."""
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def train_alone(me: RankContext) -> list[Tensor]:
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
-    torch.manual_seed(me.rank)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
-    model = DDP(model, init_sync=True)
-    one = torch.optim.SGD(alone.parameters(), lr=0.5)
-    many = torch.optim.SGD(model.parameters(), lr=0.5)
+    alone = small()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
     for n in range(STEPS):
-        one.zero_grad()
-        many.zero_grad()
-        step(model, me, n).backward()
+        optimizer.zero_grad()
         for rank in range(me.world):
             x, y = batch(RankContext(rank, me.spec, ""), n)
             (nn.functional.cross_entropy(alone(x), y) / me.world).backward()
-        one.step()
-        many.step()
-    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted)
+        optimizer.step()
+    return state(alone)
+
+
+FORMS: tuple[tuple[dict[str, Any], bool], ...]  # DDP's options, and whether it compresses
+FORMS = (
+    ({}, False),
+    ({"bucket_cap_mb": 0.0005}, False),
+    ({"gradient_as_bucket_view": True}, False),
+)
+FORMS += (({"find_unused_parameters": True}, False), ({"static_graph": True}, False), ({}, True))
+
+
+def as_one_process(me: RankContext) -> None:
+    """Without batch norm, W ranks with a batch each train like one process with all batches."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wanted = train_alone(me)
+    for options, compressed in FORMS:
+        torch.manual_seed(me.rank)
+        model = DDP(small(), init_sync=True, **options)
+        if compressed:
+            model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for n in range(STEPS):
+            optimizer.zero_grad()
+            step(model, me, n).backward()
+            optimizer.step()
+        roughly = {"rtol": 0.01, "atol": 1e-3} if compressed else {}
+        for mine, one in zip(state(model), wanted, strict=True):
+            torch.testing.assert_close(mine, one, **roughly)
 
 
 def unused(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
@@ -236,9 +260,10 @@ def simple_hooks(me: RankContext) -> list[Tensor]:
         return hooks.bf16_compress_hook(state, bucket)  # under its own name DDP requires NCCL
 
     roughly = {"rtol": 1e-1, "atol": 1e-2}
-    compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
-    compare(me, lambda me, group: hooked(me, group, hooks.fp16_compress_hook, group), **roughly)
-    return compare(me, lambda me, group: hooked(me, group, bf16, group), **roughly)
+    found = compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
+    for hook in (hooks.fp16_compress_hook, bf16):
+        found += compare(me, lambda me, group, hook=hook: hooked(me, group, hook, group), **roughly)
+    return found
 
 
 def power_sgd_hook(me: RankContext) -> list[Tensor]:
@@ -334,8 +359,8 @@ def averaged(me: RankContext) -> None:
 
 
 COMPARED = (ddp, ddp_views, ddp_static_graph, find_unused, no_sync, join, zero_optimizer)
-COMPARED += (power_sgd_hook, power_sgd_hook_of_buckets, zero_overlapped, monitored)
-JOBS = (*COMPARED, simple_hooks, as_one_process, syncs_buffers, averaged)
+COMPARED += (power_sgd_hook, power_sgd_hook_of_buckets, zero_overlapped, monitored, simple_hooks)
+JOBS = (*COMPARED, as_one_process, syncs_buffers, averaged)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

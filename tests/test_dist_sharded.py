@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, pools_of_a_module
 from dist_ranks import slow_on_processes
 from torch import Tensor, nn
 
@@ -115,6 +115,19 @@ def fsdp2(me: RankContext) -> None:
     torch.testing.assert_close(train(half, me), losses, rtol=0.1, atol=0.1)
 
 
+def fsdp2_checkpointed(me: RankContext) -> None:
+    """The backward pass computes the activations again, which gathers the parameters again."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    model, wanted = fully_shard(net()), net()
+    (sum(loss_of(wanted, rank, 0) for rank in range(me.world)) / me.world).backward()
+    x, y = batch(me.rank, 0)
+    out = checkpoint(lambda x: model(nn.functional.dropout(x, 0.0)), x, use_reentrant=False)
+    nn.functional.mse_loss(out, y).backward()
+    close([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in wanted.parameters()])
+
+
 def hsdp(me: RankContext) -> None:
     """HSDP: sharded within pairs and replicated across them, with subgroups of both kinds."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -126,6 +139,36 @@ def hsdp(me: RankContext) -> None:
     fully_shard(model, mesh=mesh)
     close(train(model, me), losses)
     close([p.full_tensor().detach() for p in model.parameters()], parameters)
+
+
+def even_net() -> nn.Sequential:
+    """A network whose layers can be divided between two ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def sharded_in_two_dimensions(me: RankContext) -> None:
+    """FSDP2 over pairs of ranks, of which each pair divides the layers of its model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import parallel as tp
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model, wanted = even_net(), even_net()
+    plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+    tp.parallelize_module(model, mesh["model"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    mine = mesh["data"].get_local_rank()
+    for trained, ranks in ((model, [mine]), (wanted, [0, 1])):
+        optimizer = torch.optim.Adam(trained.parameters(), lr=0.05, foreach=False)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (sum(loss_of(trained, rank, step) for rank in ranks) / len(ranks)).backward()
+            optimizer.step()
+    close(
+        [p.full_tensor().detach() for p in model.parameters()],
+        [p.detach() for p in wanted.parameters()],
+    )
 
 
 # --- DTensor and functional collectives -----------------------------------------------------------
@@ -162,6 +205,28 @@ def tensor_parallel(me: RankContext) -> None:
     plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
     tp.parallelize_module(model[:3], mesh, plan)
     close([model(x)], [wanted(x)])
+
+
+def divided_classes(me: RankContext) -> None:
+    """The loss of logits of which each rank has those of some classes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import parallel as tp
+
+    torch.manual_seed(0)
+    x, target, classifier = torch.randn(6, 10), torch.arange(6), nn.Linear(10, 4 * me.world)
+    loss = nn.functional.cross_entropy(classifier(x), target)
+    wanted = [loss.detach(), *torch.autograd.grad(loss, list(classifier.parameters()))]
+    colwise = tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    model = tp.parallelize_module(classifier, init_device_mesh("cpu", (me.world,)), colwise)
+    for _ in range(STEPS):
+        model.zero_grad()
+        with tp.loss_parallel():
+            dist.barrier()
+            loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        close([loss.full_tensor().detach(), *grads], wanted)
 
 
 def functional(me: RankContext) -> None:
@@ -286,10 +351,27 @@ def checkpoint(me: RankContext) -> None:
     dist.barrier()
 
 
+def checkpoint_in_background(me: RankContext) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+
+    model, folder = fully_shard(net()), f"{me.folder}/in_background"
+    state = {"model": model.state_dict()}
+    dcp.async_save(state, checkpoint_id=folder).result()
+    for p in model.parameters():
+        p.to_local().detach().zero_()
+    dcp.load(state, checkpoint_id=folder)
+    for p, wanted in zip(model.parameters(), net().parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), wanted)
+    dist.barrier()
+
+
 JOBS: tuple[Callable[[RankContext], None], ...]
-JOBS = (fsdp1, fsdp2, dtensor, tensor_parallel, functional, pipeline, checkpoint)
+JOBS = (fsdp1, fsdp2, fsdp2_checkpointed, dtensor, tensor_parallel, divided_classes, functional)
+JOBS += (pipeline, checkpoint)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="FSDP2 of this torch mixes dtypes")
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_sharded(pools, job):
     pools(WORLD).run(job, seconds=60)
@@ -302,8 +384,14 @@ def test_compiled(pools):
     pools(WORLD).run(compiled, seconds=60)
 
 
-def test_sharded_and_replicated(pools):
-    pools(4).run(hsdp, seconds=60)
+@pytest.mark.slow  # as long as it hangs
+def test_checkpoint_in_background(pools):
+    pools(WORLD).run(checkpoint_in_background, seconds=60)
+
+
+@pytest.mark.parametrize("job", [hsdp, sharded_in_two_dimensions], ids=lambda job: job.__name__)
+def test_sharded_in_two_dimensions(pools, job):
+    pools(4).run(job, seconds=60)
 
 
 def test_backend_of_the_mesh(pools):
