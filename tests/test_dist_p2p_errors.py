@@ -58,6 +58,7 @@ def test_mismatched_messages_raise(pools, kind):
     sent, out = MISMATCHES[kind]
     (sender, _), (receiver, untouched) = pools(2).run(mismatched, sent, out, 7)
     assert receiver.kind == "ValueError", receiver
+    assert "rank 0 " in receiver.text, receiver
     assert untouched
     large = sent.numel() > 1000
     assert sender.kind == "ValueError" or (not sender.kind and not large), sender

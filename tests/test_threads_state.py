@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from thread_programs import ends_within, total
+from thread_programs import PARALLEL, ends_within, total
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -35,18 +38,29 @@ def deadlock(rank: int, world: int) -> None:
     dist.recv(torch.ones(1), (rank + 1) % world)
 
 
-def fail_in_loss_parallel(rank: int, world: int) -> None:
+def disturb(rank: int, world: int) -> None:
+    """Change what a launch restores."""
+    torch.manual_seed(rank)
+    torch.set_default_dtype(torch.float64)
+    torch.set_anomaly_enabled(True, False)
+    thread = threading.Thread(target=torch.set_num_threads, args=(7,))  # for new threads
+    thread.start()
+    thread.join()
+    os.environ["OWN_VARIABLE"] = str(rank)
+    sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+    warnings.simplefilter("ignore")
+    sys.excepthook = print
     with loss_parallel(), FlopCounterMode(display=False):
         fail(rank, world)
 
 
-def run(program: Callable[..., Any]) -> None:
+def run(program: Callable[..., Any], **options: Any) -> None:
     try:
-        threads.launch(program, 3)
+        threads.launch(program, 3, **options)
     except Exception:
-        assert program is not total
+        assert program not in (total, use_groups)
     else:
-        assert program is total
+        assert program in (total, use_groups)
 
 
 def patched_state() -> dict[str, Any]:
@@ -62,6 +76,10 @@ def patched_state() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "multithreading": torch._C._is_multithreading_enabled(),
         "random": torch.get_rng_state().tolist(),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "thread count": (torch.get_num_threads(), new_thread_count()),
+        "streams": (sys.stdout, sys.stderr),
+        "warnings": list(warnings.filters),
         "initialized": dist.is_initialized(),
         "handlers": dict(DTensor._op_dispatcher._custom_op_handlers),
         "dispatcher": list(vars(type(DTensor._op_dispatcher))),
@@ -69,27 +87,6 @@ def patched_state() -> dict[str, Any]:
         "hooks": {name: id(x) for name, x in vars(modules).items() if name.endswith("_hooks")},
         **{name: getattr(c10d, name, None) for name in names},
     }
-
-
-@pytest.mark.parametrize("program", [total, fail, fail_in_loss_parallel, deadlock])
-def test_replaced_parts_are_restored(program):
-    before = patched_state()
-    run(program)
-    assert patched_state() == before
-
-
-def test_the_random_state_of_the_caller_is_restored():
-    torch.manual_seed(5)
-    wanted = torch.rand(6)
-    torch.manual_seed(5)
-    first = torch.rand(3)
-    threads.launch(lambda rank, world: (torch.rand(100), torch.manual_seed(rank)), 3)
-    assert torch.equal(torch.cat([first, torch.rand(3)]), wanted)
-
-
-def test_a_default_dtype_set_by_a_rank_is_restored():
-    threads.launch(lambda rank, world: torch.set_default_dtype(torch.float64), 2)
-    assert torch.get_default_dtype() == torch.float32
 
 
 def new_thread_count() -> int:
@@ -100,7 +97,15 @@ def new_thread_count() -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@PARALLEL
+@pytest.mark.parametrize("program", [total, disturb, deadlock])
+def test_replaced_parts_are_restored(program, parallel):
+    before = patched_state()
+    run(program, parallel=parallel)
+    assert patched_state() == before
+
+
+@PARALLEL
 def test_each_rank_has_its_own_thread_count(parallel):
     count = torch.get_num_threads()
 
@@ -115,62 +120,57 @@ def test_each_rank_has_its_own_thread_count(parallel):
     assert torch.get_num_threads() == new_thread_count() == count
 
 
-def test_a_thread_count_set_by_a_thread_of_a_rank_is_restored():
-    count = torch.get_num_threads()
-
-    def program(rank: int, world: int) -> None:
-        thread = threading.Thread(target=torch.set_num_threads, args=(count + 1,))
-        thread.start()
-        thread.join()
-
-    threads.launch(program, 2)
-    assert torch.get_num_threads() == new_thread_count() == count
-
-
 # --- the environment of ranks ---------------------------------------------------------------------
 
 
-def test_ranks_see_the_variables_of_torchrun():
-    def program(rank: int, world: int) -> tuple[str, ...]:
-        return tuple(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+def views(name: str) -> tuple[Any, ...]:
+    """Return what each way to read a variable of the environment finds."""
+    copies = dict(os.environ), os.environ.copy(), {**os.environ}
+    return (os.environ.get(name), os.getenv(name), *(c.get(name) for c in copies))
 
-    assert threads.launch(program, 3) == [(str(r), str(r), "3") for r in range(3)]
 
+@PARALLEL
+def test_each_rank_has_its_own_environment(parallel, monkeypatch):
+    monkeypatch.setenv("OF_CALLER", "caller")
 
-def test_each_rank_has_its_own_environment(monkeypatch):
-    monkeypatch.setenv("SHARED_VARIABLE", "caller")
-
-    def program(rank: int, world: int) -> tuple[Any, ...]:
-        os.environ["OWN_VARIABLE"] = f"rank {rank}"
-        if rank == 1:
-            del os.environ["SHARED_VARIABLE"]
+    def check(**wanted: str | None) -> None:
         dist.barrier()
-        listed = {k: v for k, v in os.environ.items() if k.endswith("_VARIABLE")}
-        assert "OWN_VARIABLE" in os.environ
-        assert len(os.environ) == len(list(os.environ))
+        for name, value in wanted.items():
+            assert views(name) == (value,) * 5, (name, views(name))
+            assert (name in os.environ) == (name in list(os.environ)) == (value is not None)
+        assert len(os.environ) == len(list(os.environ)) == len(os.environ.keys())
+
+    def program(rank: int, world: int) -> None:
+        check(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", MINE=None)
+        assert "MASTER_ADDR" in os.environ
+        assert "MASTER_PORT" in os.environ
+        os.environ["MINE"] = f"{rank}"
+        check(MINE=f"{rank}")
+        os.environ.update(MINE=f"{rank} again")
+        if rank == 1:
+            del os.environ["OF_CALLER"]
+        else:
+            del os.environ["MINE"]
+        check(MINE="1 again" if rank == 1 else None, OF_CALLER=None if rank == 1 else "caller")
+        assert os.environ.setdefault("MINE", "default") == ("1 again" if rank == 1 else "default")
+        os.environ.pop("MINE")
+        check(MINE=None)
         with pytest.raises(KeyError):
-            os.environ["NO_SUCH_VARIABLE"]
+            os.environ["MINE"]
         with pytest.raises(TypeError):
             os.environ["NUMBER"] = 3  # type: ignore[assignment]
-        return os.getenv("OWN_VARIABLE"), os.environ.get("SHARED_VARIABLE"), len(listed)
 
-    found = threads.launch(program, 3)
-    assert found == [("rank 0", "caller", 2), ("rank 1", None, 1), ("rank 2", "caller", 2)]
-    assert "OWN_VARIABLE" not in os.environ
-    assert os.environ["SHARED_VARIABLE"] == "caller"
+    threads.launch(program, 3, parallel=parallel)
+    assert "MINE" not in os.environ
+    assert os.environ["OF_CALLER"] == "caller"
 
 
 def test_threads_of_a_rank_belong_to_it():
     def program(rank: int, world: int) -> list[Any]:
-        found: list[Any] = []
-
-        def inner() -> None:
-            found.extend([dist.get_rank(), os.environ["RANK"], total(rank, world)])
-
-        thread = threading.Thread(target=inner)
-        thread.start()
-        thread.join()
-        return found
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(
+                lambda: [dist.get_rank(), os.environ["RANK"], total(rank, world)]
+            ).result()
 
     with ends_within(5):
         found = threads.launch(program, 3, timeout=1.5)
@@ -207,45 +207,40 @@ def test_threads_of_a_forked_process_belong_to_no_rank():
 # --- process groups -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def group_of_caller() -> Iterator[dist.ProcessGroup]:
+def test_the_groups_of_the_caller_and_of_the_ranks_are_apart():
+    def program(rank: int, world: int) -> None:
+        assert dist.group.WORLD is not of_caller
+        assert dist.get_world_size() == world
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("program", [total, fail, deadlock])
-def test_the_default_group_of_the_caller_is_untouched(group_of_caller, program):
-    subgroup = dist.new_group([0])
-    run(program)
-    assert dist.group.WORLD is group_of_caller
-    assert dist.get_backend() == "gloo"
-    assert dist.get_world_size() == 1
-    for group in (None, subgroup):
-        x = torch.ones(2)
-        dist.all_reduce(x, group=group)
-        assert x.tolist() == [1, 1]
-    assert dist.get_world_size(dist.new_group([0])) == 1
-
-
-def test_a_group_of_the_caller_is_not_the_ranks(group_of_caller):
-    def program(rank: int, world: int) -> int:
-        assert dist.group.WORLD is not group_of_caller
-        return dist.get_world_size()
-
-    assert threads.launch(program, 3) == [3, 3, 3]
+    try:
+        of_caller, subgroup = dist.group.WORLD, dist.new_group([0])
+        threads.launch(program, 3)
+        for program in (total, fail, deadlock):
+            run(program)
+            assert dist.group.WORLD is of_caller
+            assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+            for group in (None, subgroup):
+                x = torch.ones(2)
+                dist.all_reduce(x, group=group)
+                assert x.tolist() == [1, 1]
+            assert dist.get_world_size(dist.new_group([0])) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "pycollect", "nccl", None, "cpu:gloo,cuda:nccl"])
 def test_ranks_may_make_the_default_group_with_any_backend(backend, capfd):
-    def program(rank: int, world: int) -> tuple[float, int]:
-        dist.init_process_group(backend)
-        found = total(rank, world), dist.get_world_size()
-        dist.destroy_process_group()
-        assert not dist.is_initialized()
-        return found
+    def program(rank: int, world: int) -> None:
+        for _ in range(2):
+            dist.init_process_group(backend)
+            assert (total(rank, world), dist.get_backend()) == (3.0, "pycollect")
+            with pytest.raises(ValueError, match="twice"):
+                dist.init_process_group(backend)
+            dist.destroy_process_group()
+            assert not dist.is_initialized()
 
-    assert threads.launch(program, 3) == [(3.0, 3)] * 3
+    threads.launch(program, 3)
     lines = [n for n in capfd.readouterr().err.splitlines() if "serves" in n]
     replaced = backend not in ("pycollect", None)
     assert len(lines) == replaced, lines  # said once, and not by every rank
@@ -257,27 +252,6 @@ def test_a_rank_cannot_be_another_rank():
 
     with pytest.raises(ValueError, match="rank 0 of 3 was passed by rank 1 of 3"):
         threads.launch(program, 3, timeout=20)
-
-
-def test_a_second_default_group_is_refused():
-    def program(rank: int, world: int) -> None:
-        dist.init_process_group("gloo")
-        with pytest.raises(ValueError, match="twice"):
-            dist.init_process_group("gloo")
-
-    threads.launch(program, 2)
-
-
-def test_groups_may_be_made_again():
-    def program(rank: int, world: int) -> list[float]:
-        found = []
-        for _ in range(3):
-            dist.init_process_group("gloo")
-            found.append(total(rank, world))
-            dist.destroy_process_group()
-        return found
-
-    assert threads.launch(program, 3) == [[3.0] * 3] * 3
 
 
 # --- resources ------------------------------------------------------------------------------------
@@ -304,27 +278,20 @@ def use_groups(rank: int, world: int) -> float:
     return x[0].item()
 
 
-@pytest.mark.parametrize("program", [use_groups, fail, deadlock])
-def test_launches_leave_no_thread_file_or_memory(program):
-    for _ in range(20):
-        run_any(program)
+def test_launches_leave_no_thread_file_or_memory():
+    def run_all(times: int) -> None:
+        for _ in range(times):
+            for program in (use_groups, fail, deadlock):
+                run(program)
+
+    run_all(10)
     before, memory = resources(), resident_bytes()
-    for _ in range(500):
-        run_any(program)
+    run_all(150)
     assert resources() == before
     assert resident_bytes() - memory < 30 << 20
 
 
-def run_any(program: Callable[..., Any]) -> None:
-    try:
-        threads.launch(program, 3)
-    except Exception:
-        assert program is not use_groups
-
-
 def test_a_launch_keeps_no_reference_to_results_or_arguments():
-    import weakref
-
     class Box:
         pass
 
