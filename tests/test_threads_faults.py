@@ -61,7 +61,13 @@ def message_to_it(rank: int, world: int) -> None:
         dist.send(torch.ones(LARGE), 1)
 
 
+def monitored_barrier(rank: int, world: int) -> None:
+    if rank != 1:
+        dist.group.WORLD.monitored_barrier()
+
+
 EARLY = [
+    (monitored_barrier, {0, 2}, ("monitored_barrier #0 of group",)),
     (first_of_two_calls, {0, 2}, ("all_reduce #1 of group", "[2, 3] float32")),
     (caught_error, {0, 2}, ("barrier #0 of group",)),
     (message_to_it, {0}, ("send #0 to rank 1",)),

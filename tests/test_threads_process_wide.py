@@ -18,7 +18,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import pycollect as pc
 from pycollect import threads
 
 
@@ -271,19 +270,3 @@ def test_each_rank_has_its_own_settings_of_activation_checkpointing(context, nam
     before = getattr(checkpoint, name)
     assert threads.launch(program, 3, timeout=20) == [[rank > 0, before] for rank in range(3)]
     assert getattr(checkpoint, name) is before
-
-
-def test_the_monitor_of_progress_bars_hides_no_deadlock():
-    bars = pytest.importorskip("tqdm")
-    if bars.tqdm.monitor is not None:
-        bars.tqdm.monitor.exit()
-        bars.tqdm.monitor = None
-
-    def program(rank: int, world: int) -> None:
-        if rank == 0:
-            for _ in bars.tqdm(range(2), file=io.StringIO()):
-                pass
-        dist.recv(torch.ones(1), 1 - rank)
-
-    with ends_within(5), pytest.raises(pc.Deadlock):
-        threads.launch(program, 2, timeout=20)

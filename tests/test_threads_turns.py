@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import hashlib
+import io
+import multiprocessing
 import queue
 import subprocess
 import threading
@@ -15,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from thread_programs import ends_within
+from thread_programs import PARALLEL, ends_within
 from torch import Tensor
 
 import pycollect as pc
 from pycollect import threads
-
-PARALLEL = pytest.mark.parametrize("parallel", [False, True])
 
 
 def test_a_callback_of_a_future_makes_a_collective_while_its_rank_waits():
@@ -65,9 +65,8 @@ def test_ranks_may_divide_the_same_tensors_into_coalesced_calls_differently():
             torch.full((5,), rank + 1.0, dtype=t)
             for t in (torch.float32, torch.float64, torch.int64)
         )
-        strided = torch.full((4, 2), rank + 10.0)[
-            :, 0
-        ]  # its copy is written back at the call's end
+        # Its copy is written back at the call's end.
+        strided = torch.full((4, 2), rank + 10.0)[:, 0]
         in_other_calls(rank, [[a, b], [strided, c], [a]], backend)
         return [a, b, c, strided]
 
@@ -118,59 +117,35 @@ def test_a_limit_in_a_thread_of_a_rank_ends_before_a_deadlock():
     threads.launch(program, 2, timeout=20)
 
 
-@pytest.mark.slow
-def test_a_rank_waits_for_a_thread_that_was_there_before():
-    def program(rank: int, world: int) -> None:
-        if rank == 0:
-            pool.submit(time.sleep, 5).result()
-        dist.barrier()
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        threads.launch(program, 2, timeout=20)
-
-
-def test_a_rank_that_lost_its_turn_has_its_own_random_state_afterwards():
-    def program(rank: int, world: int) -> list[float]:
-        torch.manual_seed(rank)
-        if rank == 0:  # an open future, so that the wait for the event costs the turn
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-            work.get_future()
-            threading.Timer(0.3, event.set).start()
-            event.wait()
-            numbers = torch.rand(3).tolist()
-            work.wait()
-        else:
-            dist.all_reduce(torch.ones(1))
-            numbers = torch.rand(3).tolist()
-        return numbers
-
-    event = threading.Event()
-    found = threads.launch(program, 2, timeout=20)
-    for rank, numbers in enumerate(found):
-        assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
-
-
-def test_a_rank_that_waited_for_a_future_has_its_own_random_state_afterwards():
-    def program(rank: int, world: int) -> list[float]:
-        torch.manual_seed(rank)
-        token = torch.zeros(1)
-        if rank == 0:
-            future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-            dist.send(token, 1)
-            future.wait()
-        else:
-            dist.recv(token, 0)
-            dist.all_reduce(torch.ones(1))
-            time.sleep(0.05)
+def waits_for_an_event(rank: int) -> list[float]:
+    """Lose the turn in the wait, because there is a future of a work that is not complete."""
+    x, event = torch.ones(1), threading.Event()
+    if rank == 1:
+        dist.all_reduce(x)
         return torch.rand(3).tolist()
+    work = dist.all_reduce(x, async_op=True)
+    work.get_future()
+    threading.Timer(0.3, event.set).start()
+    event.wait()
+    numbers: list[float] = torch.rand(3).tolist()
+    work.wait()
+    return numbers
 
-    for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
-        assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
+
+def waits_for_a_future(rank: int) -> list[float]:
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+    else:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        dist.send(torch.zeros(1), 1)
+        future.wait()
+    return torch.rand(3).tolist()
 
 
-def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
-    """It waits so for the threads of a parallel loop of torch; an open future is no reason."""
+def waits_for_threads_that_compute(rank: int) -> list[float]:
+    """Keep the turn, as in a parallel loop of torch; an open future is no reason to lose it."""
     data, lock = bytes(16 << 20), threading.Lock()
 
     def compute() -> None:
@@ -179,22 +154,29 @@ def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
             hashlib.sha256(data)  # without the GIL
         lock.release()
 
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        numbers: list[float] = torch.rand(3).tolist()
+        dist.all_reduce(torch.ones(1))
+        return numbers
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future()
+    dist.send(torch.zeros(1), 1)
+    lock.acquire()
+    _thread.start_new_thread(compute, ())
+    lock.acquire()
+    numbers = torch.rand(3).tolist()
+    work.wait()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "draw", [waits_for_an_event, waits_for_a_future, waits_for_threads_that_compute]
+)
+def test_a_rank_has_its_own_random_state_after_a_wait(draw):
     def program(rank: int, world: int) -> list[float]:
         torch.manual_seed(rank)
-        if rank == 0:
-            work = dist.all_reduce(torch.ones(1), async_op=True)
-            work.get_future()
-            dist.send(torch.zeros(1), 1)
-            lock.acquire()
-            _thread.start_new_thread(compute, ())
-            lock.acquire()
-            numbers = torch.rand(3).tolist()
-            work.wait()
-        else:
-            dist.recv(torch.zeros(1), 0)
-            numbers = torch.rand(3).tolist()
-            dist.all_reduce(torch.ones(1))
-        return numbers
+        return draw(rank)
 
     for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
         assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
@@ -250,16 +232,39 @@ def test_a_callback_posts_the_last_part_of_a_collective():
     assert threads.launch(program, 2, timeout=20) == [(2.0, 2.0)] * 2
 
 
+def set_later(event: Any) -> None:
+    time.sleep(4)
+    event.set()
+
+
+def wait_for_another_process(pool: ThreadPoolExecutor) -> None:
+    """Such a wait is like one for a lock, but another process ends it."""
+    context = multiprocessing.get_context("fork")
+    event = context.Event()
+    process = context.Process(target=set_later, args=(event,))
+    process.start()
+    event.wait()
+    process.join()
+
+
 @pytest.mark.slow
-def test_a_rank_waits_for_a_program_that_an_older_thread_has_started():
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda pool: pool.submit(time.sleep, 5).result(),
+        lambda pool: pool.submit(subprocess.check_output, ["sleep", "5"]).result(),
+        wait_for_another_process,
+    ],
+)
+def test_a_long_wait_for_what_is_no_rank_is_no_deadlock(wait):
     def program(rank: int, world: int) -> None:
         if rank == 0:
-            pool.submit(subprocess.check_output, ["sleep", "5"]).result()
+            wait(pool)
         dist.barrier()
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        threads.launch(program, 2, timeout=20)
+        pool.submit(int).result()  # the pool's thread was there before the launch
+        threads.launch(program, 2, timeout=30)
 
 
 def test_a_thread_that_was_there_before_writes_a_key():
@@ -274,13 +279,27 @@ def test_a_thread_that_was_there_before_writes_a_key():
         threads.launch(program, 2, timeout=20)
 
 
-def test_an_idle_pool_of_a_rank_hides_no_deadlock():
+def idle_pool() -> None:
+    ThreadPoolExecutor(1).submit(int).result()
+
+
+def monitor_of_progress_bars() -> None:
+    bars = pytest.importorskip("tqdm")
+    if bars.tqdm.monitor is not None:
+        bars.tqdm.monitor.exit()
+        bars.tqdm.monitor = None
+    for _ in bars.tqdm(range(2), file=io.StringIO()):
+        pass
+
+
+@pytest.mark.parametrize("start", [idle_pool, monitor_of_progress_bars])
+def test_an_idle_thread_of_a_rank_hides_no_deadlock(start):
     def program(rank: int, world: int) -> None:
-        pool = ThreadPoolExecutor(1)
-        pool.submit(int).result()
+        if rank == 0:
+            start()
         dist.recv(torch.ones(1), 1 - rank)
 
-    with ends_within(3), pytest.raises(pc.Deadlock):
+    with ends_within(5), pytest.raises(pc.Deadlock):
         threads.launch(program, 2, timeout=20)
 
 
