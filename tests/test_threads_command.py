@@ -440,12 +440,3 @@ def test_bad_options_are_named_in_one_line(capsys, monkeypatch, tmp_path, argume
     usage, error = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: python -m pycollect.threads --nproc N ")
     assert message in error
-
-
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as stop:
-        command.main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    for option in ("--nproc N", "--device", "--parallel", "--timeout SECONDS", "-m, --module"):
-        assert option in text

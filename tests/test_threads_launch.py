@@ -64,23 +64,21 @@ def test_parallel_ranks_run_at_once():
 
 def test_results_do_not_alias_tensors_of_other_ranks():
     def program(rank: int, world: int) -> list[torch.Tensor]:
-        x = torch.full((4,), float(rank))
-        everybody = [torch.empty(4) for _ in range(world)]
+        x, y, z = (torch.full((3,), float(rank)) for _ in range(3))
+        everybody = [torch.empty(3) for _ in range(world)]
         dist.all_gather(everybody, x)
-        y = torch.zeros(4)
         dist.scatter(y, everybody if rank == 0 else None, 0)
-        received = torch.empty(4)
+        received, exchanged = torch.empty(3), torch.empty(3)
         sent = dist.isend(x, (rank + 1) % world)
         dist.recv(received, (rank - 1) % world)
         sent.wait()
         objects: list[Any] = [None] * world
         dist.all_gather_object(objects, x)
-        exchanged = torch.empty(4)
-        dist.all_to_all_single(exchanged[: world * 1], torch.full((world,), float(rank)))
-        return [x, *everybody, y, received, exchanged, *objects]
+        dist.all_to_all_single(exchanged, z)
+        return [x, y, z, *everybody, received, exchanged, *objects]
 
-    results = threads.launch(program, 3)
     owners: dict[int, int] = {}
+    results = threads.launch(program, 3)
     for rank, tensors in enumerate(results):
         for tensor in tensors:
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), rank)
@@ -157,45 +155,103 @@ def test_another_thread_cannot_launch_meanwhile():
     assert threads.launch(total, 3) == [3.0] * 3
 
 
+# --- stores of users ------------------------------------------------------------------------------
+
+
+class PythonStore(dist.Store):
+    """A user's store, which takes the GIL in every call and may be broken."""
+
+    def __init__(self, checks: int) -> None:
+        super().__init__()
+        self._keys, self._left = dist.HashStore(), checks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._keys, name)
+
+    def set(self, key: str, value: Any) -> None:
+        self._keys.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self._keys.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._keys.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the store is broken")
+        return self._keys.check(keys)
+
+
+@PARALLEL
+@pytest.mark.parametrize("checks", [0, 1, 2, 5, 1_000_000])
+def test_a_users_store_may_be_broken(checks, parallel):
+    store = PythonStore(checks)
+
+    def program(rank: int, world: int) -> float:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        return total(rank, world)
+
+    if checks == 1_000_000:
+        assert threads.launch(program, 3, parallel=parallel, timeout=20) == [3.0] * 3
+        return
+    with pytest.raises(RuntimeError, match="the store is broken"), ends_within(5):
+        threads.launch(program, 3, parallel=parallel, timeout=20)
+
+
+def test_a_key_may_be_deleted_while_another_rank_reads_it():
+    def program(rank: int, world: int) -> bytes | None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.set("key", "first")
+            found: bytes = store.get("key")  # lets rank 1 run
+            return found
+        store.delete_key("key")
+        store.check(["another"])  # lets rank 0 run
+        store.set("key", "second")
+        return None
+
+    with ends_within(5):
+        assert threads.launch(program, 2, timeout=10) == [b"second", None]
+
+
 # --- ends -----------------------------------------------------------------------------------------
 
 
+SHORT = datetime.timedelta(seconds=0.2)
+
+
+@pytest.fixture
+def python_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
-    ("timeout", "parallel"), [(0.2, False), (datetime.timedelta(seconds=0.2), True)]
+    ("busy", "parallel", "timeout"),
+    [(0, False, None), (2, True, None), (0, False, 0.2), (2, True, SHORT)],
 )
-def test_a_timeout_ends_ranks_that_compute(timeout, parallel):
+def test_ctrl_c_and_a_timeout_end_all_ranks(python_handler, busy, parallel, timeout):
+    """One rank runs Python code meanwhile, and the others wait."""
+
     def program(rank: int, world: int) -> None:
         dist.barrier()
-        while rank == 0:
+        if rank == busy and timeout is None:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        while rank == busy:
             sum(range(1000))
         dist.barrier()
 
-    with ends_within(3), pytest.raises(pc.Timeout, match="has not ended within its") as caught:
-        threads.launch(program, 2, timeout=timeout, parallel=parallel)
-    assert f"{__file__}:" in str(caught.value)
-    assert "in program" in str(caught.value)
-    assert threads.launch(total, 2) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("busy", "parallel"), [(0, False), (2, True)])
-def test_ctrl_c_ends_all_ranks(busy, parallel):
-    """The rank that is busy runs Python code when the others wait."""
-
-    def program(rank: int, world: int) -> None:
-        dist.barrier()
-        if rank == busy:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-            while True:
-                time.sleep(0.01)
-        dist.barrier()
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with ends_within(5), pytest.raises(KeyboardInterrupt) as caught:
-            threads.launch(program, 3, parallel=parallel)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    kind = KeyboardInterrupt if timeout is None else pc.Timeout
+    with ends_within(3), pytest.raises(kind) as caught:
+        threads.launch(program, 3, parallel=parallel, timeout=timeout)
     assert len(caught.value.__notes__) == 3
+    if timeout is not None:
+        assert "has not ended within its timeout" in str(caught.value)
+        assert str(caught.value).count(f"{__file__}:") == 3
+        assert "in program" in str(caught.value)
     assert not [t for t in threading.enumerate() if t.name.startswith("rank")]
     assert threads.launch(total, 2) == [1.0, 1.0]

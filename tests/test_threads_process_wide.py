@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from thread_programs import PARALLEL, ends_within, total
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import checkpoint
@@ -151,34 +151,22 @@ def test_a_rank_is_in_loss_parallel_while_others_are_not(parallel):
                     stack.close()
                 dist.barrier()
                 found.append(in_loss_parallel())
-        return found
+        if rank == 1:
+            with contextlib.suppress(KeyError), tp.loss_parallel():
+                raise KeyError  # torch leaves the handlers where they are then
+        dist.barrier()
+        found.append(rank != 1 and in_loss_parallel())
+        handlers().clear()  # torch's own, too
+        return [*found, not handlers()]
 
     table, before = handlers(), dict(handlers())
     for _ in range(2):
         found = threads.launch(program, 3, timeout=20, parallel=parallel)
-        assert found == [[r <= step < 2 * r + 1 for step in range(6)] for r in range(3)]
+        for rank in range(3):
+            inside = [rank <= step < 2 * rank + 1 for step in range(6)]
+            assert found[rank] == [*inside, False, True]
     assert handlers() is table
     assert table == before
-
-
-@PARALLEL
-def test_an_exception_in_loss_parallel_is_its_ranks_alone(parallel):
-    """torch leaves the handlers where they are then."""
-
-    def program(rank: int, world: int) -> tuple[bool, bool]:
-        with contextlib.suppress(KeyError), tp.loss_parallel():
-            dist.barrier()
-            if rank == 1:
-                raise KeyError(rank)
-        dist.barrier()
-        left = in_loss_parallel()
-        handlers().clear()  # torch's own, too
-        return left, not handlers()
-
-    before = dict(handlers())
-    found = threads.launch(program, 3, timeout=20, parallel=parallel)
-    assert [found[0], found[2]] == [(False, True)] * 2
-    assert handlers() == before
 
 
 @PARALLEL
@@ -251,22 +239,25 @@ def test_a_mode_follows_the_modules_of_its_rank(make, counts, wanted):
 
 
 @pytest.mark.parametrize(
-    ("context", "name"),
+    ("module", "name"),
     [
-        (checkpoint.set_checkpoint_early_stop, "_enable_checkpoint_early_stop"),
-        (checkpoint.set_checkpoint_debug_enabled, "_checkpoint_debug_enabled"),
+        (checkpoint, "_enable_checkpoint_early_stop"),
+        (checkpoint, "_checkpoint_debug_enabled"),
+        (_random, "_rng_tracker"),
     ],
 )
-def test_each_rank_has_its_own_settings_of_activation_checkpointing(context, name):
-    """The last rank to leave left another rank's setting in the process."""
+def test_each_rank_has_its_own_variable(module, name):
+    """With the setting of activation checkpoints, a rank left that of another in the process."""
 
     def program(rank: int, world: int) -> list[Any]:
-        with context(rank > 0):
+        found = [getattr(module, name)]
+        for step in range(3):
+            setattr(module, name, f"{step} of rank {rank}")
             dist.barrier()
-            found = [getattr(checkpoint, name)]
-            dist.barrier()
-        return [*found, getattr(checkpoint, name)]
+            found.append(getattr(module, name))
+        return found
 
-    before = getattr(checkpoint, name)
-    assert threads.launch(program, 3, timeout=20) == [[rank > 0, before] for rank in range(3)]
-    assert getattr(checkpoint, name) is before
+    before = getattr(module, name)
+    wanted = [[before, *(f"{step} of rank {rank}" for step in range(3))] for rank in range(3)]
+    assert threads.launch(program, 3, timeout=20) == wanted
+    assert getattr(module, name) is before

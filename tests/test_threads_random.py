@@ -7,6 +7,7 @@ turns at every collective.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,16 @@ def no_pause() -> None:
     pass
 
 
+def lose_turn() -> None:
+    """Wait outside of the scheduler, which lets others run, because a work's future is open."""
+    work, event = dist.all_reduce(torch.ones(3), async_op=True), threading.Event()
+    work.get_future()
+    if dist.get_rank() == 0:
+        threading.Timer(0.03, event.set).start()
+        event.wait()
+    work.wait()
+
+
 PAUSES: dict[str, Callable[[], object]] = {
     "barrier": dist.barrier,
     "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
@@ -58,6 +69,7 @@ PAUSES: dict[str, Callable[[], object]] = {
     ])[-1].wait(),
     "subgroup": lambda: dist.all_reduce(torch.ones(3), group=dist.new_group()),
     "future": lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
+    "lost turn": lose_turn,
     "objects": lambda: dist.all_gather_object([None] * WORLD, "text"),
 }  # fmt: skip
 
@@ -97,45 +109,6 @@ def test_seeds_for_cuda_wait_for_its_first_use_in_their_rank():
     before = torch.cuda._lazy_seed_tracker
     assert threads.launch(program, WORLD) == [[100 + rank] for rank in range(WORLD)]
     assert torch.cuda._lazy_seed_tracker is before
-
-
-@pytest.mark.cuda
-def test_a_rank_draws_on_a_gpu_as_a_process_of_its_own():
-    def drawn(pause: Callable[[], object]) -> list[Tensor]:
-        found = []
-        for _ in range(4):
-            found.append(nn.functional.dropout(torch.ones(50, device="cuda:0"), 0.5))
-            pause()
-        return found
-
-    def program(rank: int, world: int) -> Tensor:
-        if rank > 0:  # rank 0 keeps the caller's state
-            torch.manual_seed(rank)
-        return torch.cat(drawn(dist.barrier)).cpu()
-
-    torch.manual_seed(0)
-    found = threads.launch(program, WORLD, device="cuda:0")
-    for rank in range(WORLD):  # the launch has restored the caller's state, that of seed 0
-        if rank > 0:
-            torch.manual_seed(rank)
-        assert torch.equal(found[rank], torch.cat(drawn(no_pause)).cpu())
-
-
-def test_the_random_tracker_of_dtensor_is_that_of_the_rank():
-    from torch.distributed.tensor import _random
-
-    def program(rank: int, world: int) -> list[str]:
-        found = []
-        for step in range(3):
-            _random._rng_tracker = f"tracker {step} of rank {rank}"
-            dist.barrier()
-            found.append(_random._rng_tracker)
-        return found
-
-    before = _random._rng_tracker
-    wanted = [[f"tracker {s} of rank {r}" for s in range(3)] for r in range(WORLD)]
-    assert threads.launch(program, WORLD) == wanted
-    assert _random._rng_tracker is before
 
 
 # --- random programs ------------------------------------------------------------------------------

@@ -165,27 +165,21 @@ def test_each_rank_has_its_own_environment(parallel, monkeypatch):
     assert os.environ["OF_CALLER"] == "caller"
 
 
-def test_threads_of_a_rank_belong_to_it():
+def test_threads_of_a_rank_belong_to_it_and_find_its_groups_by_name():
     def program(rank: int, world: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (world,))
+        whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+
+        def work() -> list[Any]:
+            mine = dist.get_rank(), os.environ["RANK"], total(rank, world)
+            return [*mine, whole.full_tensor().tolist()]
+
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(
-                lambda: [dist.get_rank(), os.environ["RANK"], total(rank, world)]
-            ).result()
+            return pool.submit(work).result()
 
     with ends_within(5):
         found = threads.launch(program, 3, timeout=1.5)
-    assert found == [[r, str(r), 3.0] for r in range(3)]
-
-
-def test_threads_of_a_rank_find_its_groups_by_name():
-    def program(rank: int, world: int) -> list[float]:
-        mesh = init_device_mesh("cpu", (world,))
-        sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        with ThreadPoolExecutor(1) as pool:
-            found: list[float] = pool.submit(sharded.full_tensor).result().tolist()
-        return found
-
-    assert threads.launch(program, 2, timeout=20) == [[0.0, 1.0, 2.0, 3.0]] * 2
+    assert found == [[r, str(r), 3.0, [0.0, 1.0, 2.0, 3.0]] for r in range(3)]
 
 
 def test_threads_of_a_forked_process_belong_to_no_rank():

@@ -24,31 +24,6 @@ import pycollect as pc
 from pycollect import threads
 
 
-def test_a_callback_of_a_future_makes_a_collective_while_its_rank_waits():
-    def program(rank: int, world: int) -> tuple[list[float], list[float]]:
-        x, y, token = torch.ones(4) * (rank + 1), torch.ones(4), torch.zeros(1)
-
-        def callback(future: Any) -> torch.Tensor:
-            dist.all_reduce(y)
-            return y
-
-        if rank == 1:
-            dist.recv(token, 0)
-        work = dist.all_reduce(x, async_op=True)
-        future = work.get_future().then(callback)
-        if rank == 0:
-            dist.send(token, 1)
-        work.wait()
-        if rank == 1:
-            dist.send(token, 0)
-        else:
-            dist.recv(token, 1)
-        future.wait()
-        return x.tolist(), y.tolist()
-
-    assert threads.launch(program, 2, timeout=20) == [([3.0] * 4, [2.0] * 4)] * 2
-
-
 def in_other_calls(rank: int, lists: list[list[Tensor]], backend: Any) -> None:
     """Pass the tensors of each list in calls of their own on rank 1, and in one call elsewhere."""
     backend._start_coalescing()
@@ -101,51 +76,8 @@ def test_a_thread_of_a_rank_reads_the_store(parallel):
     assert threads.launch(program, 2, parallel=parallel, timeout=20) == [b"value 1", b"value 0"]
 
 
-def test_a_limit_in_a_thread_of_a_rank_ends_before_a_deadlock():
-    def program(rank: int, world: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-
-        def write_later() -> None:
-            with pytest.raises(pc.Timeout):
-                store.wait(["never"], timedelta(seconds=1))
-            store.set("now", "")
-
-        if rank == 0:
-            threading.Thread(target=write_later).start()
-        store.wait(["now"])
-
-    threads.launch(program, 2, timeout=20)
-
-
-def waits_for_an_event(rank: int) -> list[float]:
-    """Lose the turn in the wait, because there is a future of a work that is not complete."""
-    x, event = torch.ones(1), threading.Event()
-    if rank == 1:
-        dist.all_reduce(x)
-        return torch.rand(3).tolist()
-    work = dist.all_reduce(x, async_op=True)
-    work.get_future()
-    threading.Timer(0.3, event.set).start()
-    event.wait()
-    numbers: list[float] = torch.rand(3).tolist()
-    work.wait()
-    return numbers
-
-
-def waits_for_a_future(rank: int) -> list[float]:
-    if rank == 1:
-        dist.recv(torch.zeros(1), 0)
-        dist.all_reduce(torch.ones(1))
-        time.sleep(0.05)
-    else:
-        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        dist.send(torch.zeros(1), 1)
-        future.wait()
-    return torch.rand(3).tolist()
-
-
-def waits_for_threads_that_compute(rank: int) -> list[float]:
-    """Keep the turn, as in a parallel loop of torch; an open future is no reason to lose it."""
+def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
+    """It waits so for the threads of a parallel loop of torch; an open future is no reason."""
     data, lock = bytes(16 << 20), threading.Lock()
 
     def compute() -> None:
@@ -154,29 +86,20 @@ def waits_for_threads_that_compute(rank: int) -> list[float]:
             hashlib.sha256(data)  # without the GIL
         lock.release()
 
-    if rank == 1:
-        dist.recv(torch.zeros(1), 0)
-        numbers: list[float] = torch.rand(3).tolist()
-        dist.all_reduce(torch.ones(1))
-        return numbers
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    work.get_future()
-    dist.send(torch.zeros(1), 1)
-    lock.acquire()
-    _thread.start_new_thread(compute, ())
-    lock.acquire()
-    numbers = torch.rand(3).tolist()
-    work.wait()
-    return numbers
-
-
-@pytest.mark.parametrize(
-    "draw", [waits_for_an_event, waits_for_a_future, waits_for_threads_that_compute]
-)
-def test_a_rank_has_its_own_random_state_after_a_wait(draw):
     def program(rank: int, world: int) -> list[float]:
         torch.manual_seed(rank)
-        return draw(rank)
+        work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+        if work is not None:
+            work.get_future()
+            dist.send(torch.zeros(1), 1)
+            lock.acquire()
+            _thread.start_new_thread(compute, ())
+            lock.acquire()
+        else:
+            dist.recv(torch.zeros(1), 0)
+        numbers: list[float] = torch.rand(3).tolist()
+        work.wait() if work is not None else dist.all_reduce(torch.ones(1))
+        return numbers
 
     for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
         assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
@@ -232,6 +155,46 @@ def test_a_callback_posts_the_last_part_of_a_collective():
     assert threads.launch(program, 2, timeout=20) == [(2.0, 2.0)] * 2
 
 
+def older_thread(pool: ThreadPoolExecutor, store: Any) -> None:
+    pool.submit(lambda: (time.sleep(0.5), store.set("now", "")))
+
+
+def thread_with_a_limit(pool: ThreadPoolExecutor, store: Any) -> None:
+    def write() -> None:
+        with pytest.raises(pc.Timeout):
+            store.wait(["never"], timedelta(seconds=1))
+        store.set("now", "")
+
+    threading.Thread(target=write).start()
+
+
+def thread_that_begins_late(pool: ThreadPoolExecutor, store: Any) -> None:
+    """A new thread may take long to begin, and counts before."""
+    threading.Thread(target=store.set, args=("now", ""), name="late").start()
+
+
+@pytest.mark.parametrize("write", [older_thread, thread_with_a_limit, thread_that_begins_late])
+def test_a_thread_that_may_write_the_key_is_waited_for(write, monkeypatch):
+    begin = threading.Thread._bootstrap_inner
+
+    def begin_late(self: threading.Thread) -> None:
+        if self.name == "late":
+            self._started.set()  # the rank that has started it goes on
+            time.sleep(0.2)
+        begin(self)
+
+    def program(rank: int, world: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            write(pool, store)
+        store.wait(["now"])
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", begin_late)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        threads.launch(program, 2, timeout=20)
+
+
 def set_later(event: Any) -> None:
     time.sleep(4)
     event.set()
@@ -267,20 +230,10 @@ def test_a_long_wait_for_what_is_no_rank_is_no_deadlock(wait):
         threads.launch(program, 2, timeout=30)
 
 
-def test_a_thread_that_was_there_before_writes_a_key():
-    def program(rank: int, world: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        if rank == 0:
-            pool.submit(lambda: (time.sleep(0.5), store.set("now", "")))
-        store.wait(["now"])
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        threads.launch(program, 2, timeout=20)
-
-
-def idle_pool() -> None:
-    ThreadPoolExecutor(1).submit(int).result()
+def idle_pool() -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+    return pool
 
 
 def monitor_of_progress_bars() -> None:
@@ -295,29 +248,9 @@ def monitor_of_progress_bars() -> None:
 @pytest.mark.parametrize("start", [idle_pool, monitor_of_progress_bars])
 def test_an_idle_thread_of_a_rank_hides_no_deadlock(start):
     def program(rank: int, world: int) -> None:
-        if rank == 0:
-            start()
+        started = start() if rank == 0 else None
         dist.recv(torch.ones(1), 1 - rank)
+        del started
 
     with ends_within(5), pytest.raises(pc.Deadlock):
         threads.launch(program, 2, timeout=20)
-
-
-def test_a_thread_counts_before_it_runs(monkeypatch):
-    """A new thread may take long to begin: its rank and the others are in no deadlock."""
-    begin = threading.Thread._bootstrap_inner
-
-    def begin_late(self: threading.Thread) -> None:
-        if self.name == "late":
-            self._started.set()  # the rank that has started it goes on
-            time.sleep(0.2)
-        begin(self)
-
-    def program(rank: int, world: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        if rank == 0:
-            threading.Thread(target=store.set, args=("now", ""), name="late").start()
-        store.wait(["now"])
-
-    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", begin_late)
-    threads.launch(program, 2, timeout=20)
