@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -221,3 +222,63 @@ def test_a_call_takes_two_events_for_each_rank(site: Site) -> None:
     one, six = made_by(1), made_by(6)
     expected = 2 * world * 5
     assert six - one == {"record caller": expected, "wait caller": expected}
+
+
+class DelayedAbort:
+    """Rank 2 fails, and a callback delays the news on its way to the group of ranks 0 and 1."""
+
+    def __init__(self) -> None:
+        self.options = pc.distributed.options()
+        self.fake = _testing.emulate(self.options, False, False)
+        self.fake.cuda.drain_waits(False)
+        self.posted, self.sent, self.raised = (threading.Event() for _ in range(3))
+
+    def run(self, rank: int, world: int) -> float | None:
+        dist.init_process_group("pycollect", pg_options=self.options)
+        group = dist.new_group(pg_options=self.options)
+        return (self.receive, self.send, self.fail)[rank](group)
+
+    def receive(self, group: Any) -> float:
+        y = torch.full((10,), -1.0)
+        self.fake.put_on_host(y)
+        work = dist.irecv(y, 1, group=group)
+        self.posted.set()
+        with pytest.raises(pc.PeerLost):
+            work.wait()
+        y.fill_(-2.0)
+        self.raised.set()
+        time.sleep(0.2)
+        return y[0].item()
+
+    def send(self, group: Any) -> None:
+        self.posted.wait(10)
+        x = self.fake.empty([10])
+        # Otherwise each look at the arrival runs some of the stream's work.
+        self.fake.stall(self.fake.current())
+        self.fake.write(x, torch.full((10,), 5.0))
+        dist.isend(x, 0, group=group)
+        self.sent.set()
+        self.raised.wait(10)
+        self.fake.resume()
+        self.fake.finish()  # the data arrives
+
+    def fail(self, group: Any) -> None:
+        def slow(future: Any) -> None:
+            self.raised.wait(10)
+            time.sleep(0.3)
+
+        self.sent.wait(10)
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().then(slow)
+        raise ValueError("rank 2 fails")
+
+
+def test_a_receive_from_a_device_writes_nothing_after_it_has_raised() -> None:
+    ranks, found = DelayedAbort(), []
+
+    def program(rank: int, world: int) -> None:
+        found.append(ranks.run(rank, world))
+
+    with pytest.raises(ValueError, match="rank 2 fails"):
+        threads.launch(program, 3, parallel=True, timeout=20)
+    assert -2.0 in found
+    assert 5.0 not in found

@@ -1,11 +1,9 @@
-"""Users of torch.distributed on ranks as threads that share a GPU, each as one process there.
-
-Without a GPU, the CPU stands in for it.
-"""
+"""Users of torch.distributed on ranks as threads that share a CPU or a GPU, each as one process."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +20,27 @@ from torch import Tensor, nn
 
 from pycollect import threads
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    *([pytest.mark.cuda] if is_real(GPU) else []),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 WORLD, STEPS = 4, 3
+DEVICES = ["cpu", *([pytest.param(GPU, marks=pytest.mark.cuda)] if is_real(GPU) else [])]
+device = "cpu"  # of the test that runs
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "device", request.param)
 
 
 def net(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(12, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 8)
-    return nn.Sequential(*layers).to(GPU)
+    return nn.Sequential(*layers).to(device)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(6, 12, generator=generator)
-    return x.to(GPU), x[:, :8].to(GPU)
+    return x.to(device), x[:, :8].to(device)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -68,7 +70,6 @@ def alone() -> list[Tensor]:
 
 def launch_twice(program: Callable[..., list[Tensor]], **options: Any) -> list[list[Tensor]]:
     """Return the tensors of all ranks, which two launches must give alike."""
-    device = GPU if is_real(GPU) else None
     first, second = (
         threads.launch(program, WORLD, device=device, timeout=min(100, MOST_SECONDS), **options)
         for _ in range(2)
@@ -144,8 +145,8 @@ def test_a_gpus_streams_are_joined_around_every_call():
     def program(rank: int, world: int) -> list[Tensor]:
         parts = []
         for n in range(20):
-            x = torch.zeros(100_000, device=GPU)
-            if is_real(GPU):
+            x = torch.zeros(100_000, device=device)
+            if is_real(device):
                 torch.cuda._sleep(500_000)
             x += rank + n
             dist.all_reduce(x)

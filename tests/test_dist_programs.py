@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Pools, RankContext, pools_of_a_module
-from dist_ranks import THREADS
+from dist_soak_calls import GroupRank
+from dist_soak_steps import KINDS as STEPS
+from dist_soak_steps import SYMMETRIC_CALLS, Pending, begin_step, choose
 from hypothesis import strategies as st
+from thread_programs import PARALLEL
 from torch import Tensor
+
+from pycollect import threads
 
 SLOTS = 3  # tensors of each rank, all of one length
 KINDS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -226,11 +232,6 @@ def pools(ranks_as: str) -> Iterator[Pools]:
     yield from pools_of_a_module(ranks_as=ranks_as)
 
 
-@pytest.fixture(scope="module")
-def pools_of_threads() -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=THREADS)
-
-
 # No shrinking, because every failure ends a pool, and every hang takes the full time limit.
 SETTINGS: dict[str, Any] = {
     "phases": [hypothesis.Phase.explicit, hypothesis.Phase.generate],
@@ -250,8 +251,39 @@ def test_programs(pools, program):
     check(pools, program)
 
 
+# --- calls of the soak, by ranks that are threads -------------------------------------------------
+
+
+def run_calls(rank: int, world: int, seed: int) -> None:
+    """Make random calls, and mistakes, in random groups; each compares with the reference.
+
+    All ranks draw the calls alike. Each waits in an order of its own for those that it can.
+    """
+    ours, mine = random.Random(seed), random.Random(f"{seed} {rank}")
+    members = [range(world)]
+    members += [sorted(ours.sample(range(world), ours.randint(2, world))) for _ in range(3)]
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    pending: list[Pending] = []
+    for number in range(12):
+        group = ours.randrange(len(groups))
+        kind = choose(ours, tuple(STEPS), frozenset([SYMMETRIC_CALLS]))
+        if rank not in members[group]:
+            continue
+        me = GroupRank(groups[group], members[group].index(rank), mine)
+        pending.append(begin_step(me, kind, number, 1000 * seed + number, frozenset()))
+        while pending and mine.random() < 0.5:
+            pending.pop(mine.randrange(len(pending))).finish()
+    for step in pending:
+        step.finish()
+
+
 @pytest.mark.skipif(not OURS, reason="runs pycollect alone")
-@hypothesis.settings(**SETTINGS, max_examples=20)
-@hypothesis.given(program=programs())
-def test_some_programs(pools_of_threads, program):
-    check(pools_of_threads, program)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@PARALLEL
+def test_programs_of_threads(parallel):
+    for seed in range(60):
+        world = 2 + seed % 4
+        try:
+            threads.launch(run_calls, world, seed, parallel=parallel, timeout=30)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {world} ranks") from error

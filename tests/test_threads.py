@@ -65,19 +65,6 @@ def test_threads_make_the_same_new_plans():
     run_concurrently(task)
 
 
-def test_threads_share_a_communicator():
-    communicator = pc.Communicator(["cpu"] * 3)
-
-    def task(i):
-        for n in range(20):
-            tensors = randoms(3, (1000 * n + i,), torch.int32, seed=i)
-            wanted = left_fold(tensors, "sum")
-            communicator.all_reduce(tensors)
-            assert_same(tensors, [wanted] * 3, f"thread {i}")
-
-    run_concurrently(task)
-
-
 def test_threads_wait_for_one_work():
     values = randoms(3, (1_000_003,), torch.int32)
     tensors = [v.clone() for v in values]

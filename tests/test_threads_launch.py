@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,23 +136,19 @@ def test_launches_do_not_nest():
 
 def test_another_thread_cannot_launch_meanwhile():
     begun, end = threading.Event(), threading.Event()
-    results: list[Any] = []
 
     def slow(rank: int, world: int) -> float:
         begun.set()
         assert end.wait(10)
         return total(rank, world)
 
-    other = threading.Thread(target=lambda: results.append(threads.launch(slow, 2)))
-    other.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(threads.launch, slow, 2)
         assert begun.wait(10)
         with pytest.raises(RuntimeError, match="another thread of this process runs a launch"):
             threads.launch(total, 3)
-    finally:
         end.set()
-        other.join()
-    assert results == [[1.0, 1.0]]
+        assert other.result() == [1.0, 1.0]
     assert threads.launch(total, 3) == [3.0] * 3
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of ranks as threads, and random programs of collectives against a reference.
+"""Random numbers of ranks as threads.
 
 Each rank draws the numbers that it would draw in a process of its own, although the ranks take
 turns at every collective.
@@ -6,23 +6,17 @@ turns at every collective.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_soak_calls import GroupRank
-from dist_soak_steps import KINDS, SYMMETRIC_CALLS, Pending, begin_step, choose
-from thread_programs import PARALLEL
 from torch import Tensor, nn
 
 from pycollect import threads
 
 WORLD = 3
-
-# --- random numbers -------------------------------------------------------------------------------
 
 
 def draws(rank: int, pause: Callable[[], object]) -> list[Tensor]:
@@ -109,40 +103,3 @@ def test_seeds_for_cuda_wait_for_its_first_use_in_their_rank():
     before = torch.cuda._lazy_seed_tracker
     assert threads.launch(program, WORLD) == [[100 + rank] for rank in range(WORLD)]
     assert torch.cuda._lazy_seed_tracker is before
-
-
-# --- random programs ------------------------------------------------------------------------------
-
-
-def run(rank: int, world: int, seed: int) -> None:
-    """Make random calls, and mistakes, in random groups; each compares with the reference.
-
-    All ranks draw the calls alike. Each waits in an order of its own for those that it can.
-    """
-    ours, mine = random.Random(seed), random.Random(f"{seed} {rank}")
-    members = [range(world)]
-    members += [sorted(ours.sample(range(world), ours.randint(2, world))) for _ in range(3)]
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    pending: list[Pending] = []
-    for number in range(12):
-        group = ours.randrange(len(groups))
-        kind = choose(ours, tuple(KINDS), frozenset([SYMMETRIC_CALLS]))
-        if rank not in members[group]:
-            continue
-        me = GroupRank(groups[group], members[group].index(rank), mine)
-        pending.append(begin_step(me, kind, number, 1000 * seed + number, frozenset()))
-        while pending and mine.random() < 0.5:
-            pending.pop(mine.randrange(len(pending))).finish()
-    for step in pending:
-        step.finish()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@PARALLEL
-def test_random_programs_give_the_results_of_the_reference(parallel):
-    for seed in range(60):
-        world = 2 + seed % 4
-        try:
-            threads.launch(run, world, seed, parallel=parallel, timeout=30)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {world} ranks") from error
