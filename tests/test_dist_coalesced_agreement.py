@@ -295,3 +295,22 @@ def message_of_results(me: RankContext) -> float:
 @pytest.mark.parametrize("site", staged(*STAGED))
 def test_coalesced_messages_are_sent_after_the_collectives(pools, site):
     assert pools(2, site=site).run(message_of_results) == [0.0, 2.0**16]
+
+
+def divided_differently(me: RankContext) -> list[list[float]]:
+    """Each list of tensors is one call, but on rank 1 each tensor is a call of its own."""
+    a, b, c = (torch.full((5,), me.rank + 1, dtype=dtype) for dtype in (F, D, L))
+    strided = torch.full((4, 2), me.rank + 10.0)[:, 0]  # its copy is written back at the call's end
+    backend_of()._start_coalescing()
+    for tensors in ([a, b], [strided, c], [a]):
+        for part in [[t] for t in tensors] if me.rank == 1 else [tensors]:
+            backend_of().allreduce_coalesced(part)
+    backend_of()._end_coalescing().wait()
+    return [t.tolist() for t in (a, b, c, strided)]
+
+
+def test_ranks_may_divide_the_same_tensors_into_calls_differently(pools):
+    for a, b, c, strided in pools(3).run(divided_differently):
+        assert a == [18.0] * 5  # the third call sums the results of the first
+        assert b == c == [6] * 5
+        assert strided == [33.0] * 4

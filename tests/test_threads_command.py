@@ -53,62 +53,32 @@ def ran_here(tmp_path, capfd):
     return ran_text
 
 
-# --- a training script ----------------------------------------------------------------------------
+# --- a script of the documents --------------------------------------------------------------------
 
 NOTICE = "pycollect.threads: backend 'pycollect' serves"
-TRAINING = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-def main(backend, rate):
-    if backend == "pycollect":
-        import pycollect
-    dist.init_process_group(backend)
-    torch.manual_seed(7 + dist.get_rank())
-    layers = torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(8, 2)
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    data = torch.arange(120.0).sin().reshape(20, 6)
-    data = TensorDataset(data, (data.sum(1) > 0).long())
-    loader = DataLoader(data, batch_size=5, sampler=DistributedSampler(data))
-    optimizer = torch.optim.SGD(model.parameters(), lr=float(rate))
-    for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            sys.stdout.write(f"{os.environ['LOCAL_RANK']} {epoch} {loss.item()!r}\\n")
-    norm = sum(p.sum().item() for p in model.parameters())
-    sys.stdout.write(f"{os.environ['LOCAL_RANK']} {dist.get_world_size()} {norm!r}\\n")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-"""
+DOCUMENT = (ROOT / "docs" / "threads.md").read_text()
+SCRIPT = DOCUMENT.partition("`script.py`:")[2].split("```")[1].removeprefix("python\n")
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_a_training_script_prints_the_same_with_every_backend(tmp_path):
-    script, printed = written(tmp_path, TRAINING), []
+def test_the_documented_script_prints_the_same_with_every_backend(tmp_path):
+    script, printed = written(tmp_path, SCRIPT), []
     for backend in ("gloo", "nccl"):
-        ended = ran(script, backend, "0.1", env=ONE_THREAD)
+        ended = ran(script, "--backend", backend, env=ONE_THREAD)
         assert ended.returncode == 0, ended.stderr
         assert ended.stderr.count(NOTICE) == 1
         assert f"{NOTICE} {backend!r}, because " in ended.stderr
         printed.append(ended.stdout.splitlines())
-    assert len(printed[0]) == 2 * (3 * 2 + 1)
+    assert len(printed[0]) == 2 * 3
     assert printed[0] == printed[1]
 
 
 @pytest.mark.slow
-def test_a_training_script_prints_the_numbers_of_torchrun(tmp_path):
-    program = [written(tmp_path, TRAINING), "pycollect", "0.1"]
+def test_the_documented_script_prints_the_numbers_of_torchrun(tmp_path):
+    script = written(tmp_path, SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    wanted = own_process([*torchrun, *program], TIMEOUT, PYTHONPATH=str(ROOT))
-    ended = ran(*program, env=ONE_THREAD)
+    wanted = own_process([*torchrun, script], TIMEOUT, PYTHONPATH=str(ROOT))
+    ended = ran(script, env=ONE_THREAD)
     assert sorted(ended.stdout.splitlines()) == sorted(wanted.splitlines()), ended.stderr
 
 

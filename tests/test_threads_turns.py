@@ -18,37 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from thread_programs import PARALLEL, ends_within
-from torch import Tensor
 
 import pycollect as pc
 from pycollect import threads
-
-
-def in_other_calls(rank: int, lists: list[list[Tensor]], backend: Any) -> None:
-    """Pass the tensors of each list in calls of their own on rank 1, and in one call elsewhere."""
-    backend._start_coalescing()
-    for tensors in lists:
-        for part in [[t] for t in tensors] if rank == 1 else [tensors]:
-            backend.allreduce_coalesced(part)
-    backend._end_coalescing().wait()
-
-
-def test_ranks_may_divide_the_same_tensors_into_coalesced_calls_differently():
-    def program(rank: int, world: int) -> list[Tensor]:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        a, b, c = (
-            torch.full((5,), rank + 1.0, dtype=t)
-            for t in (torch.float32, torch.float64, torch.int64)
-        )
-        # Its copy is written back at the call's end.
-        strided = torch.full((4, 2), rank + 10.0)[:, 0]
-        in_other_calls(rank, [[a, b], [strided, c], [a]], backend)
-        return [a, b, c, strided]
-
-    for a, b, c, strided in threads.launch(program, 3, timeout=20):
-        assert a.tolist() == [18.0] * 5  # the third call sums the results of the first
-        assert b.tolist() == c.tolist() == [6] * 5
-        assert strided.tolist() == [33.0] * 4
 
 
 @PARALLEL
