@@ -153,16 +153,6 @@ def no_pause() -> None:
     pass
 
 
-def lose_turn() -> None:
-    """Wait outside of the scheduler, which lets others run, because a work's future is open."""
-    work, event = dist.all_reduce(torch.ones(3), async_op=True), threading.Event()
-    work.get_future()
-    if dist.get_rank() == 0:
-        threading.Timer(0.03, event.set).start()
-        event.wait()
-    work.wait()
-
-
 PAUSES: dict[str, Callable[[], object]] = {
     "barrier": dist.barrier,
     "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
@@ -173,7 +163,6 @@ PAUSES: dict[str, Callable[[], object]] = {
     ])[-1].wait(),
     "subgroup": lambda: dist.all_reduce(torch.ones(3), group=dist.new_group()),
     "future": lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
-    "lost turn": lose_turn,
     "objects": lambda: dist.all_gather_object([None] * WORLD, "text"),
 }  # fmt: skip
 

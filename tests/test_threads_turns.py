@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import hashlib
 import io
 import multiprocessing
@@ -48,8 +49,35 @@ def test_a_thread_of_a_rank_reads_the_store(parallel):
     assert threads.launch(program, 2, parallel=parallel, timeout=20) == [b"value 1", b"value 0"]
 
 
-def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
-    """It waits so for the threads of a parallel loop of torch; an open future is no reason."""
+def waits_for_an_event(rank: int) -> list[float]:
+    """Lose the turn in the wait, because there is a future of a work that is not complete."""
+    x, event = torch.ones(1), threading.Event()
+    if rank == 1:
+        dist.all_reduce(x)
+        return torch.rand(3).tolist()
+    work = dist.all_reduce(x, async_op=True)
+    work.get_future()
+    threading.Timer(0.3, event.set).start()
+    event.wait()
+    numbers: list[float] = torch.rand(3).tolist()
+    work.wait()
+    return numbers
+
+
+def waits_for_a_future(rank: int) -> list[float]:
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+    else:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        dist.send(torch.zeros(1), 1)
+        future.wait()
+    return torch.rand(3).tolist()
+
+
+def waits_for_threads_that_compute(rank: int) -> list[float]:
+    """Keep the turn, as in a parallel loop of torch; an open future is no reason to lose it."""
     data, lock = bytes(16 << 20), threading.Lock()
 
     def compute() -> None:
@@ -58,20 +86,29 @@ def test_a_rank_keeps_its_turn_while_it_waits_for_threads_that_compute():
             hashlib.sha256(data)  # without the GIL
         lock.release()
 
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        numbers: list[float] = torch.rand(3).tolist()
+        dist.all_reduce(torch.ones(1))
+        return numbers
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future()
+    dist.send(torch.zeros(1), 1)
+    lock.acquire()
+    _thread.start_new_thread(compute, ())
+    lock.acquire()
+    numbers = torch.rand(3).tolist()
+    work.wait()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "draw", [waits_for_an_event, waits_for_a_future, waits_for_threads_that_compute]
+)
+def test_a_rank_has_its_own_random_state_after_a_wait(draw):
     def program(rank: int, world: int) -> list[float]:
         torch.manual_seed(rank)
-        work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
-        if work is not None:
-            work.get_future()
-            dist.send(torch.zeros(1), 1)
-            lock.acquire()
-            _thread.start_new_thread(compute, ())
-            lock.acquire()
-        else:
-            dist.recv(torch.zeros(1), 0)
-        numbers: list[float] = torch.rand(3).tolist()
-        work.wait() if work is not None else dist.all_reduce(torch.ones(1))
-        return numbers
+        return draw(rank)
 
     for rank, numbers in enumerate(threads.launch(program, 2, timeout=20)):
         assert torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() == numbers
@@ -127,11 +164,12 @@ def test_a_callback_posts_the_last_part_of_a_collective():
     assert threads.launch(program, 2, timeout=20) == [(2.0, 2.0)] * 2
 
 
-def older_thread(pool: ThreadPoolExecutor, store: Any) -> None:
+def older_thread(pool: ThreadPoolExecutor | None, store: Any) -> None:
+    assert pool is not None
     pool.submit(lambda: (time.sleep(0.5), store.set("now", "")))
 
 
-def thread_with_a_limit(pool: ThreadPoolExecutor, store: Any) -> None:
+def thread_with_a_limit(pool: None, store: Any) -> None:
     def write() -> None:
         with pytest.raises(pc.Timeout):
             store.wait(["never"], timedelta(seconds=1))
@@ -140,7 +178,7 @@ def thread_with_a_limit(pool: ThreadPoolExecutor, store: Any) -> None:
     threading.Thread(target=write).start()
 
 
-def thread_that_begins_late(pool: ThreadPoolExecutor, store: Any) -> None:
+def thread_that_begins_late(pool: None, store: Any) -> None:
     """A new thread may take long to begin, and counts before."""
     threading.Thread(target=store.set, args=("now", ""), name="late").start()
 
@@ -162,8 +200,10 @@ def test_a_thread_that_may_write_the_key_is_waited_for(write, monkeypatch):
         store.wait(["now"])
 
     monkeypatch.setattr(threading.Thread, "_bootstrap_inner", begin_late)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1)) if write is older_thread else None
+        if pool is not None:
+            pool.submit(int).result()
         threads.launch(program, 2, timeout=20)
 
 
