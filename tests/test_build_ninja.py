@@ -1,177 +1,288 @@
-"""Which objects a build reuses and which it compiles, and the message that announces it."""
+"""Whole builds of a small project: compiled and reused objects, interrupts, concurrent builds."""
 
-from __future__ import annotations
-
+import contextlib
 import os
+import pickle
+import re
+import resource
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import pycollect_make as make
+import pycollect_ninja as ninja
 import pytest
-from build_project import BACKEND, answer, fake_torch, make, module, pending_steps, small_project
+
+SOURCES = {
+    "plan/plan.h": "int half();\n",
+    "plan/plan.cpp": '#include "plan.h"\nint half() { return 21; }\n',
+    "cpu/cpu.cpp": "int none() { return 0; }\n",
+    "cuda/kernel.cu": "int kernel() { return 1; }\n",
+    "torch/one.cpp": "#include <torch/fake.h>\nint one() { return FAKE; }\n",
+    "torch/two.cpp": "int none();\nint two() { return none(); }\n",
+    "torch/no_cuda.cpp": "int kernels() { return 0; }\n",
+    "torch/cuda/with.cpp": "int kernel();\nint kernels() { return kernel(); }\n",
+    "torch/c10d/three.cpp": "int two();\nint three() { return two(); }\n",
+    "torch/c10d/four.cpp": '#include "../../plan/plan.h"\nint one();\nint three();\n'
+    "int kernels();\n"
+    'extern "C" int answer() { return one() * half() + three() + kernels(); }\n',
+}
+LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "cudart", "c10_cuda", "torch_cuda")
+# A compiler that notes its arguments, and stops halfway if the file `pause` exists.
+COMPILER = """#!/bin/bash
+[ -e compiled ] && echo "$*" >> compiled
+if [ -e pause ]; then
+  for word; do [ "$before" = -o ] && echo half > "$word"; before=$word; done
+  touch paused  # usually ended by ninja at once; a build ends only after its compilers
+  for n in {1..100}; do [ -e pause ] && sleep 0.1; done
+fi
+exec g++ """
+MAKE = """
+import pickle, resource, sys
+import pycollect_make as make
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+build = pickle.loads(bytes.fromhex(sys.argv[1]))
+with make.build_lock(build.root):
+    make.make(build.root, build, 2, 1, "a test")
+"""
+WITH_US = os.environ | {"PYTHONPATH": str(Path(make.__file__).parent)}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The built project, in a folder with a space in its name; it is copied for each test."""
+    folder = tmp_path_factory.mktemp("project")
+    root, torch = folder / "a project", folder / "torch"
+    texts = {f"a project/csrc/{name}": text for name, text in SOURCES.items()}
+    texts |= {"torch/include/torch/fake.h": "#define FAKE 2\n", "a project/compiled": ""}
+    texts |= {"c++": COMPILER + '"$@"', "nvcc": COMPILER + '-x c++ "${@/#cu/c++}"'}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (torch / "lib").mkdir()
+    for library in LIBRARIES:
+        out = torch / "lib" / f"lib{library}.so"
+        subprocess.run(["g++", "-shared", "-x", "c++", "/dev/null", "-o", out], check=True)
+    compiler = ninja.Compiler([str(folder / "c++")], "1.0", ["-fPIC", "-O0", "-DA='a b'"])
+    built = ninja.Build(root, compiler, ninja.Torch("torch1.0", torch, "cpython-1", "/none"), None)
+    assert compile_all(built) == {"torch": 4, "core": 2, "link": 1}
+    return built
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Any:
-    return small_project(tmp_path)
+def build(project, tmp_path):
+    shutil.copytree(project.root, tmp_path / "a project", symlinks=True)
+    return replace(project, root=tmp_path / "a project")
 
 
-@pytest.fixture
-def made(build: Any) -> Any:
-    make(build)
-    assert answer(build) == 42
+def emptied(build):
+    """The project as before its first build."""
+    shutil.rmtree(build.root / "build")
+    (build.root / "compiled").write_text("")
     return build
 
 
-# Compiled and reused objects
+def compile_all(build):
+    """Build, and count what the compilers were called for."""
+    (build.root / "compiled").write_text("")
+    make.make(build.root, build, 2, 1, "a test")
+    lines = (build.root / "compiled").read_text().splitlines()
+    kinds = {"-shared": "link", ".cu ": "kernels", " -isystem ": "torch", "": "core"}
+    return Counter(next(kind for part, kind in kinds.items() if part in line) for line in lines)
 
 
-def test_nothing_is_compiled_twice(made: Any, tmp_path: Path):
-    assert pending_steps(made) == {}
-    # pip builds with a temporary torch, then with the same torch at the environment's path.
-    elsewhere = replace(made.torch, root=fake_torch(tmp_path / "there" / "torch"))
-    assert pending_steps(replace(made, torch=elsewhere)) == {}
-    make(replace(made, torch=elsewhere))
-    assert answer(made) == 42
+def answer(build):
+    """Call the built module in a new process; this process would keep the first version loaded."""
+    code = f"import ctypes; print(ctypes.CDLL({str(build.root / build.module)!r}).answer())"
+    libraries = {"LD_LIBRARY_PATH": str(build.torch.root / "lib")}
+    return int(subprocess.check_output([sys.executable, "-S", "-c", code], env=libraries))
 
 
-def test_a_checkout_copied_without_links_is_built(made: Any):
-    link = made.root / made.torch_link
-    link.unlink()
-    shutil.copytree(made.torch.root, link)
-    make(made)
-    assert link.is_symlink()
-    assert pending_steps(made) == {}
+def of(build, part, **changed):
+    return replace(build, **{part: replace(getattr(build, part), **changed)})
 
 
-def test_another_torch_recompiles_only_sources_that_include_torch(made: Any):
-    other = replace(made, torch=replace(made.torch, name="torch2.0"))
-    assert pending_steps(other) == {"torch": 3, "link": 1}
-    make(other)
-    assert pending_steps(made) == {}  # both builds are kept
-    assert pending_steps(other) == {}
+def elsewhere(build):
+    """pip builds with a temporary torch, then with the same torch in the environment."""
+    folder = shutil.copytree(build.torch.root, build.root / "temporary" / "torch")
+    return of(build, "torch", root=folder)
 
 
-def test_another_python_recompiles_only_sources_that_include_torch(made: Any):
-    assert pending_steps(replace(made, torch=replace(made.torch, python="cpython-2"))) == {
-        "torch": 3,
-        "link": 1,
-    }
+def with_kernels(build):
+    nvcc = [str(Path(build.compiler.command[0]).with_name("nvcc"))]
+    return replace(build, kernels=ninja.Kernels(nvcc, ["13"], ["-fPIC"], build.root))
 
 
-@pytest.mark.parametrize("changed", [{"version": "2.0"}, {"flags": ["-fPIC", "-O1"]}])
-def test_another_compiler_recompiles_everything(made: Any, changed: dict[str, Any]):
-    other = replace(made, compiler=replace(made.compiler, **changed))
-    assert pending_steps(other) == {"torch": 3, "core": 2, "link": 1}
-    assert pending_steps(made) == {}
+def emptied_object(build):
+    """A file system may leave this when the machine stops, and the linker accepts it."""
+    (one,) = (build.root / build.core).glob("plan-*.o")
+    times = one.stat()
+    one.write_bytes(b"")
+    os.utime(one, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return build
 
 
-def test_an_edit_recompiles_the_dependents(made: Any):
+def edited(build, name="plan/plan.h", text="int half(); // edited\n"):
     time.sleep(0.01)  # the file system's clock must advance
-    (made.root / "csrc/plan/plan.h").write_text("int half();  // edited\n")
-    assert pending_steps(made) == {"torch": 1, "core": 1, "link": 1}
-    (made.root / "csrc/plan/more.cpp").write_text("int more() { return 0; }\n")
-    assert pending_steps(made) == {"torch": 1, "core": 2, "link": 1}
-    make(made)
-    (made.root / "csrc/plan/more.cpp").unlink()
-    assert pending_steps(made) == {"link": 1}
+    (build.root / "csrc" / name).write_text(text)
+    return build
 
 
-def test_parts_hold_every_file_that_includes_torch_once(made: Any):
-    ninja = module("ninja")
-    for folder in ("torch", "torch/c10d"):
-        for n in range(8):
-            (made.root / "csrc" / folder / f"file_{n}.cpp").write_text("")
-    made.write()
-    sources = ninja.torch_sources(made.root, cuda=False)
-    parts = sorted((made.root / made.folder).glob("torch_*.cpp"))
-    lines = [line for part in parts for line in part.read_text().splitlines()]
-    assert len(parts) == ninja.TORCH_PARTS + 1  # one more: sources that depend on CUDA
-    assert sorted(lines) == sorted(f'#include "{source}"' for source in sources)
+CHANGES = {
+    "nothing": (lambda b: b, {}),
+    "the same torch elsewhere": (elsewhere, {}),
+    "another torch": (lambda b: of(b, "torch", name="torch2.0"), {"torch": 4}),
+    "another Python": (lambda b: of(b, "torch", python="cpython-2"), {"torch": 4}),
+    "another compiler": (lambda b: of(b, "compiler", version="2.0"), {"torch": 4, "core": 2}),
+    "other flags": (lambda b: of(b, "compiler", flags=["-fPIC"]), {"torch": 4, "core": 2}),
+    "CUDA": (with_kernels, {"kernels": 1, "torch": 4}),
+    "an object per file": (lambda b: replace(b, unity=False), {"torch": 5}),
+    "a header": (edited, {"torch": 1, "core": 1}),
+    "a new file": (lambda b: edited(b, "cpu/more.cpp", ""), {"core": 1}),
+    "an empty object": (emptied_object, {"core": 1}),
+}
 
 
-def test_without_unity_each_file_has_its_own_object(made: Any):
-    separate = replace(made, unity=False)
-    assert pending_steps(separate) == {"torch": 3, "link": 1}
-    make(separate)
-    assert answer(separate) == 42
-    time.sleep(0.01)
-    (made.root / "csrc/torch/one.cpp").touch()
-    assert pending_steps(separate) == {"torch": 1, "link": 1}
+@pytest.mark.parametrize("what", CHANGES)
+def test_only_what_changed_is_compiled(build, what):
+    change, steps = CHANGES[what]
+    changed = change(build)
+    assert compile_all(changed) == (steps and {**steps, "link": 1})
+    assert answer(changed) == (43 if what == "CUDA" else 42)
+    assert compile_all(changed) == {}
+    assert {*compile_all(build)} <= {"link"}, "objects of several builds are kept side by side"
 
 
-# The announcement of a build
-
-
-def test_the_build_announces_its_target_and_duration(build: Any, monkeypatch: pytest.MonkeyPatch):
-    make = module("make")
-    messages: list[str] = []
-    monkeypatch.setattr(make, "notify", messages.append)
-    monkeypatch.setattr(make, "run", lambda *_: None)
-    counted = {"torch": 4, "core": 76, "kernels": 9, "link": 1}
-    monkeypatch.setattr(make, "pending", lambda *_: make.Counter(counted))
-    make.make(build.root, build, 2, 2, "torch 2.15.0 (CUDA for sm_80, sm_90)")
-    (line,) = messages
-    assert line.startswith("building for torch 2.15.0 (CUDA for sm_80, sm_90) with 2 compilers")
-    assert "about" in line
-    assert "PYCOLLECT_CUDA=0" in line
-    assert "TORCH_CUDA_ARCH_LIST" in line
-    counted.pop("kernels")
-    make.make(build.root, build, 1, 1, "torch 2.15.0 (without CUDA: PYCOLLECT_CUDA is 0)")
-    assert "with 1 compiler: " in messages[1]
-    assert "PYCOLLECT_CUDA=0" not in messages[1]
-    counted.clear()
-    make.make(build.root, build, 1, 1, "nothing")
-    assert len(messages) == 2
+def test_a_build_announces_its_target_and_duration(build, capsys, monkeypatch):
+    monkeypatch.setenv("NINJA_STATUS", "%p ")
+    with_cuda = replace(with_kernels(emptied(build)), torch_jobs=2)
+    compile_all(with_cuda)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match("pycollect: building for a test with 2 compilers at once .*: about 1 min", line)
+    assert "PYCOLLECT_CUDA=0 omits" in line
+    compile_all(with_cuda)
+    assert capsys.readouterr().err == ""
 
 
 def test_messages_reach_the_terminal_although_pip_captures_output():
     """Runs in a session of its own, whose controlling terminal is not its output."""
-    code = (
-        "import fcntl, os, sys, termios\n"
-        f"sys.path.insert(0, {str(BACKEND)!r})\n"
-        "import pycollect_make as make\n"
-        "os.setsid()\n"
-        "fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0)\n"
-        "make.notify('hello')\n"
-    )
+    code = "import fcntl, os, sys, termios, pycollect_make as make\nos.setsid()\n"
+    code += "fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0); make.notify('hello')"
     ours, theirs = os.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(theirs)],
-        pass_fds=[theirs],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", code, str(theirs)]
+    done = subprocess.run(command, pass_fds=[theirs], capture_output=True, text=True, env=WITH_US)
     assert done.stderr == "pycollect: hello\n"
     assert "pycollect: hello" in os.read(ours, 1000).decode()
     os.close(ours)
     os.close(theirs)
 
 
-def test_the_longest_job_bounds_the_estimated_time(build: Any):
-    make, pending_steps = module("make"), {"torch": 4, "core": 76, "link": 1}
-    parallel = replace(build, torch_jobs=64)
-    longest = make.SECONDS_OF_HEADERS + make.SECONDS_OF_TORCH / module("ninja").TORCH_PARTS
-    assert make.seconds(build.root, parallel, make.Counter(pending_steps), 1, 64) >= longest
-    at_a_time = make.seconds(build.root, build, make.Counter(pending_steps), 1, 64)
-    assert at_a_time >= 4 * longest  # one job at a time, for lack of memory
+@contextlib.contextmanager
+def building(build, largest=resource.RLIM_INFINITY):
+    """Start a process that builds, in a session of its own, as a shell starts a job."""
+    command = [sys.executable, "-c", MAKE, pickle.dumps(build).hex(), str(largest)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child = subprocess.Popen(command, env=WITH_US, start_new_session=True, **pipes)
+    try:
+        yield child
+    finally:
+        kill(child.pid)
+        child.communicate()
 
 
-def test_pending_steps_are_counted_with_any_ninja_status(
-    build: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("NINJA_STATUS", "%p ")
-    assert pending_steps(build) == {"torch": 3, "core": 2, "link": 1}
+def kill(session):
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
-def test_a_failing_nvcc_stops_the_build(build: Any):
-    ninja = module("ninja")
-    refuses = ["sh", "-c", "echo unsupported GNU version >&2; exit 1"]
-    kernels = ninja.Kernels(refuses, ["1"], [], Path("/usr/local/cuda"))
-    with pytest.raises(SystemExit, match=r"an empty file \(unsupported GNU version\).*CUDA=0"):
-        module("make").require_nvcc(kernels)
-    module("make").require_nvcc(replace(kernels, command=["true"]))
+def wait_until_paused(build):
+    for _ in range(6000):
+        if (build.root / "paused").exists():
+            return
+        time.sleep(0.01)
+    pytest.fail("no compiler was started within 60 s")
+
+
+INTERRUPTS = {
+    "Ctrl-C": lambda child: os.killpg(child.pid, signal.SIGINT),
+    "SIGTERM alone": lambda child: child.terminate(),
+    "killed": lambda child: kill(child.pid),  # as if the machine stops: no cleanup runs
+}
+
+
+@pytest.mark.parametrize("before", [emptied, edited])
+@pytest.mark.parametrize("how", [*INTERRUPTS, "full disk"])
+def test_the_next_build_completes_an_interrupted_one(build, how, before):
+    before(build).write()  # the files of the build are larger than objects may be on a full disk
+    if how in INTERRUPTS:
+        (build.root / "pause").touch()
+    with building(build, 600 if how == "full disk" else resource.RLIM_INFINITY) as child:
+        if how in INTERRUPTS:
+            wait_until_paused(build)
+            INTERRUPTS[how](child)
+        output = child.communicate(timeout=90)[0]
+        assert child.returncode != 0, output
+        assert "Traceback" not in output or "Ctrl-C" in how, output
+    (build.root / "pause").unlink(missing_ok=True)
+    compile_all(build)
+    assert answer(build) == 42
+    assert compile_all(build) == {}
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_concurrent_builds_run_one_after_the_other(build, how):
+    """If the first build is killed, ninja and the compilers go on and hold the lock."""
+    (emptied(build).root / "pause").touch()
+    with building(build) as first:
+        wait_until_paused(build)
+        if how == "is killed":
+            first.kill()
+        with building(build) as second:
+            assert select.select([second.stdout], [], [], 30)[0], "no output"
+            assert "another build is running" in second.stdout.readline()
+            (build.root / "pause").unlink()
+            assert (first.wait(60) == 0) == (how == "ends")
+            assert second.wait(60) == 0
+    assert answer(build) == 42
+    assert len((build.root / "compiled").read_text().splitlines()) == 4 + 2 + 1
+
+
+def install(folder, text, largest=1 << 20):
+    """Install a module and its record where files have a largest size; return what is there."""
+    (folder / "built.so").write_text(text * 1000)
+    module = folder / "package" / "_C.cpython-1-linux.so"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    with contextlib.suppress(KeyboardInterrupt, OSError):
+        make.install_module(folder / "built.so", module, text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return {path.name: path.read_text()[:3] for path in module.parent.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [("none", ["new", "new"]), ("full disk", ["old", "old"]), (0, ["old"]), (1, ["new"])],
+)
+def test_a_module_has_its_own_record_or_none(tmp_path, monkeypatch, fault, left):
+    """Also where Ctrl-C comes before a file is moved: a module without a record is not imported."""
+    names = ["_C.cpython-1-linux.so", "_build_info_cpython_1_linux.py"]
+    assert install(tmp_path, "old") == dict.fromkeys(names, "old")
+    real, moves = Path.replace, iter(range(2))
+
+    def interrupted(path, target):
+        if next(moves) == fault:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    found = install(tmp_path, "new", 1500 if fault == "full disk" else 1 << 20)
+    assert found == dict(zip(names, left, strict=False))

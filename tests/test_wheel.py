@@ -1,18 +1,21 @@
-"""Wheels, and builds that reuse all objects: with pip's temporary torch, and without it.
+"""What pip does and leaves: source archives, wheels, and the check at import.
 
-The objects are those of the tested build, in a copy of its checkout: nothing is compiled.
+The wheel is made of the objects of the tested build: nothing is compiled. .ci/run does whole
+installs from nothing.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+import pycollect_backend as backend
 import pytest
 import torch
 
@@ -20,148 +23,149 @@ import pycollect
 from pycollect import _build_check
 
 ROOT = Path(__file__).parents[1]
-LOCAL = "torch{}.{}.".format(*torch.__version__.split(".")[:2])
+PACKAGE = f"pycollect-{pycollect.__version__}"
+IGNORED = (".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist", "__pycache__")
+BUILT = ("_C.*.so", "_testing.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels")
+BACKEND = "import sys; sys.path.insert(0, 'build_backend'); import pycollect_backend as backend\n"
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, with the objects of its last build."""
-    if not (ROOT / "build" / ".ninja_log").exists():
-        pytest.skip("needs the objects of a build in this checkout")
-    copy = tmp_path_factory.mktemp("wheel") / "pycollect"
-    ignored = shutil.ignore_patterns(
-        *(".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist", "__pycache__"),
-        *("_C.*.so", "_testing.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels"),
-    )
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    return copy
-
-
-def environ(**more: str) -> dict[str, str]:
-    """The environment of the tested build, as other switches give other objects."""
-    from_here = {k: v for k, v in os.environ.items() if not k.startswith("PYCOLLECT_")}
-    from_here.pop("TORCH_CUDA_ARCH_LIST", None)
-    return from_here | _build_check.build_info()["switches"] | more
-
-
-def run(command: list[str], cwd: Path, **more: str) -> str:
-    """Run the command in a session of its own, without a terminal."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environ(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stdout
+def run(command, cwd, fails=False, **more):
+    """Run Python in a session of its own, without a terminal, with the tested build's switches."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYCOLLECT_")}
+    environ.pop("TORCH_CUDA_ARCH_LIST", None)
+    environ |= _build_check.build_info()["switches"] | more
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, *command]
+    done = subprocess.run(command, cwd=cwd, env=environ, start_new_session=True, **pipes)
+    assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
 
-def test_nothing_is_compiled_twice(copy: Path, tmp_path: Path):
-    """The first build is as by pip in an empty environment: with a torch for this build alone."""
-    overlay = tmp_path / "site-packages"
-    overlay.mkdir()
-    for folder in map(Path, filter(os.path.isdir, sys.path)):
-        if folder.name.endswith("-packages"):
-            for package in folder.iterdir():
-                if not (overlay / package.name).exists() and package.suffix != ".pth":
-                    (overlay / package.name).symlink_to(package)
-    build = "import sys; sys.path.insert(0, 'build_backend'); import pycollect_backend as backend\n"
-    build += f"backend.build_editable({str(tmp_path)!r})\n"
-    isolated = run([sys.executable, "-S", "-c", build], copy, PYTHONPATH=str(overlay))
-    name = f"torch{torch.__version__}-*"  # builds for other torches may be here, too
-    (link,) = (path for path in (copy / "build").glob(name) if path.is_symlink())
-    assert link.readlink().parent == overlay  # the build used the temporary torch
-    assert "ninja: no work to do." in isolated
-    assert "ninja: no work to do." in run([sys.executable, "-c", build], copy)
-    assert link.readlink() == Path(torch.__file__).parent
-    assert len(list((copy / "pycollect").glob("_C*.so"))) == 1
+def test_torch_is_required_only_if_the_target_has_none(monkeypatch, tmp_path):
+    """Imitates pip's build isolation, which removes site-packages from sys.path."""
+    monkeypatch.setattr(sys, "path", ["/first"])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(backend, "target_sites", lambda: [str(tmp_path)])
+    assert backend.get_requires_for_build_wheel() == [backend.TORCH]
+    (tmp_path / "torch").mkdir()  # an uninstall leaves an empty folder
+    assert backend.get_requires_for_build_editable() == [backend.TORCH]
+    (tmp_path / "torch" / "__init__.py").touch()
+    assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == []
+    assert sys.path[0] == "/first"  # packages of the isolated environment still come first
+
+
+def test_the_source_archive_has_all_that_a_build_needs(tmp_path):
+    copy, source = tmp_path / "copy", tmp_path / PACKAGE
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", *IGNORED))
+    run(["-c", BACKEND + "backend.build_sdist('..')"], copy)
+    shutil.unpack_archive(f"{source}.tar.gz", tmp_path)
+    files = {str(path.relative_to(source)) for path in source.rglob("*.*")}
+    wanted = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*") if p.suffix != ".md"}
+    assert wanted | {"build_backend/pycollect_backend.py", "pycollect/py.typed"} <= files
+    assert not {name for name in files if name.endswith(".so") or "_build_info" in name}
+    # A build from the archive has the version in the archive's name.
+    assert run(["setup.py", "--version"], source).split()[-1] == pycollect.__version__
 
 
 @pytest.fixture(scope="module")
-def wheel(copy: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps"]
-    made = run([*pip, "-v", "-w", "dist"], copy)
-    assert "ninja: no work to do." in made
-    (found,) = (copy / "dist").iterdir()
+def wheel(tmp_path_factory):
+    """A wheel that is made where torch is hidden, as `pip wheel` does by default."""
+    if not (ROOT / "build" / ".ninja_log").exists():
+        pytest.skip("needs the objects of a build in this checkout")
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(*IGNORED, *BUILT)
+    copy = shutil.copytree(ROOT, folder / "pycollect", symlinks=True, ignore=ignored)
+    for name in ("setuptools", "_distutils_hack", "ninja"):
+        origin = Path(importlib.util.find_spec(name).origin).parent
+        for path in (origin, *origin.parent.glob(f"{name}-*.dist-info")):
+            (folder / path.name).symlink_to(path)
+    code = "import sys; sys.path = [p for p in sys.path if '-packages' not in p]\n"
+    code += f"sys.path.append('..')\n{BACKEND}assert not backend.torch_is_importable()\n"
+    code += "metadata = backend.prepare_metadata_for_build_wheel('build')\n"
+    code += "made = backend.build_wheel('build', None, 'build/' + metadata)\n"
+    code += "assert made.startswith(metadata.removesuffix('.dist-info') + '-cp')"
+    assert "ninja: no work to do." in run(["-c", code], copy, PYTHONNOUSERSITE="1")
+    (found,) = copy.glob("build/*.whl")
     return found
 
 
-def test_a_wheels_name_has_torch_cuda_and_python(wheel: Path):
+def test_a_wheels_name_has_torch_cuda_and_python(wheel):
     cuda = _build_check.build_info()["cuda"]
-    local = LOCAL + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+    local = "torch{}.{}.".format(*torch.__version__.split(".")[:2])
+    local += f"cu{cuda.replace('.', '')}" if cuda else "cpu"
     python = "cp{}{}".format(*sys.version_info)
-    assert wheel.name.startswith(f"pycollect-{pycollect.__version__}+{local}-{python}-{python}-")
+    assert wheel.name.startswith(f"{PACKAGE}+{local}-{python}-{python}-")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert not [name for name in names if "testing" in name or name.startswith(("csrc", "tests"))]
-    assert {"pycollect/__init__.py", "pycollect/py.typed"} <= {*names}
+    assert {"pycollect/__init__.py", "pycollect/py.typed", "pycollect/_C.pyi"} <= {*names}
     assert [name for name in names if name.startswith("pycollect/_build_info_cpython")]
 
 
-def test_a_wheel_is_made_where_torch_is_hidden(copy: Path, tmp_path: Path):
-    """As `pip wheel` does by default: the metadata and the wheel must agree."""
-    for name in ("setuptools", "_distutils_hack", "ninja"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        folder = Path(spec.origin).parent
-        for found in (folder, *folder.parent.glob(f"{name}-*.dist-info")):
-            (tmp_path / found.name).symlink_to(found)
-    out = tmp_path / "out"
-    out.mkdir()
-    code = (
-        "import sys\n"
-        "sys.path = [p for p in sys.path if '-packages' not in p]\n"
-        f"sys.path[:0] = [{str(copy / 'build_backend')!r}, {str(tmp_path)!r}]\n"
-        "import pycollect_backend as backend\n"
-        "assert not backend.torch_is_importable()\n"
-        f"made = backend.prepare_metadata_for_build_wheel({str(out)!r})\n"
-        f"wheel = backend.build_wheel({str(out)!r}, None, {str(out)!r} + '/' + made)\n"
-        "print('metadata', made, wheel)\n"
-    )
-    output = run([sys.executable, "-c", code], copy, PYTHONNOUSERSITE="1")
-    (line,) = (line for line in output.splitlines() if line.startswith("metadata "))
-    _, metadata, wheel = line.split()
-    assert wheel.startswith(metadata.removesuffix(".dist-info") + "-cp")
-    assert LOCAL in wheel
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed wheel; no compiler is on PATH during the installation."""
-    target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target)]
-    run([*pip, str(wheel)], target, CXX="/nowhere/c++", PATH="/nowhere")
-    return target
-
-
-def test_a_wheel_installs_without_a_compiler(installed: Path):
-    code = "import torch, pycollect as pc; x = [torch.ones(2)] * 2; print(pc.__file__)\n"
+def test_a_wheel_installs_without_a_compiler_and_refuses_another_torch(wheel, tmp_path):
+    pip = ["-m", "pip", "install", "--no-deps", "--target", "installed", str(wheel)]
+    run(pip, tmp_path, CXX="/nowhere/c++", PATH="/nowhere")
+    installed = str(tmp_path / "installed")
+    code = "import torch, pycollect as pc; print(pc.__file__)\n"
     code += "print(pc.all_reduce([torch.ones(2), torch.ones(2)]) or 'summed')"
-    output = run([sys.executable, "-c", code], installed, PYTHONPATH=str(installed)).splitlines()
-    assert output == [str(installed / "pycollect" / "__init__.py"), "summed"]
-
-
-def test_a_wheel_beside_another_torch_raises(installed: Path, tmp_path: Path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        "from types import SimpleNamespace\n"
-        "__version__ = '2.99.0+cpu'\n"
-        "version = SimpleNamespace(cuda=None)\n"
+    output = run(["-c", code], tmp_path, PYTHONPATH=installed).split()
+    assert output == [f"{installed}/pycollect/__init__.py", "summed"]
+    (tmp_path / "torch.py").write_text(
+        "class version: cuda = None\n__version__ = '2.99.0+cpu'\n"
         "def compiled_with_cxx11_abi(): return True\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", "import pycollect"],
-        cwd=tmp_path,
-        env=environ(PYTHONPATH=f"{tmp_path}:{installed}"),
-        capture_output=True,
-        text=True,
-    )
-    (sentence,) = (s for s in done.stderr.splitlines() if s.startswith("ImportError"))
+    sentence = run(["-c", "import pycollect"], tmp_path, fails=True, PYTHONPATH=installed)
     built = _build_check.build_info()["torch"]
-    assert f"was built against torch {built}, but 2.99.0+cpu is installed" in sentence
+    assert f"ImportError: pycollect was built against torch {built}, but 2.99.0+cpu is" in sentence
     public = built.partition("+")[0]
     assert f"install that torch: {sys.executable} -m pip install torch=={public}" in sentence
+
+
+def test_the_metadata_name_the_version_the_torch_and_the_command():
+    public, _, local = metadata.version("pycollect").partition("+")
+    assert pycollect.__version__ == public
+    assert re.fullmatch(r"torch\d[\w.]*\.(cpu|cu\d+)", local)
+    (command,) = metadata.entry_points(group="console_scripts", name="pycollect")
+    assert callable(command.load())
+
+
+@pytest.mark.parametrize("pip", [True, False], ids=["pip", "uv"])
+@pytest.mark.parametrize(
+    ("build", "torch", "expected"),
+    [
+        (("2.13.0", True, None), ("2.13.1", True, None), None),
+        (("2.13.0+cpu", True, None), ("2.13.0+cu130", True, "13.0"), None),
+        (("2.15.0", True, "13.2"), ("2.15.1", True, "13.0"), None),
+        (("2.13.0", True, None), ("2.14.0", True, None), "against torch 2.13.0, but 2.14.0"),
+        (("2.13.0", True, None), ("2.9.1", True, None), "needs torch 2.11 or newer and 2.9.1"),
+        (("2.13.0", True, None), ("2.13.0", False, None), "C++ ABI"),
+        (("2.13.0", True, "13.0"), ("2.13.0", True, "12.8"), "CUDA 13.0"),
+        (("2.13.0", True, "13.0"), ("2.13.0", True, None), "no CUDA"),
+        (("2.16.0.dev1", True, None), ("2.16.0.dev2", True, None), "built against"),
+        ((), ("2.13.0", True, None), "the compiled part of pycollect is missing"),
+    ],
+)
+def test_other_builds_are_refused_in_one_sentence(build, torch, expected, pip, monkeypatch):
+    if not pip:
+        monkeypatch.setattr(sys, "path", [])
+    keys = ("torch", "cxx11_abi", "cuda")
+    sentence = _build_check.mismatch(*(dict(zip(keys, x, strict=False)) for x in (build, torch)))
+    if expected is None:
+        assert sentence is None
+        return
+    assert expected in sentence
+    assert "\n" not in sentence
+    assert (f"{sys.executable} -m pip install" if pip else "uv pip install") in sentence
+    assert ("--no-build-isolation" in sentence) != pip
+    assert str(ROOT) in sentence
+
+
+def test_import_without_the_compiled_part_raises(tmp_path):
+    """Without its finder, which would still find the compiled part, of an editable install."""
+    ignored = shutil.ignore_patterns(*BUILT)
+    shutil.copytree(ROOT / "pycollect", tmp_path / "pycollect", ignore=ignored)
+    code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in str(f)]\n"
+    output = run(["-c", code + "import pycollect"], tmp_path, fails=True, PYTHONPATH=".")
+    assert "ImportError: the compiled part of pycollect is missing" in output
