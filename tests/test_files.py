@@ -1,35 +1,31 @@
-"""Files that commands write: an existing path that is not a regular file is left as it is."""
-
-from __future__ import annotations
+"""Output of commands: files are written whole or left as they are; standard output may fail."""
 
 import json
 import os
+import re
+import signal
 import socket
 import stat
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import programs
 import pytest
 
 import pycollect_bench as bench
-from pycollect import _files, cli
+from pycollect import _command, _files, cli
 from pycollect._files import OutputError, check_input, check_output_path, open_lines, replace, write
 from pycollect.train import CheckpointError, checkpoint, train
 from pycollect.train.__main__ import main as train_main
 
 ROOT = Path(__file__).parents[1]
-NOBODY = 65534
+TIMEOUT = 300
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
+def device(path):
     """A second /dev/null, so that the machine's own is never at risk."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
@@ -37,7 +33,7 @@ def device(path: Path) -> None:
         pytest.skip("only root may make a device")
 
 
-def unix_socket(path: Path) -> None:
+def unix_socket(path):
     here = os.getcwd()
     os.chdir(path.parent)  # a socket's path is at most 107 bytes
     try:
@@ -47,186 +43,146 @@ def unix_socket(path: Path) -> None:
         os.chdir(here)
 
 
-def link_to_fifo(path: Path) -> None:
+def link_to_fifo(path):
     os.mkfifo(path.with_name("target"))
     path.symlink_to("target")
 
 
-KINDS: dict[Callable[[Path], None], str] = {
-    fifo: "is a FIFO",
-    device: "is a device",
-    unix_socket: "is a socket",
-    Path.mkdir: "is a folder",
-    link_to_fifo: "is a FIFO",
-    lambda path: path.symlink_to(path): "Too many levels of symbolic links",
-}
-NAMES = ["fifo", "device", "socket", "folder", "link", "loop"]
-
-
-def script(name: str) -> ModuleType:
+def script(name):
     spec = spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-RECORD = ROOT / "bench" / "results" / "cpu.json"
 QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
-COMMANDS: dict[str, Callable[[str], int]] = {
-    "train-checkpoint": lambda file: train_main(["--data", "digits", "--checkpoint", file]),
-    "train-plot": lambda file: train_main(["--data", "digits", "--plot", file]),
+TRAIN = ["--data", "digits", "--epochs", "1", "--batch-size", "256"]
+RECORD = str(ROOT / "bench" / "results" / "cpu.json")
+COMMANDS = {
     "bench-json": lambda file: bench.main([*QUICK, "--json", file]),
     "bench-plot": lambda file: bench.main([*QUICK, "--plot", file]),
+    "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
+    "train-checkpoint": lambda file: train_main([*TRAIN, "--checkpoint", file]),
+    "train-plot": lambda file: train_main([*TRAIN, "--plot", file]),
     "processes-json": lambda file: bench.main(["--processes", "2", *QUICK, "--json", file]),
     "cli-bench": lambda file: cli.main(["bench", *QUICK, "--json", file]),
-    "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
     "train.py-plot": lambda file: script("train").main(["--plot", file]),
-    "plot_results": lambda file: int(script("plot_results").main([str(RECORD), file])),
+    "plot_results": lambda file: int(script("plot_results").main([RECORD, file])),
     **{
         f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
         for name in ("copy_bandwidth", "executor_bandwidth", "overlap", "train", "train_step")
     },
 }
+IN_THE_WAY = {
+    "a FIFO": os.mkfifo,
+    "is a FIFO": link_to_fifo,
+    "a device": device,
+    "a socket": unix_socket,
+    "a folder": Path.mkdir,
+    "Too many levels of symbolic links": lambda path: path.symlink_to(path),
+    "does not exist or is not writable": lambda path: path.symlink_to("no/where"),
+}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=NAMES)
-def test_special_files_are_refused_before_any_work(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    make: Callable[[Path], None],
-    message: str,
-) -> None:
-    path = tmp_path / "result.png"
-    make(path)
-    before = os.lstat(path)
+def refused(command, path, capsys):
+    """The last line of the error of a command that ends with status 2 and has no output."""
     with pytest.raises(SystemExit) as stop:
         sys.exit(COMMANDS[command](str(path)))
-    assert stop.value.code == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err.splitlines()[-1]
-    assert "Traceback" not in captured.err
+    assert (stop.value.code, "Traceback" in captured.err) == (2, False)
+    return captured.out, captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [*((c, "a FIFO") for c in COMMANDS), *(("bench-json", kind) for kind in [*IN_THE_WAY][1:])],
+)
+def test_special_files_are_refused_before_any_work(tmp_path, capsys, command, kind):
+    path = tmp_path / "result.png"
+    IN_THE_WAY[kind](path)
+    before = os.lstat(path)
+    output, error = refused(command, path, capsys)
+    assert (output, kind in error) == ("", True)
     after = os.lstat(path)
     assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+    missing = "no/where.png does not exist or is not writable (No such file"
+    assert missing in refused(command, "no/where.png", capsys)[1]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_folder_is_reported_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        sys.exit(COMMANDS[command]("no/where.png"))
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "no/where.png does not exist or is not writable (No such file" in captured.err
+@pytest.mark.parametrize("command", [*COMMANDS][:5])
+def test_a_path_that_became_a_socket_is_left_alone(tmp_path, monkeypatch, capsys, command):
+    """The path changes right after the command has checked it, and while it works."""
+    path, check = tmp_path / "result.png", _files.tempfile.TemporaryFile
+    checks = iter([True, False] if command == "plan-plot" else [False])  # the method checks, too
+
+    def check_and_change(**where):
+        if not next(checks):
+            unix_socket(path)
+        return check(**where)
+
+    monkeypatch.setattr(_files.tempfile, "TemporaryFile", check_and_change)
+    assert "is a socket" in refused(command, path, capsys)[1]
+    assert path.is_socket()
 
 
-def test_write_access_is_tested_by_creating_a_file() -> None:
-    """By its permissions /proc is writable for root, but no file can be created there."""
-    with pytest.raises(ValueError, match=r"folder of the log /proc/run\.jsonl does not exist or"):
-        check_output_path("log", "/proc/run.jsonl")
-
-
-@pytest.fixture
-def as_nobody() -> Iterator[None]:
-    if os.geteuid():
-        pytest.skip("only root can become another user")
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.fixture
-def open_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = Path(f"/tmp/pycollect-test-{os.getpid()}")
-    folder.mkdir()
-    (folder / "file").write_text("")
-    (folder / "file").chmod(0o600)
-    folder.chmod(0o777)
-    yield folder
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-
-def test_a_file_or_its_folder_must_be_writable(open_folder: Path, as_nobody: None) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_file_or_its_folder_must_be_writable():
     """A log is appended to an existing file; a checkpoint replaces it, which needs the folder."""
-    path = open_folder / "file"
-    check_output_path("checkpoint", path, moved=True)
-    with pytest.raises(ValueError, match=r"the log .*file exists and is not writable"):
-        check_output_path("log", path)
-    os.seteuid(0)
-    path.chmod(0o666)
-    open_folder.chmod(0o755)
-    os.seteuid(NOBODY)
-    check_output_path("log", path)
-    with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
-        check_output_path("checkpoint", path, moved=True)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "file"
+        path.write_text("")
+        alone = 0o600, 0o777, False, "the log .*file exists and is not writable"
+        beside = 0o666, 0o755, True, "the folder of the log .* not writable"
+        for mode, folder_mode, moved, why in (alone, beside):
+            path.chmod(mode)
+            path.parent.chmod(folder_mode)
+            os.seteuid(65534)
+            try:
+                check_output_path("log", path, moved=not moved)
+                with pytest.raises(ValueError, match=why):
+                    check_output_path("log", path, moved=moved)
+            finally:
+                os.seteuid(0)
 
 
-def test_checks_change_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+@pytest.mark.parametrize("before", ["no file", "a file", "a link to a file", "a link"])
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, before):
+    """A link, here a relative one to another folder, stays a link, and its target is written."""
+    path = target = tmp_path / ("x" * 255)  # the longest name
+    if "link" in before:
+        target = tmp_path / "far" / "run.pt"
+        target.parent.mkdir()
+        path.symlink_to(Path("far", "run.pt"))
+    if "a file" in before:
+        target.write_text("old")
+    names = {found.name for found in tmp_path.rglob("*")}
+
+    def fails(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
     for moved in (True, False):
         check_output_path("log", path, moved=moved)
-    assert list(tmp_path.iterdir()) == []
-    path.write_text("old")
-    check_output_path("log", path)
-    assert path.read_text() == "old"
+    with pytest.raises(OSError, match="No space"):
+        replace(path, fails)
+    assert {found.name for found in tmp_path.rglob("*")} == names
+    assert "a file" not in before or target.read_text() == "old"
+    for save in (
+        lambda text: replace(path, lambda file: file.write(text.encode())),
+        lambda text: write("JSON file", path, text),
+    ):
+        save("new")
+        assert (path.is_symlink(), target.read_text()) == ("link" in before, "new")
+        target.unlink()
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
-def test_a_link_stays_a_link(tmp_path: Path, there: bool) -> None:
-    """The link is relative and leads to another folder: its target is written."""
-    (tmp_path / "far").mkdir()
-    target, link = tmp_path / "far" / "run.pt", tmp_path / "run.pt"
-    if there:
-        target.write_text("old")
-    link.symlink_to(Path("far", "run.pt"))
-    check_output_path("checkpoint", link, moved=True)
-    replace(link, lambda file: file.write(b"new"))
-    assert (link.is_symlink(), target.read_text()) == (True, "new")
-    target.unlink()
-    check_output_path("JSON file", link)
-    write("JSON file", link, "newer")
-    assert (link.is_symlink(), target.read_text()) == (True, "newer")
-    assert {path.name for path in tmp_path.rglob("*")} == {"far", "run.pt"}
-
-
-def test_a_link_into_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.pt").symlink_to("no/where")
-    for moved in (True, False):
-        with pytest.raises(ValueError, match=r"run\.pt does not exist or is not writable"):
-            check_output_path("checkpoint", tmp_path / "run.pt", moved=moved)
-
-
-def test_a_path_that_became_a_special_file_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "run.pt"
-    os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="it is a FIFO"):
-        checkpoint.save(path, {})
-    with pytest.raises(OutputError, match="it is a FIFO"):
-        write("JSON file", path, "{}")
-    assert path.is_fifo()
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_name_of_maximal_length(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 255)
-    replace(path, lambda file: file.write(b"whole"))
-    assert path.read_bytes() == b"whole"
-
-
-def test_a_log_can_be_read_from_a_fifo(tmp_path: Path) -> None:
+def test_a_log_can_be_read_from_a_fifo(tmp_path):
     """Log lines arrive one by one; without a reader, opening fails instead of blocking."""
     path = tmp_path / "log"
     os.mkfifo(path)
+    for save in (lambda: checkpoint.save(path, {}), lambda: write("JSON file", path, "{}")):
+        with pytest.raises((CheckpointError, OutputError), match="it is a FIFO"):
+            save()
     check_output_path("log", path, streamed=True)
     with pytest.raises(OSError, match="it has no reader; start the reader first"):
         open_lines(path, append=False)
@@ -238,43 +194,101 @@ def test_a_log_can_be_read_from_a_fifo(tmp_path: Path) -> None:
     assert (events[0], events[-2:]) == ("start", ["epoch", "end"])
 
 
-def test_a_log_on_standard_output_is_appended(tmp_path: Path) -> None:
-    code = "from pycollect.train.log import Log\nprint('first', flush=True)\n"
-    code += "with Log('/dev/stdout') as log: log.write('second')\n"
-    code += "print('third')"
-    path = tmp_path / "out"
-    with path.open("w") as out:
-        assert not programs.run([sys.executable, "-c", code], stdout=out, timeout=120).returncode
-    assert path.read_text() == 'first\n{"event": "second"}\nthird\n'
-
-
-def test_inputs_must_be_regular_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no record"):
-        check_input("record", tmp_path / "none")
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="the record must be a regular file"):
-        check_input("record", tmp_path / "fifo")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "cannot be read"), ("[1]", "holds no JSON object"), ("\xff", "cannot be read")],
-)
-def test_an_invalid_record_is_reported_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
-) -> None:
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
+def test_an_invalid_record_is_reported_in_one_sentence(tmp_path, capsys, content):
     path, picture = tmp_path / "broken.json", tmp_path / "run.png"
     path.write_bytes(content.encode("latin1"))
     assert script("plot_results").main([str(path), str(picture)]) == 2
-    error = capsys.readouterr().err
-    assert f"the record {path}" in error
-    assert message in error
+    message = "holds no JSON object" if content == "[1]" else "cannot be read"
+    assert re.search(f"the record {path} .*{message}", capsys.readouterr().err)
     assert not picture.exists()
 
 
-def test_a_picture_without_matplotlib_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_that_are_refused(tmp_path, monkeypatch):
+    """By its permissions /proc is writable for root, but no file can be created there."""
+    os.mkfifo(tmp_path / "fifo")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"install pycollect\[train\]"):
-        _files.check_picture(tmp_path / "run.png")
+    for check, message in (
+        (lambda: check_output_path("log", "/proc/run.jsonl"), "folder of the log /proc/run.jsonl"),
+        (lambda: check_input("record", tmp_path / "none"), "there is no record"),
+        (lambda: check_input("record", tmp_path / "fifo"), "the record must be a regular file"),
+        (lambda: _files.check_picture(tmp_path / "run.png"), r"install pycollect\[train\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check()
+
+
+# Standard output
+
+PYTHON = [sys.executable]
+CLI = [*PYTHON, "-m", "pycollect"]
+PROGRAMS = {
+    "plan": [*CLI, "plan", "all_reduce", "8"],
+    "bench": [*CLI, "bench", *QUICK],
+    "train": [*PYTHON, "-m", "pycollect.train", "--devices", "cpu*2", *TRAIN],
+    "script": [*PYTHON, str(ROOT / "bench" / "train_step.py"), "-n", "1", "--batch", "8"],
+}
+
+
+def ended(command, stdout, **environ):
+    more = {"stdout": stdout, "env": {**os.environ, **environ}}
+    if environ:  # variables that Python or the import reads
+        done = subprocess.run(command, stderr=-1, text=True, timeout=TIMEOUT, **more)
+    else:
+        done = programs.run(command, timeout=TIMEOUT, **more)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("fault", ["closed pipe", "full disk"])
+@pytest.mark.parametrize("name", [*PROGRAMS, "unbuffered"])
+def test_failing_output_ends_the_command_with_one_sentence_or_silently(name, fault):
+    """Unbuffered output fails at the write itself, and loses the data not written."""
+    environ = {"PYTHONUNBUFFERED": "1"} if name == "unbuffered" else {}
+    reader, stdout = os.pipe()
+    os.close(reader)
+    with os.fdopen(stdout, "w"), open("/dev/full", "w") as full:
+        if fault == "full disk":
+            os.dup2(full.fileno(), stdout)
+        status, error = ended(PROGRAMS.get(name, PROGRAMS["plan"]), stdout, **environ)
+    if fault == "closed pipe":
+        assert (status, error) == (128 + signal.SIGPIPE, "")
+    else:
+        sentence = "standard output cannot be written (No space left on device)"
+        assert (status, re.sub("^.*: error: ", "", error)) == (2, f"{sentence}\n")
+
+
+def test_a_log_on_standard_output_is_appended(tmp_path):
+    code = "from pycollect.train.log import Log\nprint('first', flush=True)\n"
+    code += "with Log('/dev/stdout') as log: log.write('second')\nprint('third')"
+    with (tmp_path / "out").open("w") as out:
+        assert ended([*PYTHON, "-c", code], out.fileno()) == (0, "")
+    assert (tmp_path / "out").read_text() == 'first\n{"event": "second"}\nthird\n'
+
+
+def test_other_broken_pipes_are_ordinary_errors():
+    def work():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        _command.run("bench", work)
+
+
+def test_an_invalid_variable_is_reported_in_one_sentence():
+    found = ended([*CLI, "info"], subprocess.DEVNULL, PYCOLLECT_LOG="loud")
+    sentence = "PYCOLLECT_LOG is 'loud'; allowed are debug, info, warning"
+    assert found == (1, f"pycollect: error: {sentence}\n")
+
+
+def test_a_letter_that_the_output_has_not_is_escaped(tmp_path):
+    """The work is done when the line is printed: it must not end in an error."""
+    folder = tmp_path / "gr\udcfc\u00fcn"  # a letter, and a byte that is not valid UTF-8
+    folder.mkdir()
+    calls = "from pycollect.train import Data, train; import torch; from torch import nn\n"
+    calls += "data = torch.zeros(2, 1), torch.tensor([0, 1]); data = Data('\u00fc', data, data)\n"
+    calls += "train('cpu', data=data, model=nn.Linear(1, 2), epochs=1)"
+    for command in (
+        [*PROGRAMS["plan"], "--plot", str(folder / "plan.svg")],
+        [*PYTHON, "-c", calls],
+    ):
+        assert ended(command, subprocess.DEVNULL, PYTHONIOENCODING="ascii") == (0, "")
+    assert (folder / "plan.svg").exists()
