@@ -82,12 +82,6 @@ def test_a_refused_call_has_no_range():
     assert names_of(refused) == []
 
 
-def test_ranges_end_with_their_calls():
-    for _ in range(3):
-        assert len(names_of(lambda: pc.all_reduce(ones("cpu")))) == 1
-    pc.all_reduce(ones("cpu"))
-
-
 OUTLIVED = """
 import contextlib, sys
 import torch

@@ -14,8 +14,9 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 
+import pycollect_native as native
+import pycollect_toolkit as toolkit
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -51,20 +52,11 @@ def tools(*names: str) -> list[str]:
     return found
 
 
-def build_module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "build_backend" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The operations of each kernel, in code order."""
     (nvcc, cuobjdump), folder = tools("nvcc", "cuobjdump"), tmp_path_factory.mktemp("sass")
-    flags = build_module("pycollect_native").kernel_flags({}, ["-arch=sm_90"])
+    flags = native.kernel_flags({}, ["-arch=sm_90"])
     (folder / "probe.cu").write_text(SOURCE)
     compile_it = [nvcc, *flags, "-cubin", "-o", "probe.cubin", "probe.cu"]
     subprocess.run(compile_it, cwd=folder, check=True)
@@ -163,10 +155,9 @@ def test_no_contractions_or_cached_loads(kernels: dict[str, list[str]]):
 )
 def test_all_values_are_kept_in_registers(source: Path, tmp_path: Path):
     """In every kernel, for the oldest capability and for those that are built without a GPU."""
-    toolkit = build_module("pycollect_toolkit")
     built = sorted({toolkit.OLDEST_CAPABILITY, *toolkit.USUAL})
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in built]
-    flags = build_module("pycollect_native").kernel_flags({}, targets)
+    flags = native.kernel_flags({}, targets)
     compile_it = [*tools("nvcc"), *flags, "-Xptxas=-v", "-fatbin", "-o", "kernels.fatbin", source]
     done = subprocess.run(compile_it, cwd=tmp_path, check=True, capture_output=True, text=True)
     output = done.stdout + done.stderr
