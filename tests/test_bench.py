@@ -1,154 +1,487 @@
-"""Whole runs of the benchmark: its table, its files, its exit status, its refusals.
+"""The benchmarks, run as users run them, with tiny sizes: tables, records, pictures, failures.
 
-No test asserts a speed: that needs a quiet machine, and `--targets`.
+No test asserts a speed: that needs a quiet machine, and `--targets`. A GPU is rarely available, so
+its clocks are tested on the CPU, and the stages of bench/gpu_report.py in a rehearsal.
 """
 
-import json
-import re
+from __future__ import annotations
 
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import programs
 import pytest
+import torch
+import torch.distributed as dist
 
 import pycollect
-import pycollect_bench as bench
-from pycollect_bench import targets
+from pycollect_bench import cases, comparison, gpu, lenet_step, result_format
+from pycollect_bench.hosts.namespaces import why_no_namespaces
+from pycollect_bench.hosts.pool import HostPool
+from pycollect_bench.processes.worker_pool import WorkerPool
+from pycollect_bench.tensor_parallel import DecodingPool
 
-QUICK = ["-n", "2", "-w", "1"]
-HEADINGS = [
-    "world",
-    "size",
-    "count",
-    "type",
-    "redop",
-    "algorithm",
-    "time",
-    "p99",
-    "algbw",
-    "moved",
-    "%limit",
-    "xnaive",
-    "#wrong",
-]
+BENCH = Path(__file__).parents[1] / "bench"
+RECORDS = sorted((BENCH / "results").glob("*.json"))
+LINES = 1_500  # limit of the lines of all result files together, to keep unused numbers out of git
+DRAWN = ("cases", "training", "tensor_parallel")  # keys of a record whose cases a picture shows
+MISSED = 3  # exit status if a speed target is missed, as on any machine that is not quiet
+ONCE = "-n 1 -w 1"
+LISTS = f"allreduce_bandwidth {ONCE} -b 4K -e 16K --world 2,3 --targets"
+PROCESSES = f"allreduce_bandwidth {ONCE} -b 4 -e 300K -f 1000 --processes 2 --targets"
+DECODING = "tensor_parallel --hidden 256 --dtypes float32 --batches 2 --ranks 2 --layers 1"
+DECODING += " --vocab 64 --prompt 3 --tokens 2 -n 1"
+ALL_COLLECTIVES = "|# broadcast,|# all_to_all_single,|# send_recv,|# barrier,"
+# A run, the key of its results in the record, and what its table shows.
+WITHOUT_DEVICE = {
+    "algorithms": (
+        f"{LISTS} --algorithms all",
+        "cases",
+        "|".join(pycollect.algorithms("all_reduce")),
+    ),
+    "processes": (PROCESSES, "cases", f"pycollect|zero-copy|gloo|memory{ALL_COLLECTIVES}"),
+    "programs": (
+        "rank_threads --parts worlds,programs --peers none --rounds 1 --targets",
+        "rank_threads",
+        "threads|FSDP2|DDP with dropout|send/recv ring",
+    ),
+    "decoding": (
+        f"{DECODING} --targets",
+        "tensor_parallel",
+        "alone|dtensor:gloo|dtensor:pycollect|plain:pycollect|plain:direct|plain:zero-copy",
+    ),
+    "hosts": (
+        "hosts --ranks 2x2 --rates 1 --sizes 1K -n 1",
+        "hosts",
+        "gloo|hsdp|pycollect|fast|link",
+    ),
+    "executor": ("executor_bandwidth --world 2 -e 1M --turns 1", "rows", "copy|zero-copy|barrier"),
+}
+ON_DEVICE = {
+    "lists": (LISTS, "cases", "default|naive|stack|all_reduce, 4 ranks x 4 elements"),
+    **{
+        name: (f"allreduce_bandwidth {ONCE} -e 4K --collective {name}", "cases", "default|naive")
+        for name in cases.COLLECTIVES
+        if not name.startswith("all_reduce")
+    },
+    "clocks": (
+        PROCESSES,
+        "cases",
+        f"pycollect:gpu|pycollect:return|gloo|gloo:gpu{ALL_COLLECTIVES}",
+    ),
+    "copies": (
+        f"copy_bandwidth -b 64K -e 64K {ONCE} --world 3 --targets",
+        "copies",
+        "pycollect|to|copy_ device -> device,",
+    ),
+    "threads": (
+        "rank_threads --quick -n 1 --targets",
+        "rank_threads",
+        "threads, parallel|processes, gloo|processes, pycollect|list|DDP",
+    ),
+    "train": (
+        "train --models lenet --worlds 1 2 --batch 6 -n 1 --targets",
+        "training",
+        "one replica, whole batch|naive loop|pycollect, overlapped|DDP, gloo|DDP, pycollect",
+    ),
+    "train_step": (
+        f"train_step --batch 4 --world 2 {ONCE} --targets",
+        "steps",
+        "step, naive loop|step, pycollect|reduction, pycollect",
+    ),
+    "overlap": (
+        "overlap --size 8 --products 2 --repeats 1 --world 2",
+        "overlap",
+        "products, until the calls return|products and non-blocking copies",
+    ),
+}
+SMOKE = {**WITHOUT_DEVICE, **{f"{name}-cpu": run for name, run in ON_DEVICE.items()}}
+SMOKE |= {f"{name}-cuda:0": run for name, run in ON_DEVICE.items()}
+PICTURES = ("processes", "decoding", "lists-cpu", "train-cpu")
+NO_HOSTS = why_no_namespaces()
+MARKS = {
+    "hosts": [
+        pytest.mark.slow,
+        pytest.mark.skipif(bool(NO_HOSTS), reason=f"needs network namespaces: {NO_HOSTS}"),
+    ],
+    "executor": [
+        pytest.mark.slow,
+        pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"),
+    ],
+    "threads-cpu": [pytest.mark.slow],
+    "clocks-cpu": [pytest.mark.slow],
+    **{name: [pytest.mark.cuda] for name in SMOKE if name.endswith("cuda:0")},
+}
 
 
-def rows_of(output):
-    """The rows of the main table, as dictionaries by column heading."""
-    lines = [line.split() for line in output.splitlines() if re.match(r" +\d+ +\d+ ", line)]
-    return [dict(zip(HEADINGS, line, strict=True)) for line in lines]
+@pytest.fixture(autouse=True)
+def ranks_have_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.fork_ranks(monkeypatch)
+
+
+def marked(names: dict[str, object]) -> list[object]:
+    """Return the names as parameters with their marks."""
+    return [pytest.param(name, marks=MARKS.get(name, [])) for name in names]
+
+
+def run(command: str, *more: str | Path) -> int | str:
+    """Run a script of bench/ in this process; return its exit status, or the message of it."""
+    script, *arguments = command.split()
+    try:
+        return importlib.import_module(script).main([*arguments, *map(str, more)])
+    except SystemExit as stop:
+        return stop.code
+
+
+def objects(value: object) -> Iterator[dict[str, object]]:
+    """Yield every object in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value:
+        if isinstance(entry, dict | list):
+            yield from objects(entry)
+
+
+def read(path: Path) -> dict[str, object]:
+    """Read a record, which has the layout, and medians without the rounds behind them."""
+    record = json.loads(path.read_text())
+    assert path.read_text() == result_format.text(record)
+    assert record["schema"] == result_format.SCHEMA
+    for found in objects(record):
+        for value in found.values():
+            assert not isinstance(value, list) or float not in map(type, value)
+    return record
+
+
+@pytest.mark.parametrize("name", marked(SMOKE))
+def test_a_script_prints_its_table_and_writes_its_files(name, tmp_path, capfd, monkeypatch):
+    command, key, shown = SMOKE[name]
+    path, first, again = (tmp_path / file for file in ("run.json", "run.png", "again.png"))
+    more = ["--json", path]
+    if name not in WITHOUT_DEVICE:
+        more += ["--device", name.partition("-")[2]]
+    if name == "executor":
+        monkeypatch.setattr("executor_bandwidth.LEVEL", "-O0")
+        more += ["--build", tmp_path]
+    if name in PICTURES:
+        pytest.importorskip("matplotlib")
+        more += ["--plot", first]
+    status = run(command, *more)
+    printed = capfd.readouterr().out
+    assert status in (0, MISSED), printed
+    table = printed.partition("# command")[2].replace("\n", " ")
+    assert [words for words in shown.split("|") if f" {words} " not in table] == []
+    record = read(path)
+    assert record[key]
+    assert record["interrupted"] is False
+    assert {"machine", "gpus", "commit", "command"} <= record["environment"].keys()
+    assert str(tmp_path) not in path.read_text()
+    if name in PICTURES:
+        assert run("plot_results", path, again) == 0
+        assert first.read_bytes() == again.read_bytes()
 
 
 def test_the_table_has_its_columns(capsys):
-    assert bench.main(["-b", "4K", "-e", "16K", "--world", "2,3", *QUICK]) == 0
-    output = capsys.readouterr().out
-    heading = next(line for line in output.splitlines() if "algorithm" in line)
-    assert heading.lstrip("#").split() == HEADINGS
-    rows = rows_of(output)
-    assert {(row["world"], row["size"]) for row in rows} == {
-        (world, size) for world in "23" for size in ("4096", "16384")
-    }
-    ours = [row for row in rows if row["algorithm"] == "default"]
-    assert [row["#wrong"] for row in ours] == ["0"] * 4
-    assert all(float(row["moved"]) > 0 for row in ours)
-    assert output.startswith(f"# pycollect {pycollect.__version__}")
-    assert "# command: pycollect bench -b 4K" in output
-    assert "# noise: load average" in output
+    assert run(f"allreduce_bandwidth -b 4K -e 16K --world 2,3 {ONCE} --peers naive") == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = next(line for line in lines if "algorithm" in line).lstrip("#").split()
+    assert names == (
+        "world size count type redop algorithm time p99 algbw moved %limit xnaive #wrong".split()
+    )
+    rows = [line.split() for line in lines if line.split()[5:6] == ["default"]]
+    assert [row[:5] + row[-1:] for row in rows] == [
+        [world, str(size), str(size // 4), "float32", "sum", "0"]
+        for world in "23"
+        for size in (4096, 16384)
+    ]
+    assert all(float(cell) > 0 for row in rows for cell in row[6:-1])
 
 
-def test_a_wrong_element_is_counted_and_fails_the_run(monkeypatch, capsys):
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_result_has_the_layout_and_its_picture(path, tmp_path):
+    assert sum(len(each.read_text().splitlines()) for each in RECORDS) < LINES
+    if not any(key in read(path) for key in DRAWN):
+        return
+    matplotlib = pytest.importorskip("matplotlib")
+    imread = importlib.import_module("matplotlib.image").imread
+    kept, again = path.with_suffix(".png"), tmp_path / "again.png"
+    assert run("plot_results", path, again) == 0
+    drawn = imread(again)
+    assert len(set(drawn[..., 0].flat)) > 10
+    # Other versions of matplotlib draw other edges and letters.
+    if f"Matplotlib version{matplotlib.__version__}".encode() in kept.read_bytes():
+        assert (imread(kept) == drawn).all()
+
+
+# A rank's program whose sums over all ranks are too large.
+WRONG_SUMS = """
+import os, runpy
+import torch.distributed as dist
+right = dist.all_reduce
+def all_reduce(tensor, *args, **options):
+    work = right(tensor, *args, **options)
+    tensor.mul_(2)
+    return work
+dist.all_reduce = all_reduce
+runpy.run_module(os.environ["RIGHT_PROGRAM"], run_name="__main__", alter_sys=True)
+"""
+
+
+def wrong_sums(pool: type[WorkerPool]) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Return a function that gives the ranks of these pools the program with wrong sums."""
+
+    def set_wrong(patch: pytest.MonkeyPatch, folder: Path) -> None:
+        (folder / "wrong_sums.py").write_text(WRONG_SUMS)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("RIGHT_PROGRAM", pool.worker)
+        patch.setattr(pool, "worker", "wrong_sums")
+
+    return set_wrong
+
+
+def one_wrong_element(patch: pytest.MonkeyPatch, folder: Path) -> None:
     right = pycollect.all_reduce
 
-    def broken(tensors, op="sum", **how):
+    def all_reduce(tensors, op="sum", **how):
         right(tensors, op, **how)
         tensors[1][3] += 1
 
-    monkeypatch.setattr(pycollect, "all_reduce", broken)
-    assert bench.main(["-e", "4K", "--world", "2", *QUICK]) == 1
-    wrong = {row["algorithm"]: row["#wrong"] for row in rows_of(capsys.readouterr().out)}
-    assert wrong["default"] == "1"
-    assert wrong["naive"] == "0"
+    patch.setattr(pycollect, "all_reduce", all_reduce)
 
 
-def test_a_refused_case_is_named_and_fails_the_run(monkeypatch, capsys):
-    def refuse(tensors, op="sum", **how):
-        raise TypeError("not this one")
-
-    monkeypatch.setattr(pycollect, "all_reduce", refuse)
-    assert bench.main(["-e", "4K", "--world", "2", *QUICK]) == 1
-    assert "# default not run: not this one" in capsys.readouterr().out
-
-
-def test_the_json_file_has_all_results(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    wanted = ["--targets", "-b", "4K", "-e", "4K", "--world", "4", "--json", str(path), *QUICK]
-    assert bench.main(wanted) in (0, 3)
-    run = json.loads(path.read_text())
-    assert {"environment", "noise", "cases", "calls", "targets"} < set(run)
-    assert {"machine", "torch", "threads", "commit", "gpus", "command"} <= set(run["environment"])
-    sized, coalesced = run["cases"]
-    assert (sized["bytes"], sized["count"]) == (4096, 1024)
-    assert sized["limit"] in ("memory", "memory_flat")
-    assert len(coalesced["shapes"]) == 8
-    row = next(row for row in sized["rows"] if row["algorithm"] == "default")
-    assert 0 < row["time"]["min"] <= row["time"]["p50"] <= row["time"]["p99"]
-    ratio = row["speedup"]["naive"]
-    assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
-    assert row["wrong"] == 0
-    assert row["busbw"] is None
-    assert row["moved"] == pytest.approx(8 * 4096 / row["time"]["p50"])
-    assert targets.CALL in [row["way"] for row in run["calls"]]
-    assert "met" in capsys.readouterr().out
+def failing_program(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    program = folder / "program"
+    program.write_text("#!/bin/sh\necho 'a wrong element' >&2\nexit 1\n")
+    program.chmod(0o755)
+    patch.setattr("executor_bandwidth.build", lambda folder: program)
+    patch.setattr("executor_bandwidth.mpi.find_all", list)
 
 
-@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_the_plot_is_written(tmp_path, ending, begins):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"speed.{ending}"
-    assert bench.main(["-e", "16K", "--world", "2,4", "--plot", str(path), *QUICK]) == 0
-    assert path.read_bytes().startswith(begins)
+def without_effect(owner: object, name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Return a function that lets this function of a module return its output as it was."""
+    return lambda patch, folder: patch.setattr(owner, name, lambda *_, out=None, **__: out)
 
 
-def test_a_missed_target_fails_the_run(monkeypatch):
-    monkeypatch.setattr(bench, "judge", lambda *_: [targets.Outcome("speed", 2.0, 1.0)])
-    args = ["--targets", "-e", "4K", "--world", "2", *QUICK]
-    assert bench.main(args) == 3
+def no_reduction(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    reductions = {**lenet_step.GRADIENT_REDUCTIONS, "pycollect": lambda gradients: None}
+    patch.setattr(lenet_step, "GRADIENT_REDUCTIONS", reductions)
 
 
-def test_overhead_alone_measures_no_sizes(capsys):
-    assert bench.main(["--overhead", *QUICK]) == 0
-    output = capsys.readouterr().out
-    assert targets.CALL in output
-    assert not rows_of(output)
+# How a collective is made wrong, the run that notices it, and how its output ends or says so.
+WRONG = {
+    "lists": (one_wrong_element, f"allreduce_bandwidth -e 4K --world 2 {ONCE}", "    1\n"),
+    "processes": (
+        wrong_sums(WorkerPool),
+        f"allreduce_bandwidth --processes 2 -b 4K -e 4K --peers gloo {ONCE}",
+        " 2048\n",
+    ),
+    "decoding": (
+        wrong_sums(DecodingPool),
+        f"{DECODING} --models llama --variants alone,plain:gloo",
+        " plain:gloo ",
+    ),
+    "hosts": (
+        wrong_sums(HostPool),
+        "hosts --ranks 2x1 --rates none --sizes 4K -n 1 --peers gloo",
+        " 2048\n",
+    ),
+    "copies": (
+        without_effect(pycollect, "scatter"),
+        f"copy_bandwidth -b 64K -e 64K --devices cpu {ONCE}",
+        "# WRONG: ",
+    ),
+    "train_step": (no_reduction, f"train_step --batch 4 --world 2 {ONCE}", "# WRONG: "),
+    "programs": (
+        without_effect(dist, "all_to_all_single"),
+        "rank_threads --parts programs --quick --peers none",
+        "all_to_all, threads not run: ",
+    ),
+    "threads": (
+        without_effect(dist, "all_reduce"),
+        "rank_threads --parts all_reduce --quick --sizes 4 -n 1",
+        "threads not run: AssertionError: all_reduce of 1 elements is wrong on rank",
+    ),
+    "executor": (failing_program, "executor_bandwidth --world 2 -e 1M", "a wrong element"),
+}
 
 
-def test_every_registered_algorithm_can_be_named(capsys):
-    assert bench.main(["-e", "4K", "--world", "3", "--algorithms", "all", *QUICK]) == 0
-    output = capsys.readouterr().out
-    for name in pycollect.algorithms("all_reduce"):
-        assert f" {name} " in output
+@pytest.mark.parametrize("name", marked(WRONG))
+def test_wrong_numbers_are_counted_and_fail_the_run(name, tmp_path, capfd, monkeypatch):
+    set_wrong, command, says = WRONG[name]
+    set_wrong(monkeypatch, tmp_path)
+    status = run(command)
+    assert status not in (0, MISSED)
+    assert says in f"{capfd.readouterr().out}{status}"
+
+
+# What fails, the run, its exit status, and words of a line about what was measured nevertheless.
+FAILING = {
+    "cupy": ("comparison.peer", f"allreduce_bandwidth -e 4K {ONCE} --peers cupy", 0, "default"),
+    "gloo": ("rank_threads.spawned.run", "rank_threads --quick --parts worlds", 0, "threads"),
+    "DDP, gloo": (
+        "training.comparison.DDPWorkers",
+        f"train --models lenet --worlds 2 --batch 4 --no-loading {ONCE}",
+        1,
+        "pycollect, overlapped",
+    ),
+    "pycollect": (
+        "",
+        f"allreduce_bandwidth --processes 2 -b 4 -e 4 --backend warp --peers gloo {ONCE}",
+        1,
+        "gloo",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_candidate_that_fails_is_named_and_does_not_end_the_run(name, monkeypatch, capfd):
+    attribute, command, status, measured = FAILING[name]
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("out of order")
+
+    if attribute:
+        monkeypatch.setattr(f"pycollect_bench.{attribute}", fails)
+    assert run(command) == status
+    lines = capfd.readouterr().out.splitlines()
+    reason = "out of order" if attribute else "torch.distributed has no backend 'warp'"
+    assert any(f"{name} not run: " in line and reason in line for line in lines)
+    assert any(f" {measured} " in line for line in lines if not line.startswith("#"))
+
+
+KEPT = {
+    "cases": f"allreduce_bandwidth -b 4K --world 2 {ONCE}",
+    "copies": f"copy_bandwidth -b 64K --world 2 --devices cpu {ONCE}",
+    "training": f"train --models lenet --worlds 1 2 --batch 8 --no-ddp {ONCE}",
+    "cases-processes": "allreduce_bandwidth -b 4 -f 2 --processes 2 --peers gloo",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_measured_so_far_are_kept(name, tmp_path):
+    """They are in the file before SIGTERM, and so after SIGKILL, and complete after SIGTERM."""
+    path, key = tmp_path / "run.json", name.partition("-")[0]
+    script, *arguments = KEPT[name].split()
+    program = [sys.executable, BENCH / f"{script}.py", *arguments, "--json", path]
+    with programs.Program(program, stdout=subprocess.PIPE) as child:
+        reader = threading.Thread(target=child.stdout.read)
+        reader.start()
+        while not path.exists() or not path.read_text().endswith("\n}\n"):
+            assert child.poll() is None
+            time.sleep(0.001)
+        before = json.loads(path.read_text())
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 128 + signal.SIGTERM
+        reader.join()
+    after = read(path)
+    assert before["interrupted"] is after["interrupted"] is True
+    assert after[key][: len(before[key])] == before[key] != []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (["--algorithms", "warp"], "is not an algorithm of all_reduce"),
-        (["-b", "8K", "-e", "4K"], "past their end"),
-        (["-f", "1"], "2 or more"),
-        (["--dtype", "float31"], "is not a torch dtype"),
-        (["--world", "2,0"], "positive whole number"),
-        (["--peers", "gloo"], "is not a peer"),
-        (["-n", "0"], "positive whole number"),
-        (["--overhead", "--plot", "x.png"], "no sizes are measured"),
-        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json"),
-        (["--plot", "/nowhere/at/all.png"], "the folder of the picture /nowhere/at/all.png"),
-        (["--plot", "speed.gif"], "a picture ends in .png, .svg, .pdf, and speed.gif does not"),
-        (["--json", "/dev/null"], "must be a regular file, and /dev/null is a device"),
-        (["-b", "4KB"], "is not a size"),
-        (["--seconds", "nan"], "'nan' is not a positive number of seconds"),
+        ("allreduce_bandwidth --peers gloo", "'gloo' is not a peer of one process"),
+        ("rank_threads --device cuda:99", "'cuda:99' does not exist"),
+        ("train --json /nowhere/at/all.json", "the folder of the JSON file /nowhere/at/all.json"),
     ],
 )
-def test_bad_arguments_are_refused_with_a_message(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["--seconds", "0.01", *arguments])
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert not rows_of(captured.out)
+def test_bad_options_are_refused_in_one_sentence(command, message, capsys):
+    assert run(command) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in sentence
+    assert message in sentence
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure lists on the CPU as if on a GPU, whose clock advances by a second per call."""
+    fake = SimpleNamespace(now=0.0, _sleep=lambda cycles: None)
+
+    def recorded(device: torch.device) -> SimpleNamespace:
+        at = fake.now
+        return SimpleNamespace(at=at, elapsed_time=lambda end: (end.at - at) * 1e3)
+
+    def ticking(run, rewrite, devices, calls=1):
+        def tick() -> object:
+            fake.now += calls
+            return run()
+
+        return gpu.gpu_time(tick, rewrite, devices, calls)
+
+    monkeypatch.setattr(gpu, "_cuda", fake)
+    monkeypatch.setattr(gpu, "_recorded", recorded)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cases.Case, "on_gpus", True)
+    monkeypatch.setattr(comparison, "gpu_time", ticking)
+    monkeypatch.setattr(
+        comparison, "graph_of", lambda run, calls: lambda: [run() for _ in range(calls)]
+    )
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
+def test_rows_by_the_clocks_of_a_gpu(collective, as_gpu, tmp_path, capsys):
+    path, picture = tmp_path / "run.json", tmp_path / "run.png"
+    pytest.importorskip("matplotlib")
+    command = f"{LISTS} --device cpu --collective {collective} --peers naive"
+    assert run(command, "--json", path, "--plot", picture) in (0, MISSED)
+    out = capsys.readouterr().out
+    assert "relative to `memcpy`" in out
+    assert " default:graph " in out
+    rows = {row["algorithm"]: row for row in read(path)["cases"][0]["rows"]}
+    clocks = {"default": "wall", "default:gpu": "gpu", "default:graph": "graph"}
+    peers = {f"{peer}{end}": clock for peer in ("naive", "memcpy") for end, clock in
+             (("", "wall"), (":gpu", "gpu"))}  # fmt: skip
+    assert {name: row["clock"] for name, row in rows.items()} == clocks | peers
+    for name in ("default:gpu", "default:graph"):
+        assert rows[name]["time"]["p50"] == rows[name]["speedup"]["naive"]["median"] == 1.0
+
+
+def reported(out: Path, *arguments: str) -> tuple[int | str, list[dict[str, object]]]:
+    """Run bench/gpu_report.py; return its exit status and the records."""
+    status = run("gpu_report", out, *arguments)
+    return status, [json.loads(line) for line in (out / "report.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_report_runs(tmp_path):
+    """A selection without a test would fail, as an option that a benchmark does not know."""
+    report = importlib.import_module("gpu_report")
+    status, records = reported(tmp_path, "--rehearse", "--seconds", "900")
+    assert {r["name"]: r["output"] for r in records if r["status"] not in (0, report.MISSED)} == {}
+    assert status == 0
+    assert list(dict.fromkeys(record["stage"] for record in records)) == list(report.STAGES)
+    assert len(list(tmp_path.glob("*.json"))) == len(report.BENCHMARKS)
+
+
+def test_a_report_needs_no_xdist(tmp_path, monkeypatch):
+    report = importlib.import_module("gpu_report")
+    for installed in (True, False):
+        monkeypatch.setattr(report, "find_spec", lambda name, found=installed: found or None)
+        commands = [case.command for case in report.all_cases(tmp_path, False)]
+        assert any("pytest" in c and "-n" in c for c in commands) == installed
+
+
+def test_a_report_goes_on_after_a_failure_unless_it_is_the_builds(tmp_path, monkeypatch):
+    report = importlib.import_module("gpu_report")
+    commands = {"hangs": "echo begun; sleep 60", "fails": "exit 7", "misses": "exit 3"}
+    of_report = [report.Case("lists", name, 0.5, ["sh", "-c", c]) for name, c in commands.items()]
+    monkeypatch.setattr(report, "all_cases", lambda out, rehearse: of_report)
+    status, records = reported(tmp_path / "new", "lists")
+    assert status == 1
+    assert [record["status"] for record in records] == [report.STOPPED, 7, 3]
+    assert (records[0]["output"], records[0]["command"][0]) == (["begun"], "sh")
+    of_report.insert(0, report.Case("build", "build", 9, ["false"]))
+    assert len(reported(tmp_path / "next")[1]) == 1
+    assert run("gpu_report", tmp_path, "warp") == 2
