@@ -141,6 +141,7 @@ DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
         (),
     ),
     "splits": (lambda: splits(0), lambda: splits(1), ("2", "3")),
+    "fewer by splits": (lambda: splits(0), lambda: splits(-1), ("sends 1", "room for 2")),
     "gathered parts": (lambda: parts(6), lambda: parts(5), ("6", "5")),
 }
 

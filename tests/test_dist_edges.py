@@ -80,6 +80,23 @@ def test_an_algorithm_is_for_the_collectives_that_have_it(name, ranks_as):
         assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
 
 
+def with_algorithms(me: RankContext) -> Caught:
+    import pycollect as pc
+
+    algorithm = "ring" if me.rank < 2 else "fused"
+    options = pc.distributed.options(algorithm=algorithm)
+    return caught(lambda: (me.init("a", pg_options=options), dist.all_reduce(torch.ones(9))))
+
+
+@ours_only
+def test_ranks_with_other_algorithms_raise(ranks_as):
+    """Each of them would add in its own order. Threads compare when the group is made."""
+    with fresh(3, group=False, ranks_as=ranks_as) as pool:
+        for error in pool.run(with_algorithms):
+            assert error.kind == "ValueError", error
+            assert "algorithm" in error.text
+
+
 def with_other_hosts(me: RankContext) -> Caught:
     import pycollect as pc
 

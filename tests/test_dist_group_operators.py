@@ -223,6 +223,25 @@ def test_compiled(pool: Any) -> None:
     pool.run(compiled)
 
 
+def checked(me: RankContext) -> None:
+    """Schemas and fakes: without data, results have the shapes of those with data."""
+    ops, group = operators()
+    x, part = mine(me, (6, 5), torch.float32), torch.empty(2, 5)
+    for operator, arguments in (
+        (ops.group_all_reduce, (x, "sum", group)),
+        (ops.group_reduce_scatter, (x, "sum", group)),
+        (ops.group_all_gather, (x, group)),
+        (ops.group_all_to_all, (x, group, [2] * 3, [2] * 3)),
+        (ops.group_all_reduce_, (x.clone(), "sum", group)),
+        (ops.group_reduce_scatter_, (part, x, "sum", group)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_checked(pool: Any) -> None:
+    pool.run(checked)
+
+
 def errors(me: RankContext) -> list[Caught]:
     ops, group = operators()
     x = torch.ones(6)

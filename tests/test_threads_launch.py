@@ -232,6 +232,7 @@ def python_handler():
 )
 def test_ctrl_c_and_a_timeout_end_all_ranks(python_handler, busy, parallel, timeout):
     """One rank runs Python code meanwhile, and the others wait."""
+    waiting: list[BaseException] = []
 
     def program(rank: int, world: int) -> None:
         dist.barrier()
@@ -240,7 +241,11 @@ def test_ctrl_c_and_a_timeout_end_all_ranks(python_handler, busy, parallel, time
             os.kill(os.getpid(), signal.SIGINT)
         while rank == busy:
             sum(range(1000))
-        dist.barrier()
+        try:
+            dist.barrier()
+        except pc.CollectiveError as error:
+            waiting.append(error)
+            raise
 
     kind = KeyboardInterrupt if timeout is None else pc.Timeout
     with ends_within(3), pytest.raises(kind) as caught:
@@ -250,5 +255,6 @@ def test_ctrl_c_and_a_timeout_end_all_ranks(python_handler, busy, parallel, time
         assert "has not ended within its timeout" in str(caught.value)
         assert str(caught.value).count(f"{__file__}:") == 3
         assert "in program" in str(caught.value)
+        assert not parallel or [type(error) for error in waiting] == [pc.Timeout] * 2
     assert not [t for t in threading.enumerate() if t.name.startswith("rank")]
     assert threads.launch(total, 2) == [1.0, 1.0]
