@@ -85,7 +85,7 @@ MARKS = {
     "executor": [*SLOW, pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)],
     "threads-cpu": SLOW,
     "clocks-cpu": SLOW,
-    **{name: CUDA for name in ON_GPU},
+    **dict.fromkeys(ON_GPU, CUDA),
 }
 
 
