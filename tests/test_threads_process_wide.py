@@ -15,6 +15,7 @@ from thread_programs import PARALLEL, ends_within, total
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -261,3 +262,28 @@ def test_each_rank_has_its_own_variable(module, name):
     wanted = [[before, *(f"{step} of rank {rank}" for step in range(3))] for rank in range(3)]
     assert threads.launch(program, 3, timeout=20) == wanted
     assert getattr(module, name) is before
+
+
+class Late(torch.nn.Module):
+    """Ends the forward of a later rank before that of rank 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for other in range(1, dist.get_world_size()):
+            if dist.get_rank() == 0:
+                dist.recv(torch.empty(1), other)
+        assert DDP._get_active_ddp_module().module[1] is self
+        return x
+
+
+@PARALLEL
+def test_each_rank_has_its_own_active_ddp_module(parallel):
+    """It was left set, so that code compiled later was divided by the buckets of that module."""
+
+    def program(rank: int, world: int) -> Any:
+        DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), Late()))(torch.ones(1, 2))
+        if rank > 0:
+            dist.send(torch.ones(1), 0)
+        return DDP._get_active_ddp_module()
+
+    assert threads.launch(program, 3, parallel=parallel, timeout=20) == [None] * 3
+    assert DDP._get_active_ddp_module() is None

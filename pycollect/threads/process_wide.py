@@ -1,4 +1,4 @@
-"""Refuses what a second rank would break, because torch has it once in a process."""
+"""What torch has once in a process: one for each thread, or an error for a second rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch._library.custom_ops
 import torch.autograd.profiler
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 
 from .replaced_attributes import attributes_replaced
 
@@ -78,12 +80,36 @@ def _defining(owners: _Owners, define: Callable[..., Any]) -> Callable[..., Any]
     return define_of_rank
 
 
+class _ActiveModule(threading.local):
+    """The DDP module whose forward this thread runs. torch has one for all threads, and ranks that
+    end in another order leave it set, so that later compiled code is divided by its buckets."""
+
+    module: Any = None
+
+    def replace_inside(self, _: Any) -> Any:
+        @contextmanager
+        @_disable_dynamo(recursive=False)  # as torch's, which this replaces
+        def inside(ddp: DistributedDataParallel) -> Iterator[None]:
+            outer, self.module = self.module, ddp
+            try:
+                yield
+            finally:
+                self.module = outer
+
+        return inside
+
+    def replace_get(self, _: Any) -> Any:
+        return staticmethod(lambda: self.module)
+
+
 @contextmanager
 def second_uses_refused(find_rank: Callable[[], int]) -> Iterator[None]:
     """Raise RuntimeError where a rank uses the profiler, or defines an operator, as others do.
 
-    Otherwise the process would crash. `find_rank()` returns the calling thread's rank or -1.
+    Otherwise the process would crash. The active module of DDP is each thread's own.
+    `find_rank()` returns the calling thread's rank or -1.
     """
+    active = _ActiveModule()
     owners = _Owners(find_rank)
     profiler: Any = torch.autograd.profiler
     if profiler._is_profiler_enabled:
@@ -95,6 +121,8 @@ def second_uses_refused(find_rank: Callable[[], int]) -> Iterator[None]:
             (profiler, "_enable_profiler", begin),
             (profiler, "_disable_profiler", end),
             (torch._library.custom_ops, "get_library_allowing_overwrite", define),
+            (DistributedDataParallel, "_inside_ddp_forward", active.replace_inside),
+            (DistributedDataParallel, "_get_active_ddp_module", active.replace_get),
         ]
     ):
         yield
