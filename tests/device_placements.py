@@ -91,7 +91,7 @@ class PlacedCall:
     """Copies of one call's tensors on devices; views of one memory are views of one copy, too."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._views: list[tuple[Tensor, Tensor]] = []
 
     def to_device(self, value: Any, device: torch.device) -> Any:
@@ -108,7 +108,7 @@ class PlacedCall:
         return on_device.requires_grad_() if value.requires_grad else on_device
 
     def _view(self, value: Tensor, device: torch.device) -> Tensor:
-        key = (value.untyped_storage().data_ptr(), value.itemsize, device)
+        key = (value.untyped_storage().data_ptr(), device)
         if key not in self._copies:
             whole = whole_memory(value)
             self._copies[key] = (whole, whole.to(device, copy=True))
@@ -116,14 +116,14 @@ class PlacedCall:
 
     def copy_back(self) -> None:
         """Copy the device tensors back into their original tensors."""
-        places = [key[:2] for key in self._copies]
+        places = [address for address, _ in self._copies]
         with torch.no_grad():
-            for key, (whole, copy) in self._copies.items():
-                if places.count(key[:2]) == 1:
+            for (address, _), (whole, copy) in self._copies.items():
+                if places.count(address) == 1:
                     whole.copy_(copy)
             for tensor, on_device in self._views:
-                key = (tensor.untyped_storage().data_ptr(), tensor.itemsize)
-                if places.count(key) > 1:  # views of one memory on several devices
+                # Views of one memory on several devices.
+                if places.count(tensor.untyped_storage().data_ptr()) > 1:
                     as_bits(tensor).copy_(as_bits(on_device))
 
 
@@ -208,8 +208,10 @@ class PlacedApi:
 
     def replicate(self, tensors: Any, devices: Any) -> list[list[Tensor]]:
         placements = self._placement.devices(len(pc.devices(devices)))
-        on_device = PlacedCall().to_device(list(tensors), placements[0])
+        placed_call = PlacedCall()
+        on_device = placed_call.to_device(list(tensors), placements[0])
         copies = self._placement.bound("replicate", len(placements))(on_device)
+        placed_call.copy_back()
         flat = [copy for mine in copies for copy in mine]
         to_cpu(flat, [d for d in placements for _ in tensors])
         return [to_cpu(mine, [d] * len(mine)) for mine, d in zip(copies, placements, strict=True)]

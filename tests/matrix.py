@@ -27,11 +27,10 @@ TORCH_OPS = dict(
     zip(OPS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), strict=True)
 )
 LARGE = -1  # in place of a count: more than a MiB, which is several pieces between processes
-COUNTS = (0, 1, 7, 24, 1023, LARGE)
+COUNTS = (0, 1, 7, 35, 1023, LARGE)
 LAYOUTS = (*ref.LAYOUTS, "channels_last")
 ROOTS = ("first", "middle", "last")
 _PERIOD = 1021  # elements of the pattern; prime, so data shifted by a piece or a row never matches
-FILLER = 999  # seed of values that outputs have before the call
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 REDUCING = (*ref.REDUCING, "all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_inside")
@@ -59,7 +58,7 @@ OF_LISTS = (
     *("all_gather", "reduce_scatter", "all_to_all"),
 )
 OF_ONE_LIST = (*OF_LISTS, "gather", "scatter", "replicate", "copy_")  # not on emulated GPUs
-WITH_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+WITH_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "copy_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +91,15 @@ class Case:
         return {"first": 0, "middle": world // 2, "last": world - 1}[self.root]
 
     def shape(self, blocks: int = 1) -> tuple[int, ...]:
-        """Two dims, except that a channels-last tensor has four. Blocks are parts of dim 0."""
+        """Two dims, except that a channels-last tensor has four. Blocks are parts of dim 0. From 35
+        elements on, no layout is another one's memory."""
         count = self.count
         if count == LARGE:
             count = 7 * (1_150_000 // self.dtype.itemsize // blocks // 7 | 1)
         first = next((n for n in (31, 7, 5, 4, 3, 2) if count % n == 0), 1)
-        pair = (blocks * first, count // first)
-        four = "channels_last" in (self.layout, self.into)
-        return (pair[0], 1, pair[1], 1) if four else pair
+        if "channels_last" in (self.layout, self.into):
+            return (blocks, first, 1, count // first)
+        return (blocks * first, count // first)
 
     def exact(self, world: int) -> bool:
         """Whether the bits are guaranteed: by the default algorithm, by exact ones and, for wide
@@ -123,6 +123,7 @@ def axes_of_lists(collective: str, op: str) -> Axes:
     named = collective.removesuffix("_coalesced") if collective != "broadcast_coalesced" else ""
     algorithms = pc.algorithms(named) if named in ref.COLLECTIVES and named != "all_to_all" else []
     outputs = ("", "contiguous", "misaligned") if collective in WITH_OUT else ("",)
+    outputs = LAYOUTS[:-1] if collective == "copy_" else outputs
     in_place = collective in ref.IN_PLACE or coalesced or collective in ("replicate", "copy_")
     return {
         "dtype": _dtypes(collective, op),
@@ -161,6 +162,25 @@ def axes_of_ranks(collective: str, op: str) -> Axes:
     }
 
 
+def axes_of_gloo(collective: str, op: str) -> Axes:
+    """The axes of ranks, as far as gloo defines them with the same meaning: it refuses or ignores
+    strides, adds booleans as bytes, and multiplies complex numbers as reals."""
+    axes, dense = axes_of_ranks(collective, op), LAYOUTS[:2]
+    refused = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, *MOVED[:-1]}
+    if collective in REDUCING:
+        refused |= {torch.bool} if op in ("sum", "prod", "avg") else set()
+        refused |= {*ref.INTEGERS} if op == "avg" else set()
+        refused |= {*COMPLEX} if op == "prod" else set()
+    elif collective == "gather":
+        refused |= {*COMPLEX, torch.complex32}
+    return axes | {
+        "dtype": tuple(d for d in axes["dtype"] if d not in refused),
+        "count": COUNTS[1:-1],
+        "layout": dense,
+        "into": dense if axes["into"] != ("",) else ("",),
+    }
+
+
 def _dtypes(collective: str, op: str) -> tuple[torch.dtype, ...]:
     if collective not in REDUCING:
         return (*DTYPES, *MOVED)
@@ -183,6 +203,7 @@ def drawn(of: str, seed: int) -> tuple[Case, ...]:
     """
     collectives, axes = KINDS[of]
     domains = {call: axes(*call) for call in calls(collectives)}
+    domains = {call: values for call, values in domains.items() if values["dtype"]}
     missing = dict.fromkeys(
         pair
         for call, values in domains.items()
@@ -199,7 +220,8 @@ def drawn(of: str, seed: int) -> tuple[Case, ...]:
             if axis not in chosen:
                 chosen[axis] = _best(axis, domains[call][axis], chosen, missing, pick)
         for pair in itertools.combinations(_in_order(chosen, domains[call]), 2):
-            missing.pop(pair, None)
+            if chosen["count"] or any(axis == "count" for axis, _ in pair):
+                missing.pop(pair, None)  # no elements show nothing but that it works
         del chosen["call"]
         found.append(Case(*call, **chosen))
     return tuple(found)
@@ -218,35 +240,46 @@ def _in_order(chosen: dict[str, Any], axes: Axes) -> list[tuple[str, Any]]:
 
 
 def _best(axis: str, values: Any, chosen: dict[str, Any], missing: Any, pick: Any) -> Any:
-    def new_pairs(value: Any) -> tuple[int, bool, float]:
+    if axis == "count":  # large cases are slow, and empty ones show little
+        values = [value for value in values if value not in (0, LARGE)]
+
+    def new_pairs(value: Any) -> tuple[int, float]:
         sides = [((axis, value), other) for other in chosen.items()]
-        new = sum(a in missing or b in missing for a, b in ((s, s[::-1]) for s in sides))
-        return new, value != LARGE, pick.random()  # large cases are slow
+        return sum(
+            a in missing or b in missing for a, b in ((s, s[::-1]) for s in sides)
+        ), pick.random()
 
     return max(values, key=new_pairs)
 
 
+def every_fold(world: int) -> Iterator[Case]:
+    """Every reduction x algorithm x dtype x op of lists."""
+    for collective, op in calls(("all_reduce", "reduce", "reduce_scatter")):
+        axes = axes_of_lists(collective, op)
+        for algorithm, dtype in itertools.product(axes["algorithm"], axes["dtype"]):
+            yield Case(collective, op, dtype, 35 + world, algorithm=algorithm)
+
+
 def every(of: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Every collective x op x count x layout of a dtype; the other axes take turns. A large count
-    has every layout, but not in combination with every op."""
+    """Every collective x op x count x layout of a dtype, with random values of the other axes. A
+    large count, which is slow, has a third of the layouts."""
     collectives, axes = KINDS[of]
-    turn = 0
     for call in calls(collectives):
         domain = axes(*call)
         if dtype not in domain.pop("dtype"):
             continue
         for count, layout in itertools.product(domain.pop("count"), domain.pop("layout")):
-            turn += 1
-            if count == LARGE and turn % 4:
-                continue
-            rest = {axis: values[turn % len(values)] for axis, values in domain.items()}
-            yield Case(*call, dtype, count, layout, **rest)
+            pick = random.Random(f"{call} {dtype} {count} {layout}")
+            rest = {axis: pick.choice(values) for axis, values in domain.items()}
+            if count != LARGE or pick.random() < 1 / 3:
+                yield Case(*call, dtype, count, layout, **rest)
 
 
 KINDS: dict[str, tuple[Sequence[str], Callable[[str, str], Axes]]] = {
     "lists": (OF_ONE_LIST, axes_of_lists),
     "emulated lists": (OF_LISTS, axes_of_emulated_lists),
     "ranks": (OF_RANKS, axes_of_ranks),
+    "gloo": (tuple(c for c in OF_RANKS if c not in INSIDE), axes_of_gloo),
 }
 
 
@@ -254,23 +287,50 @@ KINDS: dict[str, tuple[Sequence[str], Callable[[str, str], Axes]]] = {
 
 
 @functools.lru_cache(maxsize=512)
-def _pattern(dtype: torch.dtype, seed: int, tame: bool) -> Tensor:
-    return ref.randoms(1, (_PERIOD,), dtype, seed=seed, tame=tame)[0]
+def _pattern(dtype: torch.dtype, seed: int) -> Tensor:
+    return ref.randoms(1, (_PERIOD,), dtype, seed=seed)[0]
 
 
-def block_of(case: Case, seed: int, tame: bool = False, blocks: int = 1) -> Tensor:
-    """A rank's values; they repeat one pattern, so that large ones are cheap."""
-    shape = case.shape(blocks)
+@functools.lru_cache(maxsize=512)
+def _sparse_pattern(dtype: torch.dtype, rank: int, world: int, neutral: int) -> Tensor:
+    """Floats whose sum and product are exact in any order and in any type: of each element two
+    ranks have the same small power of two, the others the neutral element."""
+    generator = torch.Generator().manual_seed(dtype.itemsize)
+    parts = (_PERIOD, 2) if dtype.is_complex else (_PERIOD,)
+    powers = torch.tensor([0.5, 1.0, 2.0, -1.0, -2.0])
+    values = powers[torch.randint(len(powers), parts, generator=generator)]
+    values = torch.view_as_complex(values) if dtype.is_complex else values
+    has = (torch.arange(_PERIOD) + rank) % world < 2
+    return torch.where(has, values, torch.tensor(neutral).to(values.dtype)).to(dtype)
+
+
+def _repeated(pattern: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values that repeat one pattern, so that large ones are cheap."""
     count = int(torch.Size(shape).numel())
-    return _pattern(case.dtype, seed, tame).repeat(count // _PERIOD + 1)[:count].view(shape)
+    return pattern.repeat(count // _PERIOD + 1)[:count].view(shape)
+
+
+def filler(case: Case, blocks: int) -> Tensor:
+    """A block with values that no result has."""
+    whole = _repeated(_pattern(case.dtype, 999), case.shape(blocks))
+    return whole[: len(whole) // blocks]
 
 
 @functools.lru_cache(maxsize=4)  # ranks that are threads take turns with the same few cases
 def modelled(
-    case: Case, world: int, blocks: int, tame: bool
+    case: Case, world: int, blocks: int, sparse: bool
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The input tensor of every rank, and its result; None where a rank has none."""
-    inputs = [block_of(case, r, tame, blocks) for r in range(world)]
+    """The input tensor of every rank, and its result; None where a rank has none. "sparse": the
+    result of a reduction does not depend on its order."""
+    sparse &= case.reduces and (case.dtype.is_floating_point or case.dtype.is_complex)
+    neutral = 1 if case.op == "prod" else 0
+    inputs = [
+        _repeated(
+            _sparse_pattern(case.dtype, r, world, neutral) if sparse else _pattern(case.dtype, r),
+            case.shape(blocks),
+        )
+        for r in range(world)
+    ]
     results = wanted(case, [as_bits(t) for t in inputs])
     return inputs, [w if w is None else w.view(case.dtype) for w in results]
 
@@ -308,42 +368,45 @@ def zeros(like: Tensor, layout: str) -> Tensor:
 
 
 def whole_memory(tensor: Tensor) -> Tensor:
-    """The tensor's storage as integers of its item size; of complex128, as those of its parts."""
-    dtype = ref.BITS_OF[min(tensor.itemsize, 8)]
-    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
+    """The bytes of the tensor's storage."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
 
 
 def viewed_as(whole: Tensor, tensor: Tensor) -> Tensor:
     """The part of a copy of `whole_memory` that the tensor is of the original."""
-    typed = whole.view(tensor.dtype)
-    return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    count = whole.numel() // tensor.itemsize
+    typed = whole.as_strided((count * tensor.itemsize,), (1,)).view(tensor.dtype)
+    view = typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def surroundings(tensor: Tensor) -> Tensor | None:
-    """The memory around a view, as integers; None if the tensor has all of its memory."""
+    """The bytes around a view; None if the tensor has all of its memory."""
     whole = whole_memory(tensor)
-    if tensor.numel() * tensor.itemsize == whole.numel() * whole.itemsize:
+    if tensor.numel() * tensor.itemsize == whole.numel():
         return None
     copy = whole.clone()
-    viewed_as(copy, tensor).view(ref.BITS_OF.get(tensor.itemsize, tensor.dtype)).zero_()
-    return copy
+    as_bits(viewed_as(copy, tensor)).zero_()
+    return copy.cpu()
 
 
 def difference(actual: Any, wanted: Tensor | None, case: Case, close: int = 0) -> str:
     """How a result differs, or "". `close`: the number of ranks, each of which may round once."""
     if actual is None or wanted is None:
         return "" if actual is wanted else "only one of them has a result"
-    if actual.shape != wanted.shape:
-        return f"shape {tuple(actual.shape)} instead of {tuple(wanted.shape)}"
+    if (actual.shape, actual.dtype) != (wanted.shape, wanted.dtype):
+        return f"{actual.dtype} {tuple(actual.shape)} instead of {tuple(wanted.shape)}"
     if actual.numel() > COUNTS[-2] and torch.equal(_bytes(actual), _bytes(wanted)):
         return ""  # quick for large tensors; what follows treats NaNs and zeros
     try:
         if close:
-            ref.assert_close([actual], [wanted], "", close)
+            ref.assert_close([actual], [wanted], "not close", close)
         else:
-            ref.assert_same([actual], [wanted], "", case.op if case.reduces else "")
+            ref.assert_same([actual], [wanted], "bits", case.op if case.reduces else "")
     except AssertionError as error:
-        return str(error)
+        return str(error) or "different"
     return ""
 
 

@@ -7,23 +7,23 @@ of torch.distributed with the tensors of one rank.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_pool import OLD_TORCH, OURS, RankContext
+from dist_pool import OURS, RankContext
 from dist_sites import cpu_by_default
 from emulated_gpus import Gpus
 from matrix import (
-    FILLER,
     INSIDE,
     MANY,
     TORCH_OPS,
     Case,
     as_bits,
-    block_of,
     difference,
+    filler,
     modelled,
     placed,
     surroundings,
@@ -31,7 +31,7 @@ from matrix import (
     whole_memory,
     zeros,
 )
-from reference import COMPLEX, INTEGERS, MOVED, depends_on_order
+from reference import expected
 from torch import Tensor
 
 import pycollect as pc
@@ -55,33 +55,33 @@ class Lists:
         """End the work of a case, before its values are compared."""
 
     def differs(self, case: Case, world: int) -> list[str]:
-        exact = case.exact(world)
-        inputs, wanted = modelled(case, world, 1, not exact)
-        made = [w for w in wanted if w is not None] if case.into else []
+        inputs, wanted = modelled(case, world, 1, not case.exact(world))
+        results = [w for w in wanted if w is not None]
         on_host = [placed(t, case.layout) for t in inputs]
-        on_host += [zeros(w, case.into) for w in made]
+        on_host += [zeros(w, case.into) for w in results] if case.into else []
         around = [surroundings(t) for t in on_host]
         watched = [self.put(t, r % world) for r, t in enumerate(on_host)]
         tensors, out = watched[:world], watched[world:]
-        found, firsts = LIST_CALLS.get(case.collective, _in_place)(self, case, inputs, tensors, out)
+        found, extras = LIST_CALLS.get(case.collective, _in_place)(self, case, inputs, tensors, out)
         in_place = found is tensors
         assert all(f is o for f, o in zip(found, out, strict=False)), f"{case}: not in its out"
         if not in_place and not out:
-            assert share_no_memory([*found, *tensors]), f"{case}: results share memory"
-        got, after = [self.read(t) for t in (*found, *firsts)], [self.read(t) for t in watched]
+            new = [*found, *(t for t, _ in extras), *tensors]
+            assert share_no_memory(new), f"{case}: results share memory"
+        pairs = list(zip(found, results, strict=True)) + extras
+        pairs += [] if in_place else list(zip(tensors, inputs, strict=True))
+        got, after = [self.read(t) for t, _ in pairs], [self.read(t) for t in watched]
         self.end()
-        results = [w for w in wanted if w is not None]
-        results += [w[:1] for w in results[: len(firsts)]]
-        results += [] if in_place else inputs
-        got += [] if in_place else after[:world]
-        close = 0 if exact else world
-        wrong = [difference(g, w, case, close) for g, w in zip(got, results, strict=True)]
+        wrong = [difference(g, w, case) for g, (_, w) in zip(got, pairs, strict=True)]
         wrong += [
             "memory around a view has changed"
             for before, t in zip(around, after, strict=True)
             if before is not None and not torch.equal(before, surroundings(t))
         ]
         return [f"{case}, world {world}: {why}" for why in wrong if why]
+
+    def close(self) -> None:
+        """End the site, of which no tensor may exist any more."""
 
 
 def share_no_memory(tensors: Sequence[Tensor]) -> bool:
@@ -99,8 +99,8 @@ class EmulatedLists(Lists):
 
     def put(self, on_host: Tensor, rank: int) -> Tensor:
         device, values = rank % self.devices, whole_memory(on_host)
-        floats = -(-values.numel() * values.itemsize // 16) * 4
-        whole = self.gpus.empty(floats, device=device).view(values.dtype)
+        floats = -(-values.numel() // 16) * 4
+        whole = self.gpus.empty(floats, device=device).view(torch.uint8)
         whole = whole.as_strided(values.size(), (1,))
         with self.gpus.on(self.gpus.torch.current(device)):
             self.gpus.torch.write(whole, values)
@@ -119,6 +119,10 @@ class EmulatedLists(Lists):
         self.gpus.check(self.seed)
         self._whole.clear()
 
+    def close(self) -> None:
+        gc.collect()
+        self.gpus.close()
+
 
 def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
     """The arguments of these names; "root" stands for dst or src."""
@@ -126,7 +130,8 @@ def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
     return {n: given[n] for n in names} | ({"out": out} if out else {})
 
 
-Found = tuple[list[Tensor], list[Tensor]]  # results; and those of a second, shorter tensor
+# The results; and those of further tensors, each with the wanted one.
+Found = tuple[list[Tensor], list[tuple[Tensor, Tensor]]]
 
 
 def _in_place(
@@ -143,15 +148,23 @@ def _in_place(
 def _coalesced(
     site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
 ) -> Found:
-    firsts = [site.put(placed(t[:1], "contiguous"), r) for r, t in enumerate(inputs)]
-    lists = [list(pair) for pair in zip(tensors, firsts, strict=True)]
+    """Together with tensors of another dtype: several elements, one, and none."""
+    world, root = len(tensors), case.root_of(len(tensors))
+    columns = [[torch.arange(3) * (r + 2) for r in range(world)]]
+    columns += [[column[r].sum() for r in range(world)] for column in columns]
+    columns += [[torch.zeros(0, 3, dtype=torch.int64)] * world]
+    placed_columns = [[site.put(t.clone(), r) for r, t in enumerate(c)] for c in columns]
+    lists = [list(row) for row in zip(tensors, *placed_columns, strict=True)]
     if case.collective == "broadcast_coalesced":
-        assert site.api.broadcast_coalesced(lists, case.root_of(len(tensors))) is None
+        assert site.api.broadcast_coalesced(lists, root) is None
+        wanted = [expected("broadcast", c, root=root) for c in columns]
     else:
         more = options(case, out, "op", "async_op", "algorithm")
         result = site.api.all_reduce_coalesced(lists, **more)
         assert (result.wait() if case.async_op else result) is None
-    return tensors, firsts
+        wanted = [expected("all_reduce", c, case.op) for c in columns]
+    pairs = [zip(p, w, strict=True) for p, w in zip(placed_columns, wanted, strict=True)]
+    return tensors, [pair for column in pairs for pair in column]
 
 
 def _out_of_place(
@@ -184,17 +197,16 @@ def _replicate(
     site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
 ) -> Found:
     pairs = site.api.replicate([tensors[0], tensors[0][:1]], f"cpu*{len(tensors)}")
-    return [t for t, _ in pairs], [first for _, first in pairs]
+    return [t for t, _ in pairs], [(first, inputs[0][:1]) for _, first in pairs]
 
 
 def _copy(
     site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
 ) -> Found:
-    copies = [zeros(t, case.layout) for t in inputs]
-    for copy in copies:
+    for copy in out:
         result = site.api.copy_(copy, tensors[0], async_op=case.async_op)
         assert (result.wait() if case.async_op else result) is None
-    return copies, []
+    return out, []
 
 
 ROOT_NAMES = {"reduce": "dst", "broadcast": "src"}
@@ -231,12 +243,11 @@ class Rank:
 
     def put(self, values: Tensor, layout: str = "") -> Tensor:
         """A copy on the device, in the case's layout unless it is given."""
-        on_host = placed(values, layout or self.case.layout)
+        x = placed(values, layout or self.case.layout)
         if self.me.site.real:
-            whole = whole_memory(on_host).to(self.me.site.device)
-            return viewed_as(whole, on_host)
-        self.around.append((on_host, surroundings(on_host)))
-        return on_host
+            x = viewed_as(whole_memory(x).to(self.me.site.device), x)
+        self.around.append((x, surroundings(x)))
+        return x
 
     def input(self, values: Tensor) -> Tensor:
         """A copy on the device that the call does not change."""
@@ -256,10 +267,7 @@ class Rank:
 
     @property
     def filler(self) -> Tensor:
-        """A block with values that no result has."""
-        blocks = self.me.world if self.case.collective in MANY else 1
-        whole = block_of(self.case, FILLER, blocks=blocks)
-        return whole[: len(whole) // blocks]
+        return filler(self.case, blocks_of(self.case, self.me.world))
 
     def outputs(self, count: int) -> list[Tensor]:
         return [self.put(self.filler, self.case.into) for _ in range(count)]
@@ -316,9 +324,13 @@ def _inside(rank: Rank, mine: Tensor) -> list[Tensor]:
     """The rank's block is a part of the tensor of all blocks."""
     gathers, rows = rank.case.collective == "all_gather_inside", len(rank.filler)
     whole = rank.put(joined([rank.filler] * rank.me.world) if gathers else mine)
-    part = whole[rank.me.rank * rows : (rank.me.rank + 1) * rows]
+    parts = whole.split(rows)
+    part = parts[rank.me.rank]
     if gathers:
         as_bits(part).copy_(as_bits(mine))
+    else:
+        others = zip(parts, mine.split(rows), strict=True)
+        rank.inputs.extend(pair for r, pair in enumerate(others) if r != rank.me.rank)
     rank.call(*((whole, part) if gathers else (part, whole)))
     return [whole if gathers else part]
 
@@ -342,11 +354,10 @@ RANK_CALLS: dict[str, Callable[[Rank, Tensor], list[Tensor]]] = {
 
 @cpu_by_default
 def rank_differs(me: RankContext, cases: Sequence[Case]) -> list[str]:
-    """Run cases in the default group, and return how this rank's results differ. Other backends
-    get the cases that they define, and may round sums at every rank."""
+    """Run cases in the default group, and return how this rank's results differ."""
     wrong = []
-    for case in cases if OURS else filter(gloo_serves, cases):
-        inputs, results = modelled(case, me.world, _blocks(me, case), not OURS)
+    for case in cases:
+        inputs, results = modelled(case, me.world, blocks_of(case, me.world), not OURS)
         rank = Rank(me, dist.group.WORLD, case)
         found = rank.run(inputs[me.rank])
         close = 0 if OURS else _roundings(me, case)
@@ -358,8 +369,8 @@ def rank_differs(me: RankContext, cases: Sequence[Case]) -> list[str]:
 def differs_from_gloo(me: RankContext, cases: Sequence[Case]) -> list[str]:
     """Run cases in the default group and in gloo's, and return how this rank's results differ."""
     wrong = []
-    for case in filter(gloo_serves, cases):
-        inputs, _ = modelled(case, me.world, _blocks(me, case), True)
+    for case in cases:
+        inputs, _ = modelled(case, me.world, blocks_of(case, me.world), True)
         mine = inputs[me.rank]
         ours, theirs = (Rank(me, g, case).run(mine) for g in (dist.group.WORLD, me.second_group))
         assert len(ours) == len(theirs)
@@ -369,12 +380,13 @@ def differs_from_gloo(me: RankContext, cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
-def _blocks(me: RankContext, case: Case) -> int:
-    return me.world if case.collective in MANY else 1
+def blocks_of(case: Case, world: int) -> int:
+    return world if case.collective in MANY else 1
 
 
 def _roundings(me: RankContext, case: Case) -> int:
-    return me.world if case.reduces and depends_on_order(case.dtype, case.op) else 0
+    """gloo divides a sum by the number of ranks; the contract multiplies by its inverse."""
+    return me.world if case.reduces and case.op == "avg" else 0
 
 
 def _compared(
@@ -389,22 +401,3 @@ def _compared(
         return [f"the result is on {found[0].device}"]
     pairs = zip(found, [wanted, wanted[:1]], strict=False)
     return [why for f, w in pairs if (why := difference(f.cpu(), w, case, close))]
-
-
-def gloo_serves(case: Case) -> bool:
-    """Whether gloo defines the case, with the same meaning."""
-    dtype, name = case.dtype, case.collective
-    if dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, *MOVED[:-1]):
-        return False
-    dense = ("", "contiguous", "misaligned")
-    if case.layout not in dense or case.into not in dense or name in INSIDE:
-        return False  # it refuses or ignores strides, and copies between a tensor and itself
-    if case.reduces and dtype == torch.bool and case.op in ("sum", "prod", "avg"):
-        return False  # it adds booleans as bytes
-    if case.reduces and dtype in (*INTEGERS, torch.bool) and case.op == "avg":
-        return False
-    if case.reduces and dtype in COMPLEX and case.op == "prod":
-        return False  # it multiplies complex numbers as reals
-    if name == "gather" and dtype.is_complex:
-        return False
-    return not (name == "all_to_all" and OLD_TORCH)  # it does not take lists of tensors
