@@ -234,6 +234,7 @@ def other_cases():
     base = torch.arange(9.0)
     for what, dst, src, error, words in (
         ("shape", torch.ones(3), torch.zeros(4), ValueError, "dst is.*shape .3.*src is.*shape .4"),
+        ("dims", torch.ones(3, 2), torch.zeros(2, 3), ValueError, "shape .3, 2.*shape .2, 3"),
         ("dtype", torch.ones(3), torch.zeros(3).int(), ValueError, "dst is float32.*src is int32"),
         ("read-only", read_only(), torch.zeros(6, 4), ValueError, "read-only.*copy"),
         ("expanded", torch.ones(1).expand(3), torch.zeros(3), ValueError, "expanded"),

@@ -244,6 +244,18 @@ MISTAKES: dict[str, tuple[RankCall, RankCall, str, str]] = {
         "ValueError",
         "17",
     ),
+    "rows of all ranks": (
+        lambda: dist.all_to_all_single(ones(6), ones(6)),
+        lambda: dist.all_to_all_single(ones(7), ones(7)),
+        "ValueError",
+        "7",
+    ),
+    "factor": (
+        lambda: dist.all_reduce(ones(6, torch.int32)),
+        lambda: dist.all_reduce(ones(6, torch.int32), dist._make_nccl_premul_sum(1.5)),
+        "TypeError",
+        "1.5",
+    ),
     "list": (
         lambda: dist.all_gather(rows(), ones()),
         lambda: dist.all_gather(rows()[:2], ones()),

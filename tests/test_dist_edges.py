@@ -26,7 +26,7 @@ from dist_pool import (
     fresh,
     started_jobs,
 )
-from dist_ranks import HOSTS
+from dist_ranks import HOSTS, THREADS
 from dist_waits import DESTROYED, NOTICE_SECONDS
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
@@ -94,7 +94,8 @@ def test_ranks_with_other_algorithms_raise(ranks_as):
     with fresh(3, group=False, ranks_as=ranks_as) as pool:
         for error in pool.run(with_algorithms):
             assert error.kind == "ValueError", error
-            assert "algorithm" in error.text
+            why = "same options" if ranks_as == THREADS else "different algorithms"
+            assert why in error.text
 
 
 def with_other_hosts(me: RankContext) -> Caught:

@@ -55,6 +55,31 @@ def collectives(group: dist.ProcessGroup) -> list[tuple[str, dist.Work]]:
     ]
 
 
+def futures_that_nobody_waits_for(me: RankContext) -> list[str]:
+    """Of messages, also while the thread that completes them is idle, and of a call behind a
+    synchronous call of another thread."""
+    kinds = []
+    for _ in range(2):
+        dist.barrier()
+        received = dist.irecv(torch.zeros(3), 1 - me.rank).get_future()
+        time.sleep(0.3)
+        sent = dist.isend(torch.ones(3), 1 - me.rank).get_future()
+        kinds += [error_of_future(future, 10).kind for future in (received, sent)]
+        time.sleep(0.3 + 0.3 * me.rank)
+        other = threading.Thread(target=dist.all_reduce, args=(torch.ones(3),))
+        other.start()
+        time.sleep(0.1)
+        called = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+        kinds.append(error_of_future(called, 10).kind)
+        other.join()
+    return kinds
+
+
+def test_futures_complete_without_a_wait():
+    with fresh(2) as pool:
+        assert pool.run(futures_that_nobody_waits_for) == [[""] * 6] * 2
+
+
 Errors = dict[str, Caught]
 
 

@@ -220,7 +220,19 @@ def in_a_subgroup(me: RankContext) -> None:
     dist.destroy_process_group(group)
 
 
-JOBS = (ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
+def overwritten(me: RankContext) -> None:
+    """Once a send has returned, its tensor may be overwritten, although nobody receives yet."""
+    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    for count in (1, 1000):
+        x, y = of(me.rank, count), torch.full((count,), -1.0)
+        dist.send(x, to)
+        x.fill_(-9)
+        dist.barrier()
+        dist.recv(y, source)
+        assert_same([y], [of(source, count)], count)
+
+
+JOBS = (overwritten, ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
 JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",

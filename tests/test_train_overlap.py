@@ -33,6 +33,20 @@ def test_overlap_and_buckets_change_no_bit(
             assert same_bits(a, b)
 
 
+def test_parameters_may_be_frozen_between_steps() -> None:
+    module = perceptron()
+    for param in list(module.parameters())[:2]:
+        param.requires_grad_(False)
+    plain, early = (replicas_of(module, 2, overlap=overlap) for overlap in (False, True))
+    for step, (X, y) in enumerate(batches([8] * 4)):
+        for replica in (*plain.modules, *early.modules):
+            for param in list(replica.parameters())[:2]:
+                param.requires_grad_(step in (1, 3))
+        plain.step(X, y)
+        early.step(X, y)
+        assert all(same_bits(plain.modules[0], other) for other in early.modules), step
+
+
 def test_buckets_begin_with_the_last_layers() -> None:
     params = list(perceptron().parameters())
     assert bucket_indices(params, 1) == [[5], [4], [3], [2], [1], [0]]
