@@ -18,6 +18,7 @@ from typing import Any
 
 import reference as ref
 import torch
+from dist_rank import OLD_TORCH
 from reference import COMPLEX, DTYPES, MOVED, OPS, allowed
 from torch import Tensor
 
@@ -53,6 +54,8 @@ OF_RANKS = (
     *ONE_TENSOR,
     *("gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", *SAME_AS),
 )
+# gloo copies between a tensor and itself, and in old torch it does not take lists in all_to_all.
+OF_GLOO = tuple(c for c in OF_RANKS if c not in (*INSIDE, *["all_to_all"] * OLD_TORCH))
 OF_LISTS = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_coalesced"),
     *("all_gather", "reduce_scatter", "all_to_all"),
@@ -279,7 +282,7 @@ KINDS: dict[str, tuple[Sequence[str], Callable[[str, str], Axes]]] = {
     "lists": (OF_ONE_LIST, axes_of_lists),
     "emulated lists": (OF_LISTS, axes_of_emulated_lists),
     "ranks": (OF_RANKS, axes_of_ranks),
-    "gloo": (tuple(c for c in OF_RANKS if c not in INSIDE), axes_of_gloo),
+    "gloo": (OF_GLOO, axes_of_gloo),
 }
 
 
