@@ -41,6 +41,7 @@ SEEDS = (0, 3)  # seeds that together have every fault
 IN_ORDER, MIXED = "aabbcc", "abacba"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["", IN_ORDER])
 @pytest.mark.parametrize("seed", [int(FIRST_SEED)] if FIRST_SEED else SEEDS)
 def test_random_calls_with_faults(seed, placement):

@@ -127,7 +127,11 @@ def without_comments(program: str) -> str:
 @pytest.mark.parametrize(
     "title",
     [
-        pytest.param(title, marks=pytest.mark.cuda if '"cuda' in without_comments(code) else ())
+        pytest.param(
+            title,
+            marks=[pytest.mark.cuda] * ('"cuda' in without_comments(code))
+            + [pytest.mark.slow] * (not title.startswith("README")),
+        )
         for title, code in PROGRAMS.items()
     ],
 )

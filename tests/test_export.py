@@ -36,7 +36,7 @@ EXPORTED = [f for f in FULL if f is not all_reduce_of_graph_inputs]
 
 
 @pytest.mark.parametrize("function", EXPORTED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_programs(function, strict):
     exported = torch.export.export(Program(function), tuple(inputs()), strict=strict)
     assert any("pycollect" in str(node.target) for node in exported.graph.nodes)

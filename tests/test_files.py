@@ -279,6 +279,7 @@ def test_an_invalid_variable_is_reported_in_one_sentence():
     assert found == (1, f"pycollect: error: {sentence}\n")
 
 
+@pytest.mark.slow
 def test_a_letter_that_the_output_has_not_is_escaped(tmp_path):
     """The work is done when the line is printed: it must not end in an error."""
     folder = tmp_path / "gr\udcfc\u00fcn"  # a letter, and a byte that is not valid UTF-8

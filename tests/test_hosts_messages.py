@@ -257,7 +257,7 @@ def last_messages_of_a_dead_rank(me: RankContext, source: int | None, large: boo
 
 
 @pytest.mark.parametrize(("source", "large"), [(1, False), (None, False), (1, True)])
-@pytest.mark.parametrize("placement", ["aa", "ab", "abb"])
+@pytest.mark.parametrize("placement", ["aa", "ab", pytest.param("abb", marks=pytest.mark.slow)])
 def test_messages_that_have_arrived_outlive_their_sender(placement, source, large):
     with fresh(len(placement), placement=placement) as pool:
         outcome, *_ = pool.outcomes(last_messages_of_a_dead_rank, source, large)

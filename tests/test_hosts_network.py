@@ -107,6 +107,7 @@ def torchrun(
     ]
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts(hosts, tmp_path):
     program = tmp_path / "sum.py"
     program.write_text(SUM)
@@ -148,6 +149,7 @@ def ranks(hosts: Namespaces, program: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_down(hosts):
     """All ranks of both hosts raise after the timeout, name the other host, and can end."""
     runs = ranks(hosts, ENDLESS)

@@ -82,7 +82,7 @@ def of_ranks(ranks_as: str, world: int, site: str = "", *, slow: bool = False, *
 
 
 RANKS = [
-    *[of_ranks("threads", world) for world in (1, 2, 3, 4, 8)],
+    *[of_ranks("threads", world, slow=world == 8) for world in (1, 2, 3, 4, 8)],
     *[of_ranks("processes", world, slow=world != 3) for world in (1, 2, 3, 4, 8)],
     *[of_ranks("processes", len(p), placement=p, slow=p not in QUICK_HOSTS) for p in HOSTS * OURS],
     *[of_ranks(k, 3, "late") for k in ("threads", "processes")],

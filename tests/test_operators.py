@@ -114,10 +114,8 @@ def test_every_operator_has_a_case():
 
 
 @pytest.mark.parametrize(("name", "arguments", "options"), CASES, ids=lambda v: str(v)[:20])
-@pytest.mark.parametrize(
-    "layout",
-    [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_opcheck(name, arguments, options, layout):
     for shape in ((6, 5, 2, 2), (7, 4, 1, 3)):

@@ -164,7 +164,7 @@ def test_verify_reports_wrong_steps_orders_and_waits() -> None:
     assert str(stuck.verify()).startswith("deadlock: ")
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.parametrize("suffix", [pytest.param(".png", marks=pytest.mark.slow), ".svg"])
 @pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
 def test_every_plan_can_be_drawn(a: _C.Algorithm, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan{suffix}"

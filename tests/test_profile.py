@@ -115,6 +115,7 @@ print(sum(changes(sys.argv[1]) for _ in range(5)), "changes")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ended", "kept", "all threads"])
 def test_a_call_may_outlive_the_profile(how):
     """All threads share one heap here, so that freed memory of any of them is found."""

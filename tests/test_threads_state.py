@@ -356,6 +356,7 @@ def use_groups(rank: int, world: int) -> float:
     return x[0].item()
 
 
+@pytest.mark.slow
 def test_launches_leave_no_thread_file_or_memory():
     def run_all(times: int) -> None:
         for _ in range(times):

@@ -48,7 +48,7 @@ class Partial(nn.Module):
         return self.net(self.norm(self.frozen(x)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
 @pytest.mark.parametrize("make", [perceptron, Partial])
 def test_a_compiled_step_has_the_bits_of_eager_steps(world, make):
     eager = trained(make(), world, SIZES)

@@ -389,6 +389,7 @@ def test_a_change_of_the_modules_own_buffers_is_noticed() -> None:
     assert DataParallel(reads, "cpu*2")(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_replicas_that_refer_to_themselves_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel, "_MOST_BYTES", 3 * 2 * 48)  # of three passes
     module = nn.Linear(3, 3)

@@ -276,7 +276,7 @@ def test_parameters_that_forward_changes_must_stay_equal() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_copied_trainer_goes_on_with_the_same_bits(overlap: bool, compile: bool) -> None:
     first, *rest = batches([8, 8, 8])
     options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": 1}
