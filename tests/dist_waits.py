@@ -14,7 +14,7 @@ FAULTY_RANK = 1
 # On several hosts, the faulty rank is not the first one of its host, is alone there, and is the
 # first one.
 PLACEMENTS = ("aab", "aba", "abb")
-# Limit for every rank to notice a death: 1 s as promised, and 1 s for machine load.
+# Limit in seconds for every rank to notice a death, as docs/distributed.md promises.
 NOTICE_SECONDS = 2.0
 AT_ONCE = 0.5  # limit in seconds for an aborted group to refuse a call, on a loaded machine
 DESTROYED = 5.0  # limit in seconds for destroying an aborted group
