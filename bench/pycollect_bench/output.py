@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pycollect._command import Interruption
-from pycollect._files import check_output_path, check_picture, write
+from pycollect._files import check_output_path, check_picture, replace, write, writing
 
 from . import result_format
 from .plot import drawn, plot
@@ -57,7 +57,9 @@ def keep_json(path: str | None, content: Callable[[], dict[str, Any]]) -> None:
     """
     if path:
         whole = {"schema": result_format.SCHEMA, **content(), "interrupted": True}
-        write("JSON file", path, result_format.text(whole))
+        text = result_format.text(whole).encode()
+        with writing("JSON file", path):
+            replace(path, lambda file: file.write(text))
 
 
 def write_all(
