@@ -146,7 +146,7 @@ NO_WORK = ("gather", "replicate", "broadcast_coalesced")  # they have no argumen
 
 
 def axes_of_emulated_lists(collective: str, op: str) -> Axes:
-    """Without large counts, because the emulated kernels are slow; larger ones end no other way."""
+    """Without large counts: the emulated kernels are slow, and treat them as they do small ones."""
     return axes_of_lists(collective, op) | {"count": COUNTS[:-1]}
 
 
@@ -247,10 +247,8 @@ def _best(axis: str, values: Any, chosen: dict[str, Any], missing: Any, pick: An
         values = [value for value in values if value not in (0, LARGE)]
 
     def new_pairs(value: Any) -> tuple[int, float]:
-        sides = [((axis, value), other) for other in chosen.items()]
-        return sum(
-            a in missing or b in missing for a, b in ((s, s[::-1]) for s in sides)
-        ), pick.random()
+        pairs = [((axis, value), other) for other in chosen.items()]
+        return sum(p in missing or p[::-1] in missing for p in pairs), pick.random()
 
     return max(values, key=new_pairs)
 

@@ -125,7 +125,7 @@ class EmulatedLists(Lists):
 
 
 def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
-    """The arguments of these names; "root" stands for dst or src."""
+    """The arguments of these names, and `out` if the case passes it."""
     given = {"async_op": case.async_op, "algorithm": case.algorithm, "dim": case.dim, "op": case.op}
     return {n: given[n] for n in names} | ({"out": out} if out else {})
 
