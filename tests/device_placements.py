@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import as_bits, viewed_as, whole_memory
+from reference import as_bits, viewed_as, whole_memory
 from torch import Tensor
 
 import pycollect as pc

@@ -19,7 +19,7 @@ from typing import Any
 import reference as ref
 import torch
 from dist_rank import OLD_TORCH
-from reference import COMPLEX, DTYPES, MOVED, OPS, allowed
+from reference import COMPLEX, DTYPES, MOVED, OPS, allowed, as_bits
 from torch import Tensor
 
 import pycollect as pc
@@ -359,38 +359,8 @@ def placed(values: Tensor, layout: str) -> Tensor:
     return ref.place(values, layout)
 
 
-def as_bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers if torch does not copy, join or fill all of its type."""
-    return tensor.view(ref.BITS_OF[tensor.itemsize]) if tensor.dtype in MOVED else tensor
-
-
 def zeros(like: Tensor, layout: str) -> Tensor:
     return placed(torch.zeros_like(as_bits(like)).view(like.dtype), layout)
-
-
-def whole_memory(tensor: Tensor) -> Tensor:
-    """The bytes of the tensor's storage."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
-
-
-def viewed_as(whole: Tensor, tensor: Tensor) -> Tensor:
-    """The part of a copy of `whole_memory` that the tensor is of the original."""
-    count = whole.numel() // tensor.itemsize
-    typed = whole.as_strided((count * tensor.itemsize,), (1,)).view(tensor.dtype)
-    view = typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-    view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view
-
-
-def surroundings(tensor: Tensor) -> Tensor | None:
-    """The bytes around a view; None if the tensor has all of its memory."""
-    whole = whole_memory(tensor)
-    if tensor.numel() * tensor.itemsize == whole.numel():
-        return None
-    copy = whole.clone()
-    as_bits(viewed_as(copy, tensor)).zero_()
-    return copy.cpu()
 
 
 def difference(actual: Any, wanted: Tensor | None, case: Case, close: int = 0) -> str:

@@ -21,17 +21,13 @@ from matrix import (
     MANY,
     TORCH_OPS,
     Case,
-    as_bits,
     difference,
     filler,
     modelled,
     placed,
-    surroundings,
-    viewed_as,
-    whole_memory,
     zeros,
 )
-from reference import expected
+from reference import as_bits, expected, surrounding_bytes, viewed_as, whole_memory
 from torch import Tensor
 
 import pycollect as pc
@@ -59,7 +55,7 @@ class Lists:
         results = [w for w in wanted if w is not None]
         on_host = [placed(t, case.layout) for t in inputs]
         on_host += [zeros(w, case.into) for w in results] if case.into else []
-        around = [surroundings(t) for t in on_host]
+        around = [surrounding_bytes(t) for t in on_host]
         watched = [self.put(t, r % world) for r, t in enumerate(on_host)]
         tensors, out = watched[:world], watched[world:]
         found, extras = LIST_CALLS.get(case.collective, _in_place)(self, case, inputs, tensors, out)
@@ -76,7 +72,7 @@ class Lists:
         wrong += [
             "memory around a view has changed"
             for before, t in zip(around, after, strict=True)
-            if before is not None and not torch.equal(before, surroundings(t))
+            if not torch.equal(before, surrounding_bytes(t))
         ]
         return [f"{case}, world {world}: {why}" for why in wrong if why]
 
@@ -231,7 +227,7 @@ class Rank:
     group: Any
     case: Case
     inputs: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
-    around: list[tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
+    around: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
     @property
     def root(self) -> int:
@@ -246,7 +242,7 @@ class Rank:
         x = placed(values, layout or self.case.layout)
         if self.me.site.real:
             x = viewed_as(whole_memory(x).to(self.me.site.device), x)
-        self.around.append((x, surroundings(x)))
+        self.around.append((x, surrounding_bytes(x)))
         return x
 
     def input(self, values: Tensor) -> Tensor:
@@ -261,7 +257,7 @@ class Rank:
         if any(difference(x.cpu(), values, case) for x, values in self.inputs):
             changed.append("an input has changed")
         for t, before in self.around:
-            if before is not None and not torch.equal(before, surroundings(t)):
+            if not torch.equal(before, surrounding_bytes(t)):
                 changed.append("memory around a view has changed")
         return changed
 

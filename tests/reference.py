@@ -117,12 +117,34 @@ def _filled(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.ones(count * dtype.itemsize, dtype=torch.uint8).view(dtype).clone().view(*shape)
 
 
+def as_bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers if torch does not copy, join or fill all of its type."""
+    return tensor.view(BITS_OF[tensor.itemsize]) if tensor.dtype in MOVED else tensor
+
+
+def whole_memory(tensor: Tensor) -> Tensor:
+    """The bytes of the tensor's storage."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
+
+
+def viewed_as(whole: Tensor, tensor: Tensor) -> Tensor:
+    """The part of a copy of `whole_memory` that the tensor is of the original."""
+    count = whole.numel() // tensor.itemsize
+    typed = whole.as_strided((count * tensor.itemsize,), (1,)).view(tensor.dtype)
+    view = typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
+
+
 def surrounding_bytes(view: Tensor) -> Tensor:
-    """The bytes of the base memory of a view from `place`, with those of the view zeroed."""
-    base = view if view._base is None else view._base
-    copy = base.clone()
-    copy.as_strided(view.size(), view.stride(), view.storage_offset()).zero_()
-    return copy.reshape(-1).view(torch.uint8)
+    """The bytes of a view's storage, with those of the view zeroed; none if it has all of them."""
+    whole = whole_memory(view)
+    if view.numel() * view.itemsize == whole.numel():
+        return whole[:0].cpu()
+    copy = whole.clone()
+    as_bits(viewed_as(copy, view)).zero_()
+    return copy.cpu()
 
 
 # --- the contract ---------------------------------------------------------------------------------
