@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from thread_programs import PARALLEL, ends_within, total
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.debug import CommDebugMode
@@ -75,6 +76,18 @@ def test_an_operator_of_another_rank_is_refused():
         threads.launch(lambda rank, world: scaled("twice", 2), 2, timeout=20)
     own = threads.launch(lambda rank, world: [scaled(f"own{rank}", n) for n in (2, 3)], 2)
     assert own == [[2.0, 3.0]] * 2
+
+
+def test_fake_tensors_outlive_the_first_rank_that_makes_them():
+    """Where a torch with CUDA found no GPU, the second launch ended the process."""
+
+    def program(rank: int, world: int) -> torch.Size:
+        with FakeTensorMode():
+            found = torch.empty(2, 3)
+        return found.shape
+
+    for _ in range(3):
+        assert threads.launch(program, 2, timeout=20) == [(2, 3)] * 2
 
 
 def test_detailed_debugging():

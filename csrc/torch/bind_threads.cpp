@@ -1,6 +1,7 @@
 // See bind_threads.h.
 #include "bind_threads.h"
 
+#include <c10/core/impl/FakeGuardImpl.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "../rank_threads/member.h"
@@ -80,6 +81,17 @@ c10::intrusive_ptr<dist::ThreadStore> make_store(
       keys ? *keys : c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::HashStore>()));
 }
 
+// Registers the device guard that torch's fake tensors need where a torch with CUDA finds no GPU.
+// torch's own function registers one that ends with the calling thread, while all threads use it.
+void set_fake_cuda_guard() {
+  using namespace c10::impl;
+  auto& registered = device_guard_impl_registry[static_cast<std::size_t>(c10::kCUDA)];
+  const DeviceGuardImplInterface* const found = registered.load();
+  if (found != nullptr && found->deviceCount() == 0) {
+    registered.store(new FakeGuardImpl<c10::kCUDA>());  // the registry keeps it for good
+  }
+}
+
 }  // namespace
 
 void bind_threads(py::module_& m) {
@@ -119,6 +131,7 @@ void bind_threads(py::module_& m) {
       .def("throw_cause", &RankScheduler::throw_cause, py::arg("operation"), no_gil)
       .def("is_aborted", &RankScheduler::is_aborted, no_gil);
   m.def("is_rank_thread", [] { return RankScheduler::of_thread() != nullptr; });
+  m.def("set_fake_cuda_guard", &set_fake_cuda_guard);
   py::class_<dist::ThreadStore, c10d::Store, c10::intrusive_ptr<dist::ThreadStore>>(m,
                                                                                     "ThreadStore")
       .def(py::init(&make_store), py::arg("scheduler"), py::arg("keys") = py::none());

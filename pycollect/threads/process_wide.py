@@ -14,6 +14,7 @@ import torch.autograd.profiler
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import _C
 from .replaced_attributes import attributes_replaced
 
 
@@ -106,7 +107,8 @@ class _ActiveModule(threading.local):
 def second_uses_refused(find_rank: Callable[[], int]) -> Iterator[None]:
     """Raise RuntimeError where a rank uses the profiler, or defines an operator, as others do.
 
-    Otherwise the process would crash. The active module of DDP is each thread's own.
+    Otherwise the process would crash. The active module of DDP is each thread's own, and the device
+    guard of fake tensors, which torch keeps in the rank that first needs it, outlives the ranks.
     `find_rank()` returns the calling thread's rank or -1.
     """
     active = _ActiveModule()
@@ -121,6 +123,7 @@ def second_uses_refused(find_rank: Callable[[], int]) -> Iterator[None]:
             (profiler, "_enable_profiler", begin),
             (profiler, "_disable_profiler", end),
             (torch._library.custom_ops, "get_library_allowing_overwrite", define),
+            (torch._C, "_ensureCUDADeviceGuardSet", lambda _: _C.set_fake_cuda_guard),
             (DistributedDataParallel, "_inside_ddp_forward", active.replace_inside),
             (DistributedDataParallel, "_get_active_ddp_module", active.replace_get),
         ]

@@ -20,8 +20,9 @@ it. Each part has one use here:
 * `_global_forward_hooks` and its like, and the settings of `torch.utils.checkpoint`: module
   variables.
 * `autograd.profiler._prepare_profiler`, `_enable_profiler`, `_disable_profiler` and
-  `_is_profiler_enabled`, `custom_ops.get_library_allowing_overwrite`, and
-  `DistributedDataParallel._inside_ddp_forward` and `_get_active_ddp_module`: see process_wide.py.
+  `_is_profiler_enabled`, `custom_ops.get_library_allowing_overwrite`,
+  `torch._C._ensureCUDADeviceGuardSet`, and `DistributedDataParallel._inside_ddp_forward` and
+  `_get_active_ddp_module`: see process_wide.py.
 * `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
   says whether it is; the extension reads it between two turns, when it must not run Python code.
 """
@@ -67,6 +68,7 @@ _PARTS = {
         "_unregister_process_group",
         "TCPStore",
     ),
+    "torch._C": ("_ensureCUDADeviceGuardSet",),
     "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
     "torch.autograd.profiler": (
         "_prepare_profiler",
