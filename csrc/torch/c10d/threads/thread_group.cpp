@@ -63,7 +63,7 @@ bool ThreadGroup::post(Rank rank, RankCalls calls) {
     lock.unlock();
     GroupRound refused{std::vector<std::optional<RankCalls>>(world_)};
     refused.by_rank[rank] = std::move(calls);
-    complete_all(finish(refused, cause()));
+    complete_all(finish(refused, cause(operation(refused))));
     return false;
   }
   const uint64_t place = next_[rank]++ - first_;
@@ -270,6 +270,12 @@ std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
   return {};
 }
 
+std::string ThreadGroup::operation(const GroupRound& round) const {
+  for (const auto& calls : round.by_rank)
+    if (calls && !calls->works.empty()) return describe(*calls->works.front());
+  return {};
+}
+
 std::string ThreadGroup::describe(CollectiveWork& work) const {
   const Call& call = work.call();
   std::string description = text(call.name, " #", call.number, " of group '", name_, "'");
@@ -360,8 +366,8 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   auto rounds = std::exchange(rounds_, {});
   auto messages = mailbox.lock();
   lock.unlock();
-  if (messages) messages->fail_all(cause());
-  for (const GroupRound& round : rounds) complete_all(finish(round, cause()));
+  if (messages) messages->fail_all([&](const std::string& of) { return cause(of); });
+  for (const GroupRound& round : rounds) complete_all(finish(round, cause(operation(round))));
   rounds.clear();  // releases tensors, without the mutex
   messages.reset();
   lock.lock();

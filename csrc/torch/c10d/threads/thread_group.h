@@ -107,6 +107,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
     int arrived = 0;
   };
   std::vector<Rank> missing(const GroupRound& round) const;
+  std::string operation(const GroupRound& round) const;  // for errors: the first rank's call
   bool run_rounds(Lock& lock);
   std::exception_ptr run(const GroupRound& round, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left

@@ -94,17 +94,17 @@ std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGro
   return made;
 }
 
-void ThreadMailbox::fail_all(const std::exception_ptr& error) {
-  std::vector<ThreadMessagePtr> all;
+void ThreadMailbox::fail_all(const ErrorOfOperation& error) {
+  std::vector<std::pair<ThreadMessagePtr, std::string>> all;
   {
     const std::lock_guard lock(group_->mutex());
     for (auto* const list : {&sends_, &receives_, &arriving_}) {
-      all.insert(all.end(), list->begin(), list->end());
+      for (const ThreadMessagePtr& work : *list) all.emplace_back(work, work->describe());
       list->clear();
     }
   }
-  for (const ThreadMessagePtr& work : all)
-    if (!work->is_done()) finish(work, error);
+  for (const auto& [work, operation] : all)
+    if (!work->is_done()) finish(work, error(operation));
 }
 
 std::optional<OverdueWork> ThreadMailbox::find_due(ipc::Deadline now) const {

@@ -75,7 +75,8 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   void post(const ThreadMessagePtr& work);
   // Fails the messages that wait for their other side, or for a device. Call without the group's
   // mutex.
-  void fail_all(const std::exception_ptr& error);
+  using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
+  void fail_all(const ErrorOfOperation& error);
   // Returns a message whose future is due at this time. Call with the group's mutex.
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
 
