@@ -27,6 +27,10 @@ class JobPool(abc.ABC):
         """Start a job, and return at once; collect with `results` or `collect_outcomes`."""
 
     @abc.abstractmethod
+    def is_over(self) -> bool:
+        """Whether collecting the job that has begun would not wait for other processes."""
+
+    @abc.abstractmethod
     def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         """Every rank's Outcome of the job that has begun. Fails only on a hang."""
 

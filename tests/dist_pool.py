@@ -16,12 +16,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist_jobs import MOST_SECONDS, SECONDS, JobPool
@@ -64,6 +65,9 @@ class Pool(JobPool):
         self._job = job.__name__
         for pipe in self.pipes:
             pipe.send((job, args))
+
+    def is_over(self) -> bool:
+        return all(pipe.poll() for pipe in self.pipes)
 
     def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         seconds = seconds or (GPU_SECONDS if is_real(self.spec.site) else SECONDS)
@@ -220,6 +224,48 @@ def started_jobs(
         for name, (job, *args) in jobs.items():
             pools[name].begin(job, *args)
         yield pools
+
+
+AT_A_TIME = 8  # pools of `check_side_by_side`: their jobs mostly wait
+_Key = TypeVar("_Key")
+_Run = tuple[_Key, Spec, Callable[..., Any], tuple[Any, ...]]  # key, options, job, arguments
+
+
+def check_side_by_side(runs: Iterable[_Run[_Key]], check: Callable[[_Key, JobPool], None]) -> None:
+    """Run each job in a fresh pool, several at a time, because they mostly wait.
+
+    `check(key, pool)` collects the outcomes of a job, and raises if they are wrong. Fails with all
+    keys that are.
+    """
+    wrong = []
+    for key, pool in _side_by_side(runs):
+        try:
+            check(key, pool)
+        except (AssertionError, pytest.fail.Exception) as error:
+            wrong.append(f"{key}: {error}")
+    assert not wrong, "\n".join([f"{len(wrong)} are wrong", *wrong])
+
+
+def _side_by_side(runs: Iterable[_Run[_Key]]) -> Iterator[tuple[_Key, JobPool]]:
+    """Yield the key and the pool of a job that is over, or that takes long."""
+    begun: list[tuple[_Key, JobPool]] = []
+    rest = iter(runs)
+    try:
+        while True:
+            for key, spec, job, args in itertools.islice(rest, AT_A_TIME - len(begun)):
+                begun.append((key, pool_of(spec)))
+                begun[-1][1].begin(job, *args)
+            if not begun:
+                return
+            limit = time.monotonic() + SECONDS
+            while time.monotonic() < limit and not any(pool.is_over() for _, pool in begun):
+                time.sleep(0.002)
+            yield (over := next((run for run in begun if run[1].is_over()), begun[0]))
+            begun.remove(over)
+            over[1].close()
+    finally:
+        for _, pool in begun:
+            pool.close()
 
 
 def _execute(me: RankContext, program: str) -> None:

@@ -36,6 +36,9 @@ class ThreadPool(JobPool):
         """Keep the job for `results` or `collect_outcomes`, because launches cannot overlap."""
         self._begun = job, args
 
+    def is_over(self) -> bool:
+        return True
+
     def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         from pycollect import Timeout, threads
 

@@ -14,12 +14,20 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh
 from dist_sites import EMULATED, GPU, LARGE, REAL, sites, until
-from dist_waits import publish, wait_published
-from test_cuda_dist_faults import FAULTY_RANK, warm
+from faults import FAULTY_RANK, publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 MIB = 1 << 20
 LIMIT = 25.0  # seconds within which a group is destroyed, whatever its devices do
+
+
+def warm(me: RankContext) -> torch.Tensor:
+    """Run a first call on all ranks; return a tensor of threes."""
+    count = LARGE if me.site.real else 1000
+    dist.all_reduce(torch.full((count,), 3.0))
+    me.site.synchronize()
+    dist.barrier()
+    return torch.full((count,), 3.0)
 
 
 # --- repeated creation and destruction of groups --------------------------------------------------

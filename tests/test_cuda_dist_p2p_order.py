@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dist_pool import OURS, RankContext, fresh, pools_of_ranks
 from dist_ranks import between_processes
 from dist_sites import EMULATED, REAL, sites, until
-from dist_waits import publish, wait_published
+from faults import publish, wait_published
 from test_cuda_dist_p2p import LARGE, finish, values
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")

@@ -1,15 +1,12 @@
-"""Edge cases seen by users: failed bootstraps, stopped ranks, groups destroyed with work in flight,
-full queues. Every job has its own processes.
+"""Edge cases seen by users: options that differ, groups destroyed with work in flight, full queues.
+
+Every job has its own processes.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +16,13 @@ from dist_pool import (
     BACKEND,
     OURS,
     Caught,
-    Pool,
     RankContext,
     backend_of,
     caught,
     fresh,
-    started_jobs,
 )
 from dist_ranks import HOSTS, THREADS
-from dist_waits import DESTROYED, NOTICE_SECONDS
+from faults import DESTROYED
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
 
@@ -143,78 +138,6 @@ def test_an_option_changed_to_an_unknown_word_raises():
         (error,) = pool.run(with_changed_option)
     assert error.kind == "ValueError", error
     assert "hosts is 'exactly'; allowed are " in error.text, error
-
-
-def die_during_bootstrap(me: RankContext, delay: float) -> tuple[Caught, float]:
-    if me.rank == 1:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    start = time.monotonic()
-    error = caught(me.init, "bootstrap", timeout=seconds(1))
-    while not error.kind:
-        error = caught(dist.barrier)
-    if me.rank == 1:
-        time.sleep(5)
-    return error, error.when - start
-
-
-@ours_only
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.004, 0.01, 0.02, 0.1])
-def test_a_rank_dies_during_the_bootstrap(delay):
-    with fresh(3, group=False) as pool:
-        outcomes = pool.outcomes(die_during_bootstrap, delay)
-    for outcome in (outcomes[0], outcomes[2]):
-        error, took = outcome.value
-        assert error.kind, "nothing was raised"
-        assert took < 1 + 2 * NOTICE_SECONDS, error
-
-
-# --- stopped ranks --------------------------------------------------------------------------------
-
-
-def reduce_for(me: RankContext, seconds: float) -> float:
-    x, go_on = torch.ones(300_000), torch.ones(1)
-    when = time.monotonic() + seconds
-    while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        go_on.fill_(float(time.monotonic() < when))
-        dist.broadcast(go_on, 0)
-    dist.barrier()
-    return x.sum().item()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stopped_rank() -> Iterator[Pool]:
-    """A pool whose rank 1 is stopped for two seconds, as by a debugger or a suspended machine."""
-    for pools in started_jobs({"stopped": (reduce_for, 3.0)}, 2):
-        for seconds, number in ((0.3, signal.SIGSTOP), (2.3, signal.SIGCONT)):
-            threading.Timer(seconds, os.kill, (pools["stopped"].pids()[1], number)).start()
-        yield pools["stopped"]
-
-
-def test_a_stopped_rank_is_not_dead(stopped_rank):
-    assert stopped_rank.results() == [300_000.0] * 2
-
-
-def subgroup_timeout(me: RankContext) -> tuple[Caught, Caught, float]:
-    """A subgroup has its own timeout; when it expires, only the subgroup is aborted."""
-    group = dist.new_group([0, 1, 2], timeout=seconds(0.5))
-    start = time.monotonic()
-    if me.rank == 2:
-        time.sleep(1.5)
-    error = caught(dist.all_reduce, torch.ones(3), group=group)
-    x = torch.ones(3)
-    whole = caught(dist.all_reduce, x)
-    assert whole.kind or x.eq(me.world).all()
-    return error, whole, error.when - start
-
-
-@ours_only
-def test_a_subgroup_has_its_own_timeout():
-    with fresh(3) as pool:
-        for rank, (error, whole, took) in enumerate(pool.run(subgroup_timeout)):
-            assert "CollectiveError" in error.kinds, error
-            assert not whole.kind, whole
-            assert rank == 2 or took < 0.5 + NOTICE_SECONDS
 
 
 # --- destroying groups ----------------------------------------------------------------------------

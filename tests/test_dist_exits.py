@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext, backend_of, caught, fresh
 from dist_process import own_process
-from dist_waits import DESTROYED
+from faults import DESTROYED
 
 pytestmark = pytest.mark.skipif(not OURS, reason="hangs or crashes")
 

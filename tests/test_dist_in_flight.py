@@ -6,8 +6,6 @@ torch gives a future no timeout, so a future that never completes is a hang fore
 from __future__ import annotations
 
 import datetime
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,21 +16,9 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, started_jobs
 from dist_resources import open_resources
-from dist_waits import NOTICE_SECONDS, publish, wait_published
+from faults import ENDED, error_of_future
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or hang")
-GRACE = 5.0  # shutdown timeout: seconds that destroying a group waits for calls in flight
-ENDED = GRACE + 2.0  # the same, with a margin for a loaded machine
-
-
-def error_of_future(future: Any, seconds: float) -> Caught:
-    """Wait for a future and return its exception; kind "hangs" if it does not complete in time."""
-    limit = time.monotonic() + seconds
-    while not future.done():
-        if time.monotonic() > limit:
-            return Caught(("hangs",), "", limit)
-        time.sleep(0.01)
-    return caught(future.wait)
 
 
 def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]:
@@ -127,49 +113,10 @@ def destroyed(me: RankContext, what: str) -> tuple[Errors, dict[str, int], dict[
     return found, before, open_resources()
 
 
-def peer_lost(me: RankContext, how: str) -> tuple[Errors, float]:
-    """Rank 1 dies, leaves or aborts while calls are in flight and no thread waits for them."""
-    dist.barrier()
-    works = messages(dist.group.WORLD, me.rank)
-    works += collectives(dist.group.WORLD) if me.rank == 0 else []
-    futures = [(name, work.get_future()) for name, work in works]
-    time.sleep(0.3)  # until the group's threads no longer spin
-    if me.rank == 1 and how == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if me.rank == 1 and how == "leaves":
-        dist.destroy_process_group()
-    if me.rank == 1 and how == "aborts":
-        backend_of().abort()
-    start = time.monotonic()
-    found = {name: error_of_future(future, ENDED) for name, future in futures}
-    took = time.monotonic() - start
-    if me.rank == 0 or how == "aborts":
-        dist.destroy_process_group()
-    return found, took
-
-
 def set_short_timeout() -> None:
     """Set a short timeout, but only after a barrier: start-up may take longer than the timeout."""
     dist.barrier()
     backend_of().set_timeout(datetime.timedelta(seconds=1.5))
-
-
-def unanswered_messages(me: RankContext) -> tuple[Errors, float]:
-    """Futures of messages that the other, living rank never sends."""
-    set_short_timeout()
-    start = time.monotonic()
-    futures = [(n, w.get_future()) for n, w in messages(dist.group.WORLD, me.rank)[me.rank :]]
-    return {
-        name: error_of_future(future, ENDED) for name, future in futures
-    }, time.monotonic() - start
-
-
-def test_a_future_times_out():
-    """A future times out, like wait(), after the group's timeout."""
-    with fresh(2) as pool:
-        for found, took in pool.run(unanswered_messages):
-            assert {error.kind for error in found.values()} == {"Timeout"}, found
-            assert 1.0 < took < ENDED
 
 
 def receive_times_out(me: RankContext, how: str) -> list[Caught]:
@@ -202,60 +149,6 @@ def test_the_timeout_of_a_message_is_that_of_its_group(how):
             assert ("CollectiveError" in error.kinds) == (how != "limited"), error
 
 
-def stalled_send(me: RankContext, how: str) -> tuple[Errors, float]:
-    """A message that is still on its device does not hide failures of other messages."""
-    found, took = Errors(), 0.0
-    set_short_timeout()
-    if me.rank == 0:
-        me.fake.stall(me.site.stream)
-        works = [("isend", dist.isend(torch.ones(3), 2)), ("irecv", dist.irecv(torch.ones(3), 1))]
-        futures = [(name, work.get_future()) for name, work in works]
-        start = time.monotonic()
-        if how == "late":
-            found["wait"] = caught(works[0][1].wait)
-        found |= {name: error_of_future(future, ENDED) for name, future in futures}
-        took = time.monotonic() - start
-    elif me.rank == 1 and how == "dies":
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return found, took
-
-
-@pytest.mark.parametrize("how", ["dies", "late"])
-def test_a_stalled_send_hides_no_other_failure(how):
-    with fresh(3, site="late") as pool:
-        found, took = pool.outcomes(stalled_send, how, seconds=40)[0].value
-        assert not wrong_errors(found)
-        assert took < 1.5 + NOTICE_SECONDS + 1.0
-
-
-def future_beside_a_wait(me: RankContext, how: str) -> Caught | None:
-    """A future of one message, while a thread waits for another."""
-    if me.rank == 0:
-        set_short_timeout()
-        future = dist.irecv(torch.zeros(3), 1).get_future()
-        backend_of().set_timeout(datetime.timedelta(seconds=60))
-        waits = threading.Thread(target=caught, args=(dist.recv, torch.zeros(3), 2))
-        waits.start()
-        error = error_of_future(future, 1.5 + NOTICE_SECONDS)
-        publish(me, "done")
-        backend_of().abort()
-        waits.join()
-        return error
-    dist.barrier()
-    if me.rank == 1 and how == "dies":
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return wait_published(me, "done", [0]) and None  # the other ranks see no error
-
-
-@pytest.mark.parametrize(("how", "kind"), [("dies", "PeerLost"), ("late", "Timeout")])
-def test_a_future_while_a_thread_waits_for_another_message(how, kind):
-    with fresh(3) as pool:
-        error = pool.outcomes(future_beside_a_wait, how, seconds=40)[0].value
-    assert error.kind == kind, error
-
-
 def raised(future: Any) -> None:
     raise RuntimeError("made up, in a callback")
 
@@ -286,11 +179,8 @@ def called_back(me: RankContext) -> list[Caught]:
 
 # --- jobs that wait for the shutdown timeout: started with the first test, checked here -----------
 
-LONG = {
-    **{what: (destroyed, what) for what in ("messages", "collectives", "both", "awaited")},
-    **{how: (peer_lost, how) for how in ("dies", "leaves", "aborts")},
-    "callbacks": (called_back,),
-}
+LONG = {what: (destroyed, what) for what in ("messages", "collectives", "awaited")}
+LONG["callbacks"] = (called_back,)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -298,9 +188,7 @@ def slow_jobs() -> Iterator[dict[str, Pool]]:
     yield from started_jobs(LONG, 2)
 
 
-@pytest.mark.parametrize(
-    ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
-)
+@pytest.mark.parametrize(("what", "ended"), [("messages", 10), ("collectives", 4), ("awaited", 21)])
 def test_destroy_fails_all_calls_in_flight(slow_jobs, what, ended):
     """Futures, chained futures and waiting threads all end with an error, and nothing leaks."""
     outcomes = slow_jobs[what].results(2 * ENDED)
@@ -308,16 +196,6 @@ def test_destroy_fails_all_calls_in_flight(slow_jobs, what, ended):
         assert not wrong_errors(found)
         assert {**after, "threads": 0} == {**before, "threads": 0}
     assert len(outcomes[0][0]) == ended
-
-
-@pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
-def test_calls_in_flight_fail_when_their_group_breaks(slow_jobs, how):
-    for rank, outcome in enumerate(slow_jobs[how].collect_outcomes(40)):
-        if outcome.died:
-            continue
-        found, took = outcome.value
-        assert not wrong_errors(found)
-        assert took < (NOTICE_SECONDS + 1.0 if how != "leaves" else ENDED), (rank, took)
 
 
 def test_callbacks_that_raise_or_destroy_the_group(slow_jobs):

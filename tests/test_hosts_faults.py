@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh
-from dist_waits import (
+from dist_pool import (
+    OURS,
+    Caught,
+    JobPool,
+    RankContext,
+    Spec,
+    backend_of,
+    caught,
+    check_side_by_side,
+    fresh,
+)
+from faults import (
     AT_ONCE,
     NOTICE_SECONDS,
     after_failure,
@@ -28,39 +38,81 @@ pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's"
 LATE = 4.0  # seconds: longer than a death may remain unnoticed
 
 
-def one_dies_and_one_is_late(me: RankContext, dead: int, late: int) -> tuple[Caught, float]:
-    """Return the error and how many seconds after the death it came."""
+def one_dies(
+    me: RankContext, dead: int, late: list[int], call: str, port: int
+) -> tuple[Caught, float]:
+    """Return the error and how many seconds after the death it came. With a port, the store is a
+    server of rank 0."""
+    if port:
+        timeout = datetime.timedelta(seconds=60)
+        store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, timeout, False)
+        dist.init_process_group(
+            "pycollect", store=store, rank=me.rank, world_size=me.world, timeout=timeout
+        )
+    x = torch.ones(3)
     calls_before_failure(me)
     publish(me, "ready")
     if me.rank == dead:
+        memory = torch.ones(2**26)  # to be freed while the kernel still accepts connections
         wait_published(me, "ready", others(me))
         publish(me, "death")
         os.kill(os.getpid(), signal.SIGKILL)
-    if me.rank == late:
+        del memory
+    if me.rank in late:
         time.sleep(LATE)
-    error = caught(dist.all_reduce, torch.ones(3))
+    if call == "recv":
+        error = caught(dist.recv, x, 2 if me.rank == 1 else 1)
+    else:
+        error = caught(dist.all_reduce, x)
     seconds = error.when - wait_published(me, "death", [dead])
     after_failure(me)
     return error, seconds
 
 
-@pytest.mark.parametrize(
-    ("placement", "dead", "late"),
-    [("abc", 2, 1), ("abc", 1, 2), ("aabbc", 4, 2), ("abbcd", 2, 4)],
-)
-def test_a_dead_host_is_noticed_while_another_is_late(placement, dead, late):
-    with fresh(len(placement), placement=placement) as pool:
-        outcomes = pool.outcomes(one_dies_and_one_is_late, dead, late, seconds=20)
-    assert outcomes[dead].died
-    for rank, outcome in enumerate(outcomes):
-        if rank == dead:
-            continue
-        assert not outcome.error, outcome.error
-        error, seconds = outcome.value
-        assert error.kinds[0] == "PeerLost", error
-        assert f"rank {dead}" in error.text, error
-        if rank != late:
-            assert seconds < NOTICE_SECONDS, error
+# (placement, dead rank, late ranks, call of the others, whether rank 0 serves the store). The cause
+# of a death with the store goes from host to host, because no rank finds it in the store any more.
+DEATHS = [
+    ("abc", 2, [1], "all_reduce", False),
+    ("abc", 1, [2], "all_reduce", False),
+    ("aabbc", 4, [2], "all_reduce", False),
+    ("abbcd", 2, [4], "all_reduce", False),
+    ("abcdefgh", 0, [1], "recv", True),
+    ("aabb", 0, [], "recv", True),
+    ("aabb", 0, [], "all_reduce", True),
+    ("abc", 0, [], "all_reduce", True),
+    ("aabc", 0, [1, 2, 3], "all_reduce", True),
+]
+
+
+def test_the_end_of_a_host_is_noticed_by_all():
+    """Torch logs nothing: each access to a store that has ended would print a stack trace."""
+
+    def check(key: int, pool: JobPool) -> None:
+        placement, dead, late, _, serves = DEATHS[key]
+        outcomes = pool.collect_outcomes(40)
+        logs = [(pool.folder / f"rank_{rank}.log").read_text() for rank in range(len(placement))]
+        assert logs == [""] * len(placement) or not serves
+        for rank, outcome in enumerate(outcomes):
+            if rank == dead:
+                assert outcome.died
+                continue
+            assert not outcome.error, outcome.error
+            error, seconds = outcome.value
+            assert error.kinds[0] == "PeerLost", error
+            assert f"rank {dead}" in error.text, error
+            assert rank in late or seconds < NOTICE_SECONDS, error
+
+    check_side_by_side(
+        (
+            (n, placed(p, group=not serves), one_dies, (dead, late, call, serves and free_port()))
+            for n, (p, dead, late, call, serves) in enumerate(DEATHS)
+        ),
+        check,
+    )
+
+
+def placed(placement: str, **spec: Any) -> Spec:
+    return Spec(len(placement), placement=placement, **spec)
 
 
 def one_leaves(me: RankContext, leaver: int) -> float:
@@ -85,11 +137,18 @@ def one_leaves(me: RankContext, leaver: int) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("placement", "leaver"), [("aab", 2), ("aabc", 2), ("aabc", 3)])
-def test_a_host_that_leaves_is_no_failure(placement, leaver):
-    with fresh(len(placement), placement=placement) as pool:
-        for seconds in pool.run(one_leaves, leaver):
+def test_a_host_that_leaves_is_no_failure():
+    def check(_: object, pool: JobPool) -> None:
+        for seconds in pool.results():
             assert seconds < 2 * AT_ONCE  # half of it, if the host that watches this one has left
+
+    check_side_by_side(
+        (
+            ((placement, leaver), placed(placement), one_leaves, (leaver,))
+            for placement, leaver in (("aab", 2), ("aabc", 2), ("aabc", 3))
+        ),
+        check,
+    )
 
 
 def groups_that_end_at_once(me: RankContext) -> None:
@@ -169,60 +228,6 @@ def test_sends_that_nobody_awaits_release_their_memory():
     with fresh(2, placement="ab") as pool:
         grown, _ = pool.run(many_sends, 4000, seconds=60)
     assert grown < 16  # 3,600 messages have 58 MB
-
-
-def the_stores_host_dies(
-    me: RankContext, port: int, call: str, late: list[int]
-) -> tuple[Caught, float]:
-    timeout = datetime.timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, timeout, False)
-    dist.init_process_group(
-        "pycollect", store=store, rank=me.rank, world_size=me.world, timeout=timeout
-    )
-    x = torch.ones(3)
-    dist.all_reduce(x)
-    publish(me, "ready")
-    if me.rank == 0:
-        memory = torch.ones(2**26)  # to be freed while the kernel still accepts connections
-        wait_published(me, "ready", others(me))
-        publish(me, "death")
-        os.kill(os.getpid(), signal.SIGKILL)
-        del memory
-    if me.rank in late:
-        time.sleep(LATE)
-    if call == "recv":
-        error = caught(dist.recv, x, 2 if me.rank == 1 else 1)
-    else:
-        error = caught(dist.all_reduce, x)
-    seconds = error.when - wait_published(me, "death", [0])
-    after_failure(me)
-    return error, seconds
-
-
-@pytest.mark.parametrize(
-    ("placement", "call", "late"),
-    [
-        ("abcdefgh", "recv", [1]),
-        ("aabb", "recv", []),
-        ("aabb", "all_reduce", []),
-        ("abc", "all_reduce", []),
-        ("aabc", "all_reduce", [1, 2, 3]),
-    ],
-)
-def test_the_end_of_the_host_with_the_store_is_noticed_by_all(placement, call, late):
-    """The cause goes from host to host, because no rank finds it in the store any more. Torch logs
-    nothing: each access to the store would print a stack trace."""
-    with fresh(len(placement), placement=placement, group=False) as pool:
-        outcomes = pool.outcomes(the_stores_host_dies, free_port(), call, late, seconds=40)
-        logs = [(pool.folder / f"rank_{rank}.log").read_text() for rank in range(len(placement))]
-    assert outcomes[0].died
-    assert logs == [""] * len(placement)
-    for rank, outcome in enumerate(outcomes[1:], 1):
-        assert not outcome.error, outcome.error
-        error, seconds = outcome.value
-        assert error.kinds[0] == "PeerLost", error
-        assert "rank 0" in error.text, error
-        assert rank in late or seconds < NOTICE_SECONDS, error
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, fresh
 from dist_process import own_process
 from dist_sites import Emulated
-from dist_waits import NOTICE_SECONDS, publish, wait_published
+from faults import NOTICE_SECONDS, publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
 

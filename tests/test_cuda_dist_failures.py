@@ -1,27 +1,37 @@
-"""Failures of messages of CUDA tensors: an end that dies, is late or leaves, or a failing device.
-The other end gets the data, or in time an error that names the rank.
+"""Devices that fail in a collective or a message of CUDA tensors, and messages that one end leaves.
+
+The other ranks get their data, or in time an error that names the rank.
 """
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, started_jobs
+from dist_pool import (
+    OURS,
+    Caught,
+    JobPool,
+    RankContext,
+    Spec,
+    caught,
+    check_side_by_side,
+    fresh,
+    pools_of_sites,
+)
 from dist_ranks import IN_PLACE, between_processes
-from dist_sites import REAL, sites
-from test_cuda_dist_faults import NOTICE_SECONDS, die
+from faults import FAULTY_RANK, NOTICE_SECONDS
 from test_cuda_dist_p2p import LARGE, values
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
     between_processes(IN_PLACE),
 ]
+pools = pytest.fixture(pools_of_sites, scope="module")
 SMALL = 1000  # elements of a message of which a sender keeps no buffer between the ranks
 
 
@@ -33,43 +43,36 @@ def send(me: RankContext, stalled: bool = False, count: int = LARGE) -> Any:
     return dist.isend(values(count, 1), 1)
 
 
-# --- ends that die, or whose devices fail ---------------------------------------------------------
+# --- devices that fail ----------------------------------------------------------------------------
 
 
-def lost_end(
-    me: RankContext, faulty_rank: int, stalled: bool
-) -> tuple[Caught, float, Caught, list[float]]:
-    """The faulty rank dies before its peer arrives, or, with `stalled`, while the message is still
-    on its device."""
-    y = torch.full((LARGE,), 3.0)
-    dist.barrier()
-    if me.rank == faulty_rank:
-        if me.rank == 0:
-            assert not send(me, stalled).is_completed()
-        die(0.2)
-    if faulty_rank == 0 and not stalled:
-        time.sleep(0.5)
-    begin = time.monotonic()
-    work = send(me) if me.rank == 0 else dist.irecv(y, 0)
-    error = caught(work.wait)
-    again = caught(dist.send, torch.ones(3), 1) if me.rank == 0 else error
-    return error, error.when - begin, again, y.unique().tolist()
+def failing_collective(me: RankContext, call: int) -> tuple[Caught, Caught, float]:
+    """One CUDA call of the faulty rank fails."""
+    if me.rank == FAULTY_RANK:
+        me.fake.cuda.inject("fail", after=call)
+    first = caught(dist.all_reduce, torch.ones(100))
+    me.fake.cuda.heal()
+    y = torch.ones(3)
+    second = caught(dist.all_reduce, y)
+    return first, second, y.sum().item()
 
 
-@pytest.mark.parametrize(("faulty_rank", "stalled"), [(0, False), (1, False), (0, True)])
-@pytest.mark.parametrize("site", sites("late", *REAL, stands_in=False))
-def test_the_other_end_raises_if_one_dies(site, faulty_rank, stalled, ranks_as):
-    if site in REAL and stalled:
-        pytest.skip("tests on emulated devices suffice")
-    with fresh(2, site=site, ranks_as=ranks_as) as pool:
-        outcomes = pool.outcomes(lost_end, faulty_rank, stalled)
-        assert outcomes[faulty_rank].died
-        assert not outcomes[1 - faulty_rank].error, outcomes[1 - faulty_rank].error
-        error, took, again, left = outcomes[1 - faulty_rank].value
-        assert (error.kind, again.kind) == ("PeerLost", "PeerLost"), (error, again)
-        assert f"rank {faulty_rank}" in error.text
-        assert took < 0.2 + NOTICE_SECONDS
-        assert left == [3.0]
+BEFORE = 6  # CUDA calls before the exchange: allocate, copy, create and record event, two queries
+
+
+@pytest.mark.parametrize("call", range(BEFORE + 2))
+def test_a_failing_cuda_call_is_reported(pools, call):
+    found = pools(3, site="late").run(failing_collective, call)
+    for rank, (first, second, total) in enumerate(found):
+        if rank == FAULTY_RANK:
+            assert "injected failure" in first.text, first
+        elif call < BEFORE:
+            assert first.kind == "ValueError", first
+            assert f"rank {FAULTY_RANK}" in first.text
+            assert "injected failure" in first.text
+        else:
+            assert first.kind == "", first
+        assert (second.kind, total) == ("", 9.0), second
 
 
 def receiver_fails(me: RankContext) -> tuple[Caught, bool]:
@@ -150,55 +153,26 @@ CALLS = range(8)
 MIN_CALLS = {0: 1 + 1 + 1 + 2, 1: 1 + 1 + 1 + 1}
 
 
-@pytest.fixture(scope="module")
-def failures(ranks_as: str) -> Iterator[dict[tuple[int, int], Pool]]:
-    """A pool per failing call. Some jobs wait for the timeout, which must suffice to bootstrap."""
-    jobs = {(end, after): (failing, end, after) for end in (0, 1) for after in CALLS}
-    yield from started_jobs(jobs, 2, site="late", timeout=4.0, ranks_as=ranks_as)
-
-
-@pytest.mark.parametrize("end", [0, 1])
-@pytest.mark.parametrize("after", CALLS)
-def test_every_failing_cuda_call(failures, end, after):
+def test_every_failing_cuda_call(ranks_as):
     """The end with the failing device raises; the other end gets its data, or an error in time."""
-    errors, right = zip(*failures[end, after].results(), strict=True)
-    if errors[end].kind:
-        assert "injected failure" in errors[end].text, errors
-    other = errors[1 - end]
-    assert not other.kind or "CollectiveError" in other.kinds, errors
-    assert errors[1].kind or right[1]
-    assert after >= MIN_CALLS[end] or errors[end].kind, "nothing failed"
+
+    def check(key: tuple[int, int], pool: JobPool) -> None:
+        (end, after), (errors, right) = key, zip(*pool.results(), strict=True)
+        if errors[end].kind:
+            assert "injected failure" in errors[end].text, errors
+        other = errors[1 - end]
+        assert not other.kind or "CollectiveError" in other.kinds, errors
+        assert errors[1].kind or right[1]
+        assert after >= MIN_CALLS[end] or errors[end].kind, "nothing failed"
+
+    # Some jobs wait for the timeout, which must suffice to bootstrap.
+    spec = Spec(2, site="late", timeout=4.0, ranks_as=ranks_as)
+    check_side_by_side(
+        (((end, after), spec, failing, (end, after)) for end in (0, 1) for after in CALLS), check
+    )
 
 
-# --- ends that are late ---------------------------------------------------------------------------
-
-
-def late(me: RankContext, how: str) -> Caught:
-    if how == "not received" and me.rank == 1:
-        time.sleep(2.0)
-        return caught(dist.recv, torch.ones(LARGE), 0)
-    work = send(me, how != "not received") if me.rank == 0 else dist.irecv(torch.zeros(LARGE), 0)
-    if how == "future alone":  # the timeout expires while no thread waits for the future
-        future = work.get_future()
-        time.sleep(1.5)
-        return caught(future.wait)
-    return caught(work.wait)
-
-
-LATE = {"not received": "rank 1", "not sent": "rank 0", "future alone": "rank 0"}
-
-
-@pytest.fixture(scope="module")
-def late_ends(ranks_as: str) -> Iterator[dict[str, Pool]]:
-    jobs = {how: (late, how) for how in LATE}
-    yield from started_jobs(jobs, 2, site="late", timeout=1.0, ranks_as=ranks_as)
-
-
-@pytest.mark.parametrize("how", LATE)
-def test_a_late_end_times_out(late_ends, how):
-    for error in late_ends[how].results():
-        assert "Timeout" in error.kinds, error
-        assert LATE[how] in error.text, error
+# --- ends that are late, or leave -----------------------------------------------------------------
 
 
 def wait_with_timeout(me: RankContext) -> tuple[Caught, bool]:
@@ -219,27 +193,6 @@ def test_the_timeout_of_one_wait(site, ranks_as):
             assert error.kinds, error
             assert "0.3" in error.text or "300" in error.text, error
             assert right
-
-
-# --- ends that leave ------------------------------------------------------------------------------
-
-
-def aborted(me: RankContext, stalled: bool) -> Caught:
-    if me.rank == 0:
-        work = send(me, stalled)
-        time.sleep(0.5)
-        backend_of().abort()
-    else:
-        work = dist.irecv(torch.ones(LARGE), 0, tag=0 if stalled else 5)
-    return caught(work.wait)
-
-
-@pytest.mark.parametrize("stalled", [False, True])
-def test_abort_fails_both_ends(stalled, ranks_as):
-    with fresh(2, site="late", ranks_as=ranks_as) as pool:
-        for error in pool.run(aborted, stalled):
-            assert "CollectiveError" in error.kinds, error
-            assert "abort" in error.text
 
 
 def destroyed(me: RankContext, how: str) -> tuple[float, Caught, bool]:

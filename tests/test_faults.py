@@ -1,0 +1,409 @@
+"""Faults of one rank: every peer raises in time an error that names it, and the group ends.
+
+The cases are those of faults.py. Every case has its own ranks, because it breaks them; several run
+at a time, because they mostly wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import (
+    BACKEND,
+    OURS,
+    Caught,
+    Outcome,
+    RankContext,
+    Spec,
+    backend_of,
+    caught,
+    check_side_by_side,
+)
+from dist_sites import sites
+from faults import (
+    ASLEEP,
+    AT_ONCE,
+    FAULTY_RANK,
+    NOTICE_SECONDS,
+    PLACEMENTS,
+    TIMEOUT,
+    WAITS,
+    WHO,
+    WORLD,
+    Fault,
+    calls_before_failure,
+    check,
+    destroyed,
+    meet,
+    ones,
+    publish,
+    seconds,
+    wait_published,
+)
+
+pytestmark = pytest.mark.skipif(
+    not OURS, reason=f"{BACKEND} has no exception type for it, hangs, or does not name the rank"
+)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+EVERY = tuple(what for what in WAITS if what != "behind a stalled send")
+FEW = ("all_reduce", "large all_reduce", "async all_reduce", "broadcast", "barrier", "recv", "send")
+QUICK = ("all_reduce", "large all_reduce", "irecv", "send")
+ON_DEVICES = ("all_reduce", "async all_reduce", "future", "block", "recv", "send")
+
+
+def waiting(who: str, whats: Iterable[str]) -> list[Fault]:
+    return [Fault(who, what) for what in whats]
+
+
+def on_device(*who: str) -> list[Fault]:
+    stalled = [Fault(w, what, "on its device") for w in who for what in ("all_reduce", "recv")]
+    return [f for w in who for f in waiting(w, (*ON_DEVICES, "behind a stalled send"))] + stalled
+
+
+IN_FLIGHT = [Fault(who, when="in flight") for who in ("leaves", "killed", "aborts", "late")]
+HOST = [
+    *IN_FLIGHT,
+    *waiting("killed", EVERY),
+    *(Fault(who) for who in WHO),
+    *(Fault(who, when="in calls") for who in ("killed", "execs", "aborts")),
+    *waiting("late", (*FEW[1:], "future beside a wait")),
+    *waiting("leaves", FEW[1:]),
+]
+HOSTS = [*waiting("killed", EVERY), *waiting("late", FEW), Fault("leaves")]
+TABLE: dict[str, tuple[Spec, list[Fault]]] = {
+    "processes": (Spec(WORLD), HOST),
+    **{placement: (Spec(WORLD, placement=placement), HOSTS) for placement in PLACEMENTS},
+    "threads": (
+        Spec(WORLD, ranks_as="threads"),
+        waiting("leaves", EVERY) + waiting("aborts", EVERY),
+    ),
+    "late": (Spec(WORLD, site="late"), [*IN_FLIGHT, *on_device("killed", "late", "aborts")]),
+    "late, abb": (
+        Spec(WORLD, site="late", placement="abb"),
+        waiting("killed", QUICK) + waiting("late", QUICK),
+    ),
+    "eager": (Spec(WORLD, site="eager"), waiting("late", QUICK)),
+    "cuda": (Spec(WORLD, site="cuda"), waiting("killed", ON_DEVICES) + waiting("late", QUICK)),
+}
+MARKS = {"cuda": sites("cuda", stands_in=False)[0].marks}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("where", [pytest.param(w, marks=MARKS.get(w, ())) for w in TABLE])
+def test_a_fault_is_met_in_time(where):
+    spec, cases = TABLE[where]
+    check_side_by_side(
+        ((fault, spec, meet, (fault,)) for fault in cases),
+        lambda fault, pool: check(fault, pool.collect_outcomes(30), spec),
+    )
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+INTERRUPTED_SECONDS = 0.3 + 0.7  # as promised, and for machine load
+# Calls in which Python waits for a rank that does not make them.
+INTERRUPTED: dict[str, Callable[[RankContext], object]] = {
+    **{
+        name: lambda me, call=call: call(me, ones())
+        for name, (_, call) in WAITS.items()
+        if name in EVERY and "future" not in name
+    },
+    "wait with a limit": lambda me: dist.all_reduce(ones(), async_op=True).wait(seconds(15)),
+    "new_group": lambda me: dist.new_group(backend="pycollect"),
+    "new_group without rank 0": lambda me: dist.new_group(backend="pycollect"),
+}
+# Those in which only the interrupted rank waits.
+ALONE = ("recv", "irecv", "send", "new_group", "new_group without rank 0", "batch_isend_irecv")
+
+# Seconds until the wait ended, handled signals, the next call's error, seconds of the group's end.
+Interrupted = tuple[float, list[str], Caught, float]
+
+
+def interrupt(me: RankContext, wait: str, interrupted: int) -> Interrupted:
+    """One rank gets a signal whose handler returns, and then Ctrl-C."""
+    calls_before_failure(me)
+    if me.rank == FAULTY_RANK or (me.rank != interrupted and wait in ALONE):
+        wait_published(me, "interrupted", [interrupted])
+        return 0.0, [], caught(dist.all_reduce, ones()), destroyed()
+    if me.rank != interrupted:
+        return 0.0, [], caught(INTERRUPTED[wait], me), destroyed()
+    handled, sent = [], []
+    signal.signal(signal.SIGUSR2, lambda *_: handled.append("SIGUSR2"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def send() -> None:
+        for number in (signal.SIGUSR2, signal.SIGINT):
+            time.sleep(2 * ASLEEP)
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        INTERRUPTED[wait](me)
+    except KeyboardInterrupt:
+        handled.append("SIGINT")
+    took = time.monotonic() - sent[-1]
+    sender.join()
+    publish(me, "interrupted")
+    return took, handled, caught(dist.all_reduce, ones()), destroyed()
+
+
+def check_interrupted(wait: str, interrupted: int, found: list[Interrupted]) -> None:
+    took, handled, _, _ = found[interrupted]
+    assert handled == ["SIGUSR2", "SIGINT"]
+    assert took < INTERRUPTED_SECONDS
+    for rank, (_, _, error, end) in enumerate(found):
+        # The faulty rank's call may be found to differ before the abort is.
+        broken = ("PeerLost",) if rank == interrupted else ("PeerLost", "ValueError")
+        assert error.kind in (("",) if "new_group" in wait else broken), found
+        assert end < AT_ONCE, found
+
+
+@pytest.mark.parametrize("placement", ["", "abb"])
+def test_ctrl_c_ends_a_wait(placement):
+    """The group of the wait is aborted."""
+    spec = Spec(WORLD, placement=placement)
+    ranks = {wait: 2 if "without rank 0" in wait else 0 for wait in INTERRUPTED}
+    check_side_by_side(
+        ((wait, spec, interrupt, (wait, rank)) for wait, rank in ranks.items()),
+        lambda wait, pool: check_interrupted(wait, ranks[wait], pool.results(40)),
+    )
+
+
+# --- signal handlers, callbacks, bootstraps -------------------------------------------------------
+
+Handled = tuple[list[Caught], Caught]
+
+
+def handle(me: RankContext, use: Callable[[], object]) -> Handled:
+    """A signal's handler uses the group whose call it has interrupted."""
+    calls_before_failure(me)
+    called: list[Caught] = []
+
+    def handler(*_: object) -> None:
+        called.append(caught(use))
+        publish(me, "handled")
+
+    if me.rank == FAULTY_RANK:
+        wait_published(me, "handled", [0])
+    elif me.rank == 0:
+        signal.signal(signal.SIGUSR2, handler)
+        threading.Timer(2 * ASLEEP, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    error = caught(dist.all_reduce, ones())
+    destroyed()
+    return called, error
+
+
+def handler_destroyed(found: list[Handled]) -> None:
+    (called,), error = found[0]
+    assert not called.kind, called
+    assert error.kind == "PeerLost", error
+
+
+def handler_was_refused(found: list[Handled]) -> None:
+    (called,), _ = found[0]
+    assert "called by a signal handler in a call of the same group" in called.text
+    assert all(not error.kind for _, error in found), found
+
+
+def interrupted_refusal(me: RankContext) -> tuple[bool, Caught]:
+    """Ctrl-C while a rank publishes that it refuses its own argument."""
+    calls_before_failure(me)
+    raised = False
+    if me.rank == FAULTY_RANK:
+        wait_published(me, "interrupted", [0])
+    if me.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(2 * ASLEEP, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            for _ in range(2):  # the second one waits until all have seen the first
+                caught(dist.all_reduce, torch.ones(3, dtype=torch.uint16))
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raised = True
+        publish(me, "interrupted")
+    else:
+        caught(dist.all_reduce, ones())
+        caught(dist.all_reduce, ones())
+    return raised, caught(dist.all_reduce, ones())
+
+
+def refusal_was_interrupted(found: list[tuple[bool, Caught]]) -> None:
+    assert found[0][0]
+    assert all(error.kind == "PeerLost" for _, error in found), found
+
+
+def behind_a_callback(me: RankContext, limit: float, callback: float, pause: float) -> Caught:
+    """Calls behind a callback of the faulty rank, whose timeout is `limit`."""
+    calls_before_failure(me)
+    backend_of().set_timeout(seconds(limit if me.rank == FAULTY_RANK else 10 * TIMEOUT))
+    release = threading.Event()
+    if me.rank != FAULTY_RANK:
+        wait_published(me, "callback", [FAULTY_RANK])
+    future = dist.all_reduce(ones(), async_op=True).get_future()
+    if me.rank == FAULTY_RANK:
+        future = future.then(lambda f: release.wait(callback) and None)
+        publish(me, "callback")
+        time.sleep(pause)
+    start = time.monotonic()
+    error = caught(dist.all_reduce(ones(), async_op=True).get_future().wait)
+    release.set()
+    future.wait()
+    destroyed()
+    return Caught(error.kinds, error.text, error.when - start)
+
+
+def callback_timed_out(errors: list[Caught]) -> None:
+    for error in errors:
+        assert "rank 1 timed out: a callback of all_reduce #" in error.text, error
+        assert error.when < TIMEOUT + NOTICE_SECONDS, error
+
+
+def nothing_raised(errors: list[Caught]) -> None:
+    assert not any(error.kind for error in errors), errors
+
+
+def init_alone(me: RankContext) -> Caught:
+    """Rank 0 initialises alone: no peer joins the bootstrap."""
+    start = time.monotonic()
+    error = caught(me.init, "alone", timeout=seconds(1)) if me.rank == 0 else caught(time.sleep, 0)
+    return Caught(error.kinds, error.text, error.when - start)
+
+
+def bootstrap_timed_out(errors: list[Caught]) -> None:
+    assert errors[0].kind == "Timeout", errors[0]
+    assert errors[0].when < 6, errors[0]
+
+
+def die_during_bootstrap(me: RankContext, delay: float) -> tuple[Caught, float]:
+    if me.rank == FAULTY_RANK:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start = time.monotonic()
+    error = caught(me.init, "bootstrap", timeout=seconds(1))
+    while not error.kind:
+        error = caught(dist.barrier)
+    if me.rank == FAULTY_RANK:
+        time.sleep(5)
+    return error, error.when - start
+
+
+def death_was_noticed(outcomes: list[Outcome]) -> None:
+    for outcome in (outcomes[0], outcomes[2]):
+        assert not outcome.error, outcome
+        error, took = outcome.value
+        assert "CollectiveError" in error.kinds, error
+        assert took < 1 + 2 * NOTICE_SECONDS, error
+
+
+def with_children(me: RankContext) -> float:
+    """The faulty rank starts child programs in several ways; peers must not take that for exec."""
+    calls_before_failure(me)
+    if me.rank == FAULTY_RANK:
+        os.environ.clear()
+        os.environ["MUCH"] = "x" * 100_000
+        subprocess.run(["/bin/sleep", "0.1"], check=True)
+        os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.1"], os.environ), 0)
+        child = os.fork()
+        if child == 0:
+            os.execv("/bin/sleep", ["sleep", "0.1"])
+        os.waitpid(child, 0)
+    x = ones()
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+def stopped(me: RankContext) -> float:
+    """The faulty rank is stopped in a series of calls, as by a debugger or a suspended machine."""
+    calls_before_failure(me)
+    x, go_on = torch.ones(300_000), torch.ones(1)
+    if me.rank == FAULTY_RANK:
+        resume = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 2; kill -CONT {os.getpid()}"
+        subprocess.Popen(["/bin/sh", "-c", resume])
+    when = time.monotonic() + 3.0
+    while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        go_on.fill_(float(time.monotonic() < when))
+        dist.broadcast(go_on, 0)
+    dist.all_reduce(x)
+    return x.unique().item()
+
+
+def summed(found: list[float]) -> None:
+    assert found == [WORLD] * WORLD
+
+
+def subgroup_timeout(me: RankContext) -> tuple[Caught, Caught, float]:
+    """A subgroup has its own timeout; when it expires, only the subgroup is aborted."""
+    group = dist.new_group(list(range(WORLD)), timeout=seconds(TIMEOUT))
+    start = time.monotonic()
+    if me.rank == FAULTY_RANK:
+        time.sleep(3 * TIMEOUT)
+    error = caught(dist.all_reduce, ones(), group=group)
+    x = ones()
+    whole = caught(dist.all_reduce, x)
+    assert whole.kind or x.eq(me.world).all()
+    return error, whole, error.when - start
+
+
+def subgroup_timed_out(found: list[tuple[Caught, Caught, float]]) -> None:
+    for rank, (error, whole, took) in enumerate(found):
+        assert "CollectiveError" in error.kinds, error
+        assert not whole.kind, whole
+        assert rank == FAULTY_RANK or took < TIMEOUT + NOTICE_SECONDS
+
+
+# Name -> (job, its arguments, check of the ranks' results, options of the pool).
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., None], dict]] = {
+    "stopped": (stopped, (), summed, {}),
+    "late callback": (behind_a_callback, (TIMEOUT, 20, 0), callback_timed_out, {}),
+    # The timeout of a call counts from the call, not from the beginning of the callback.
+    "call in a callback": (
+        behind_a_callback,
+        (2 * TIMEOUT, 4 * TIMEOUT, 3 * TIMEOUT),
+        nothing_raised,
+        {},
+    ),
+    "subgroup": (subgroup_timeout, (), subgroup_timed_out, {}),
+    "alone": (init_alone, (), bootstrap_timed_out, {"group": False}),
+    "children": (with_children, (), summed, {}),
+    "refused, interrupted": (interrupted_refusal, (), refusal_was_interrupted, {}),
+    "destroys in a handler": (handle, (dist.destroy_process_group,), handler_destroyed, {}),
+    "calls in a handler": (handle, (dist.barrier,), handler_was_refused, {}),
+    "destroys in a handler, abb": (
+        handle,
+        (dist.destroy_process_group,),
+        handler_destroyed,
+        {"placement": "abb"},
+    ),
+    "calls in a handler, abb": (handle, (dist.barrier,), handler_was_refused, {"placement": "abb"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_other_faults():
+    check_side_by_side(
+        ((name, Spec(WORLD, **spec), job, args) for name, (job, args, _, spec) in OTHERS.items()),
+        lambda name, pool: OTHERS[name][2](pool.results(40)),
+    )
+
+
+def test_a_rank_dies_during_the_bootstrap():
+    delays = (0.0, 0.002, 0.004, 0.01, 0.02, 0.1)
+    spec = Spec(WORLD, group=False)
+    check_side_by_side(
+        ((delay, spec, die_during_bootstrap, (delay,)) for delay in delays),
+        lambda _, pool: death_was_noticed(pool.collect_outcomes()),
+    )
