@@ -365,6 +365,9 @@ def check(fault: Fault, outcomes: list[Outcome], spec: Spec) -> None:
         first = min((f for f in peers if f.error.kind == "Timeout"), key=lambda f: f.error.when)
         assert WAITS[fault.what][0] in first.error.text, first
         assert first.waited > 0.8 * timeout, first
+        told = re.search(r"Timed out after ([\d.]+) s", first.error.text)
+        late = fault.what in MESSAGES  # the wait of a collective begins later than its call
+        assert not told or not late or float(told[1]) > 0.8 * timeout, first
     if not who.dies:
         faulty = outcomes[FAULTY_RANK].value
         assert fault.who == "leaves" or "CollectiveError" in faulty.error.kinds, faulty

@@ -298,7 +298,8 @@ class Group::WaitMonitor {
     const std::vector<Rank> late = request_.late();
     if (request_.ready()) return;
     const std::string missing = late.empty() ? "" : text("; ", named(late), " did not arrive");
-    fail(AbortRecord::timed_out, text("Timed out after ", seconds(now - begin_), missing));
+    const Deadline begun = std::min(begin_, context_.begun);
+    fail(AbortRecord::timed_out, text("Timed out after ", seconds(now - begun), missing));
   }
 
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) {
