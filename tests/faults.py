@@ -362,7 +362,9 @@ def check(fault: Fault, outcomes: list[Outcome], spec: Spec) -> None:
         assert found.refused < AT_ONCE
         assert found.destroyed < DESTROYED
     if who.times_out and fault.when != "in flight":
-        first = min((f for f in peers if f.error.kind == "Timeout"), key=lambda f: f.error.when)
+        timed_out = [found for found in peers if found.error.kind == "Timeout"]
+        assert timed_out, peers
+        first = min(timed_out, key=lambda found: found.error.when)
         assert WAITS[fault.what][0] in first.error.text, first
         assert first.waited > 0.8 * timeout, first
         told = re.search(r"Timed out after ([\d.]+) s", first.error.text)
