@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -226,7 +227,8 @@ def started_jobs(
         yield pools
 
 
-AT_A_TIME = 8  # pools of `check_side_by_side`: their jobs mostly wait
+AT_A_TIME = 24  # ranks of `check_side_by_side`: their jobs mostly wait
+MOST_WRONG = 4  # jobs; the rest would go wrong in the same way
 _Key = TypeVar("_Key")
 _Run = tuple[_Key, Spec, Callable[..., Any], tuple[Any, ...]]  # key, options, job, arguments
 
@@ -234,16 +236,19 @@ _Run = tuple[_Key, Spec, Callable[..., Any], tuple[Any, ...]]  # key, options, j
 def check_side_by_side(runs: Iterable[_Run[_Key]], check: Callable[[_Key, JobPool], None]) -> None:
     """Run each job in a fresh pool, several at a time, because they mostly wait.
 
-    `check(key, pool)` collects the outcomes of a job, and raises if they are wrong. Fails with all
+    `check(key, pool)` collects the outcomes of a job, and raises if they are wrong. Fails with the
     keys that are.
     """
-    wrong = []
-    for key, pool in _side_by_side(runs):
-        try:
-            check(key, pool)
-        except (AssertionError, pytest.fail.Exception) as error:
-            wrong.append(f"{key}: {error}")
-    assert not wrong, "\n".join([f"{len(wrong)} are wrong", *wrong])
+    wrong: list[str] = []
+    with contextlib.closing(_side_by_side(runs)) as begun:
+        for key, pool in begun:
+            try:
+                check(key, pool)
+            except (Exception, pytest.fail.Exception):
+                wrong += [f"{key}: {traceback.format_exc()}", *pool._logs()]
+            if len(wrong) >= MOST_WRONG:
+                break
+    assert not wrong, "\n".join(wrong)
 
 
 def _side_by_side(runs: Iterable[_Run[_Key]]) -> Iterator[tuple[_Key, JobPool]]:
@@ -252,7 +257,10 @@ def _side_by_side(runs: Iterable[_Run[_Key]]) -> Iterator[tuple[_Key, JobPool]]:
     rest = iter(runs)
     try:
         while True:
-            for key, spec, job, args in itertools.islice(rest, AT_A_TIME - len(begun)):
+            while sum(pool.spec.world for _, pool in begun) < AT_A_TIME and (
+                run := next(rest, None)
+            ):
+                key, spec, job, args = run
                 begun.append((key, pool_of(spec)))
                 begun[-1][1].begin(job, *args)
             if not begun:

@@ -8,7 +8,6 @@ test_dist_soak.py adds threads and faults.
 from __future__ import annotations
 
 import datetime
-import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -31,9 +30,8 @@ STEPS = 12
 _Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
-@functools.lru_cache
-def groups_of(world: int, whole: dist.ProcessGroup) -> _Groups:
-    """A group for every subset of two or more ranks, created once per default group."""
+def groups_of(world: int) -> _Groups:
+    """A group for every subset of two or more ranks."""
     limit = datetime.timedelta(seconds=60)
     subsets = [m for n in range(2, world + 1) for m in itertools.combinations(range(world), n)]
     return {members: dist.new_group(members, timeout=limit) for members in subsets}
@@ -57,9 +55,11 @@ def run_program(rank: int, seed: int, groups: _Groups) -> None:
 
 
 def run_programs(me: RankContext, seeds: range) -> None:
+    groups = groups_of(me.world)
     for seed in seeds:
         try:
-            run_program(me.rank, seed, groups_of(me.world, dist.group.WORLD))
+            me.be_late(random.Random(f"{seed} {me.rank} late").choice((0.0, 0.0, 0.004)))
+            run_program(me.rank, seed, groups)
         except Exception as error:
             raise AssertionError(f"seed {seed}, {me.world} ranks") from error
 
@@ -84,7 +84,7 @@ def test_programs_of_threads(parallel):
         world = 2 + seed % 4
 
         def program(rank: int, world: int, seed: int = seed) -> None:
-            run_program(rank, seed, groups_of(world, dist.group.WORLD))
+            run_program(rank, seed, groups_of(world))
 
         try:
             threads.launch(program, world, parallel=parallel, timeout=30)

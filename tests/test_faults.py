@@ -59,7 +59,7 @@ pytestmark = pytest.mark.skipif(
 
 EVERY = tuple(what for what in WAITS if what != "behind a stalled send")
 FEW = ("all_reduce", "large all_reduce", "async all_reduce", "broadcast", "barrier", "recv", "send")
-QUICK = ("all_reduce", "large all_reduce", "irecv", "send")
+QUICK = ("all_reduce", "async all_reduce", "large all_reduce", "irecv", "send")
 ON_DEVICES = ("all_reduce", "async all_reduce", "future", "block", "recv", "send")
 
 
@@ -67,21 +67,33 @@ def waiting(who: str, whats: Iterable[str]) -> list[Fault]:
     return [Fault(who, what) for what in whats]
 
 
-def on_device(*who: str) -> list[Fault]:
-    stalled = [Fault(w, what, "on its device") for w in who for what in ("all_reduce", "recv")]
-    return [f for w in who for f in waiting(w, (*ON_DEVICES, "behind a stalled send"))] + stalled
+def stalled(who: str) -> list[Fault]:
+    return [Fault(who, what, "on its device") for what in ("all_reduce", "recv")]
 
 
-IN_FLIGHT = [Fault(who, when="in flight") for who in ("leaves", "killed", "aborts", "late")]
+def on_device(who: str) -> list[Fault]:
+    return waiting(who, (*ON_DEVICES, "behind a stalled send")) + stalled(who)
+
+
+IN_FLIGHT = [
+    *(Fault(who, when="in flight") for who in ("leaves", "killed", "aborts", "late")),
+    Fault("late", when="messages in flight"),
+]
 HOST = [
     *IN_FLIGHT,
     *waiting("killed", EVERY),
-    *(Fault(who) for who in WHO),
+    *(Fault(who) for who in WHO if who != "killed"),
     *(Fault(who, when="in calls") for who in ("killed", "execs", "aborts")),
     *waiting("late", (*FEW[1:], "future beside a wait")),
     *waiting("leaves", FEW[1:]),
 ]
-HOSTS = [*waiting("killed", EVERY), *waiting("late", FEW), Fault("leaves")]
+HOSTS = [
+    *IN_FLIGHT,
+    *waiting("killed", EVERY),
+    *waiting("late", FEW),
+    *waiting("aborts", QUICK),
+    Fault("leaves"),
+]
 TABLE: dict[str, tuple[Spec, list[Fault]]] = {
     "processes": (Spec(WORLD), HOST),
     **{placement: (Spec(WORLD, placement=placement), HOSTS) for placement in PLACEMENTS},
@@ -89,13 +101,19 @@ TABLE: dict[str, tuple[Spec, list[Fault]]] = {
         Spec(WORLD, ranks_as="threads"),
         waiting("leaves", EVERY) + waiting("aborts", EVERY),
     ),
-    "late": (Spec(WORLD, site="late"), [*IN_FLIGHT, *on_device("killed", "late", "aborts")]),
+    "late": (
+        Spec(WORLD, site="late"),
+        [*IN_FLIGHT, *on_device("killed"), *on_device("late"), *on_device("aborts")],
+    ),
     "late, abb": (
         Spec(WORLD, site="late", placement="abb"),
-        waiting("killed", QUICK) + waiting("late", QUICK),
+        [*waiting("killed", QUICK), *waiting("late", QUICK), *stalled("killed"), *stalled("late")],
     ),
-    "eager": (Spec(WORLD, site="eager"), waiting("late", QUICK)),
-    "cuda": (Spec(WORLD, site="cuda"), waiting("killed", ON_DEVICES) + waiting("late", QUICK)),
+    "eager": (Spec(WORLD, site="eager"), waiting("late", QUICK) + stalled("late")),
+    "cuda": (
+        Spec(WORLD, site="cuda"),
+        [f for w in ("killed", "late") for f in waiting(w, ON_DEVICES) + stalled(w)],
+    ),
 }
 MARKS = {"cuda": sites("cuda", stands_in=False)[0].marks}
 
@@ -106,7 +124,7 @@ def test_a_fault_is_met_in_time(where):
     spec, cases = TABLE[where]
     check_side_by_side(
         ((fault, spec, meet, (fault,)) for fault in cases),
-        lambda fault, pool: check(fault, pool.collect_outcomes(30), spec),
+        lambda fault, pool: check(fault, pool.collect_outcomes(), spec),
     )
 
 
@@ -246,49 +264,64 @@ def refusal_was_interrupted(found: list[tuple[bool, Caught]]) -> None:
     assert all(error.kind == "PeerLost" for _, error in found), found
 
 
-def behind_a_callback(me: RankContext, limit: float, callback: float, pause: float) -> Caught:
-    """Calls behind a callback of the faulty rank, whose timeout is `limit`."""
+Timed = tuple[Caught, float]  # an error, and the seconds until it
+
+
+def behind_a_callback(
+    me: RankContext, call: Callable[[], object], limit: float, callback: float, pause: float
+) -> Timed:
+    """A call behind a callback of the faulty rank, whose timeout is `limit`."""
     calls_before_failure(me)
     backend_of().set_timeout(seconds(limit if me.rank == FAULTY_RANK else 10 * TIMEOUT))
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
     if me.rank != FAULTY_RANK:
         wait_published(me, "callback", [FAULTY_RANK])
     future = dist.all_reduce(ones(), async_op=True).get_future()
     if me.rank == FAULTY_RANK:
-        future = future.then(lambda f: release.wait(callback) and None)
+        future = future.then(lambda f: begun.set() or (release.wait(callback) and None))
         publish(me, "callback")
+        begun.wait()
         time.sleep(pause)
     start = time.monotonic()
-    error = caught(dist.all_reduce(ones(), async_op=True).get_future().wait)
+    error = caught(call)
     release.set()
     future.wait()
     destroyed()
-    return Caught(error.kinds, error.text, error.when - start)
+    return error, error.when - start
 
 
-def callback_timed_out(errors: list[Caught]) -> None:
-    for error in errors:
+def wait_for_a_future() -> None:
+    dist.all_reduce(ones(), async_op=True).get_future().wait()
+
+
+def call() -> None:
+    dist.all_reduce(ones())
+
+
+def callback_timed_out(found: list[Timed]) -> None:
+    for error, took in found:
         assert "rank 1 timed out: a callback of all_reduce #" in error.text, error
-        assert error.when < TIMEOUT + NOTICE_SECONDS, error
+        assert took < TIMEOUT + NOTICE_SECONDS, error
 
 
-def nothing_raised(errors: list[Caught]) -> None:
-    assert not any(error.kind for error in errors), errors
+def nothing_raised(found: list[Timed]) -> None:
+    assert not any(error.kind for error, _ in found), found
 
 
-def init_alone(me: RankContext) -> Caught:
+def init_alone(me: RankContext) -> Timed:
     """Rank 0 initialises alone: no peer joins the bootstrap."""
     start = time.monotonic()
     error = caught(me.init, "alone", timeout=seconds(1)) if me.rank == 0 else caught(time.sleep, 0)
-    return Caught(error.kinds, error.text, error.when - start)
+    return error, error.when - start
 
 
-def bootstrap_timed_out(errors: list[Caught]) -> None:
-    assert errors[0].kind == "Timeout", errors[0]
-    assert errors[0].when < 6, errors[0]
+def bootstrap_timed_out(found: list[Timed]) -> None:
+    error, took = found[0]
+    assert error.kind == "Timeout", error
+    assert took < 6, error
 
 
-def die_during_bootstrap(me: RankContext, delay: float) -> tuple[Caught, float]:
+def die_during_bootstrap(me: RankContext, delay: float) -> Timed:
     if me.rank == FAULTY_RANK:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start = time.monotonic()
@@ -328,15 +361,20 @@ def with_children(me: RankContext) -> float:
 def stopped(me: RankContext) -> float:
     """The faulty rank is stopped in a series of calls, as by a debugger or a suspended machine."""
     calls_before_failure(me)
-    x, go_on = torch.ones(300_000), torch.ones(1)
+    x, go_on, gap = torch.ones(300_000), torch.ones(1), 0.0
     if me.rank == FAULTY_RANK:
-        resume = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 2; kill -CONT {os.getpid()}"
-        subprocess.Popen(["/bin/sh", "-c", resume])
-    when = time.monotonic() + 3.0
+        signals = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 2; kill -CONT {os.getpid()}"
+        stopping = subprocess.Popen(["/bin/sh", "-c", signals])
+    now = time.monotonic()
+    when = now + 3.0
     while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
+        gap, now = max(gap, time.monotonic() - now), time.monotonic()
         dist.all_reduce(x, dist.ReduceOp.MAX)
         go_on.fill_(float(time.monotonic() < when))
         dist.broadcast(go_on, 0)
+    if me.rank == FAULTY_RANK:
+        stopping.wait()
+    assert gap > 1.5, "the rank was never stopped"
     dist.all_reduce(x)
     return x.unique().item()
 
@@ -366,13 +404,13 @@ def subgroup_timed_out(found: list[tuple[Caught, Caught, float]]) -> None:
 
 
 # Name -> (job, its arguments, check of the ranks' results, options of the pool).
-OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., None], dict]] = {
+MORE_FAULTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., None], dict]] = {
     "stopped": (stopped, (), summed, {}),
-    "late callback": (behind_a_callback, (TIMEOUT, 20, 0), callback_timed_out, {}),
+    "callback": (behind_a_callback, (wait_for_a_future, TIMEOUT, 20, 0), callback_timed_out, {}),
     # The timeout of a call counts from the call, not from the beginning of the callback.
     "call in a callback": (
         behind_a_callback,
-        (2 * TIMEOUT, 4 * TIMEOUT, 3 * TIMEOUT),
+        (call, 2 * TIMEOUT, 4 * TIMEOUT, 3 * TIMEOUT),
         nothing_raised,
         {},
     ),
@@ -380,23 +418,25 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., None]
     "alone": (init_alone, (), bootstrap_timed_out, {"group": False}),
     "children": (with_children, (), summed, {}),
     "refused, interrupted": (interrupted_refusal, (), refusal_was_interrupted, {}),
-    "destroys in a handler": (handle, (dist.destroy_process_group,), handler_destroyed, {}),
-    "calls in a handler": (handle, (dist.barrier,), handler_was_refused, {}),
-    "destroys in a handler, abb": (
-        handle,
-        (dist.destroy_process_group,),
-        handler_destroyed,
-        {"placement": "abb"},
-    ),
-    "calls in a handler, abb": (handle, (dist.barrier,), handler_was_refused, {"placement": "abb"}),
+    **{
+        f"{name} in a handler {where}": (handle, (use,), checked, {"placement": where})
+        for where in ("", "abb")
+        for name, use, checked in (
+            ("destroys", dist.destroy_process_group, handler_destroyed),
+            ("calls", dist.barrier, handler_was_refused),
+        )
+    },
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_other_faults():
+def test_more_faults():
     check_side_by_side(
-        ((name, Spec(WORLD, **spec), job, args) for name, (job, args, _, spec) in OTHERS.items()),
-        lambda name, pool: OTHERS[name][2](pool.results(40)),
+        (
+            (name, Spec(WORLD, **spec), job, args)
+            for name, (job, args, _, spec) in MORE_FAULTS.items()
+        ),
+        lambda name, pool: MORE_FAULTS[name][2](pool.results()),
     )
 
 

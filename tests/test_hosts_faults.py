@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,13 +39,22 @@ LATE = 4.0  # seconds: longer than a death may remain unnoticed
 
 
 def one_dies(
-    me: RankContext, dead: int, late: list[int], call: str, port: int
+    me: RankContext, dead: int, late: list[int], call: str, serves: bool
 ) -> tuple[Caught, float]:
-    """Return the error and how many seconds after the death it came. With a port, the store is a
+    """Return the error and how many seconds after the death it came. `serves`: the store is a
     server of rank 0."""
-    if port:
-        timeout = datetime.timedelta(seconds=60)
+    # To be freed while the kernel still accepts connections.
+    memory = torch.ones(2**26 if serves and me.rank == dead else 0)
+    if serves:
+        timeout, where = datetime.timedelta(seconds=60), Path(me.folder, "port")
+        port = 0
+        if me.rank > 0:
+            wait_published(me, "serves", [0])
+            port = int(where.read_text())
         store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, timeout, False)
+        if me.rank == 0:
+            where.write_text(str(store.port))
+            publish(me, "serves")
         dist.init_process_group(
             "pycollect", store=store, rank=me.rank, world_size=me.world, timeout=timeout
         )
@@ -53,11 +62,10 @@ def one_dies(
     calls_before_failure(me)
     publish(me, "ready")
     if me.rank == dead:
-        memory = torch.ones(2**26)  # to be freed while the kernel still accepts connections
         wait_published(me, "ready", others(me))
         publish(me, "death")
         os.kill(os.getpid(), signal.SIGKILL)
-        del memory
+    del memory
     if me.rank in late:
         time.sleep(LATE)
     if call == "recv":
@@ -89,7 +97,7 @@ def test_the_end_of_a_host_is_noticed_by_all():
 
     def check(key: int, pool: JobPool) -> None:
         placement, dead, late, _, serves = DEATHS[key]
-        outcomes = pool.collect_outcomes(40)
+        outcomes = pool.collect_outcomes(30)
         logs = [(pool.folder / f"rank_{rank}.log").read_text() for rank in range(len(placement))]
         assert logs == [""] * len(placement) or not serves
         for rank, outcome in enumerate(outcomes):
@@ -104,7 +112,7 @@ def test_the_end_of_a_host_is_noticed_by_all():
 
     check_side_by_side(
         (
-            (n, placed(p, group=not serves), one_dies, (dead, late, call, serves and free_port()))
+            (n, placed(p, group=not serves), one_dies, (dead, late, call, serves))
             for n, (p, dead, late, call, serves) in enumerate(DEATHS)
         ),
         check,
@@ -228,12 +236,6 @@ def test_sends_that_nobody_awaits_release_their_memory():
     with fresh(2, placement="ab") as pool:
         grown, _ = pool.run(many_sends, 4000, seconds=60)
     assert grown < 16  # 3,600 messages have 58 MB
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def one_leaves_after_a_refusal(me: RankContext) -> str:
