@@ -11,11 +11,15 @@ namespace pycollect::ipc {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
-// Returns now + `timeout`, which is clamped to 0 to 100 years. Clocks count nanoseconds in 64 bits,
-// and neither this sum nor its conversion to another clock may overflow.
-inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+// Returns the timeout, or 0 or 100 years. Clocks count nanoseconds in 64 bits, and neither a sum of
+// a time and a timeout nor its conversion to another clock may overflow.
+inline std::chrono::milliseconds clamped(std::chrono::milliseconds timeout) {
   constexpr std::chrono::milliseconds kNone{0}, kLongest = std::chrono::hours(24 * 365 * 100);
-  return Clock::now() + std::clamp(timeout, kNone, kLongest);
+  return std::clamp(timeout, kNone, kLongest);
+}
+
+inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+  return Clock::now() + clamped(timeout);
 }
 
 class Store {

@@ -16,7 +16,7 @@ struct OpContext {
   const char* operation;  // "all_reduce"
   uint64_t call;          // its sequence number
   Deadline deadline;
-  Deadline begun = Deadline::max();  // of the operation, if its waits began later
+  Deadline begun = Deadline::max();  // when the operation began, if its waits may begin later
 };
 
 // A base of what GroupSettings::check_signals throws. It passes through all handlers of errors.

@@ -2,6 +2,8 @@
 #include "bind_threads.h"
 
 #include <c10/core/impl/FakeGuardImpl.h>
+
+#include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "../rank_threads/member.h"
@@ -86,10 +88,11 @@ c10::intrusive_ptr<dist::ThreadStore> make_store(
 void set_fake_cuda_guard() {
   using namespace c10::impl;
   auto& registered = device_guard_impl_registry[static_cast<std::size_t>(c10::kCUDA)];
-  const DeviceGuardImplInterface* const found = registered.load();
-  if (found != nullptr && found->deviceCount() == 0) {
-    registered.store(new FakeGuardImpl<c10::kCUDA>());  // the registry keeps it for good
-  }
+  const DeviceGuardImplInterface* found = registered.load();
+  if (found == nullptr || found->deviceCount() != 0) return;
+  auto lasting = std::make_unique<FakeGuardImpl<c10::kCUDA>>();
+  if (registered.compare_exchange_strong(found, lasting.get()))
+    static_cast<void>(lasting.release());  // the registry has it for good
 }
 
 }  // namespace

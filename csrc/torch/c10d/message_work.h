@@ -59,7 +59,7 @@ class MessageWork final : public GroupWork {
   std::vector<Rank> missing(const ipc::Mailbox& mailbox) const;  // ranks that it depends on
   ipc::Deadline due() const;  // deadline of its future; Deadline::max() without a future
   ipc::OpContext context(ipc::Deadline deadline) const {
-    return {info_.name, info_.number, deadline, deadline - info_.timeout};
+    return {info_.name, info_.number, deadline, deadline - ipc::clamped(info_.timeout)};
   }
 
   const MessageInfo info_;

@@ -53,7 +53,7 @@ void ThreadGroup::leave(Rank rank) {
           std::any_of(calls->works.begin(), calls->works.end(),
                       [](const auto& w) { return w->has_future(); }))
         return abort(lock, EndKind::peer_lost,
-                     text(calls->works[0]->name(), ": rank ", rank, " has left the group"));
+                     text(describe(*calls->works[0]), ": rank ", rank, " has left the group"));
   scheduler_->notify();
 }
 
@@ -63,7 +63,7 @@ bool ThreadGroup::post(Rank rank, RankCalls calls) {
     lock.unlock();
     GroupRound refused{std::vector<std::optional<RankCalls>>(world_)};
     refused.by_rank[rank] = std::move(calls);
-    complete_all(finish(refused, cause(operation(refused))));
+    complete_all(finish(refused, error_of_abort()));
     return false;
   }
   const uint64_t place = next_[rank]++ - first_;
@@ -88,7 +88,9 @@ bool ThreadGroup::run_rounds(Lock& lock) {
         for (const CollectiveWorkPtr& work : calls->works) work->start();
       const uint64_t number = first_++;
       lock.unlock();
-      std::ranges::move(finish(round, run(round, number)), std::back_inserter(completions));
+      const std::exception_ptr error = run(round, number);
+      std::ranges::move(finish(round, [&](CollectiveWork&) { return error; }),
+                        std::back_inserter(completions));
     }
     lock.lock();
   }
@@ -123,8 +125,7 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
 
 // Returns what completes the futures. Tensors are released without the mutex, because that may take
 // the GIL.
-ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round,
-                                             const std::exception_ptr& error) {
+ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round, const ErrorOfWork& error_of) {
   Completions completions;
   std::vector<Call> used;
   for (const auto& calls : round.by_rank)
@@ -135,6 +136,7 @@ ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round,
     for (Rank r = 0; r < world_; ++r) {
       if (!round.by_rank[r]) continue;
       for (const CollectiveWorkPtr& work : round.by_rank[r]->works) {
+        const std::exception_ptr error = error_of(*work);
         used.push_back(work->detach());
         auto future = work->finish(error);
         if (!future) continue;
@@ -145,6 +147,10 @@ ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round,
     notify();
   }
   return completions;
+}
+
+ThreadGroup::ErrorOfWork ThreadGroup::error_of_abort() const {
+  return [this](CollectiveWork& work) { return cause(describe(work)); };
 }
 
 void ThreadGroup::complete_all(const Completions& completions) {
@@ -270,12 +276,6 @@ std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
   return {};
 }
 
-std::string ThreadGroup::operation(const GroupRound& round) const {
-  for (const auto& calls : round.by_rank)
-    if (calls && !calls->works.empty()) return describe(*calls->works.front());
-  return {};
-}
-
 std::string ThreadGroup::describe(CollectiveWork& work) const {
   const Call& call = work.call();
   std::string description = text(call.name, " #", call.number, " of group '", name_, "'");
@@ -367,7 +367,7 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   auto messages = mailbox.lock();
   lock.unlock();
   if (messages) messages->fail_all([&](const std::string& of) { return cause(of); });
-  for (const GroupRound& round : rounds) complete_all(finish(round, cause(operation(round))));
+  for (const GroupRound& round : rounds) complete_all(finish(round, error_of_abort()));
   rounds.clear();  // releases tensors, without the mutex
   messages.reset();
   lock.lock();

@@ -3,6 +3,7 @@
 #pragma once
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -107,7 +108,6 @@ class ThreadGroup final : public rank_threads::LaunchListener {
     int arrived = 0;
   };
   std::vector<Rank> missing(const GroupRound& round) const;
-  std::string operation(const GroupRound& round) const;  // for errors: the first rank's call
   bool run_rounds(Lock& lock);
   std::exception_ptr run(const GroupRound& round, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
@@ -116,7 +116,9 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
   void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
   using Completions = std::vector<std::function<void()>>;  // each completes a future
-  Completions finish(const GroupRound& round, const std::exception_ptr& error);
+  using ErrorOfWork = std::function<std::exception_ptr(CollectiveWork&)>;
+  Completions finish(const GroupRound& round, const ErrorOfWork& error_of);
+  ErrorOfWork error_of_abort() const;  // names each work's operation
   static void complete_all(const Completions& completions);
   void require_own(Rank rank, const std::function<std::string()>& describe) const;
   void require_own(Rank rank, const GroupWait& wait) const;

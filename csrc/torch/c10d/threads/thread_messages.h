@@ -73,9 +73,9 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   static std::shared_ptr<ThreadMailbox> of(const std::shared_ptr<ThreadGroup>& group);
   ThreadGroup& group() const { return *group_; }
   void post(const ThreadMessagePtr& work);
+  using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
   // Fails the messages that wait for their other side, or for a device. Call without the group's
   // mutex.
-  using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
   void fail_all(const ErrorOfOperation& error);
   // Returns a message whose future is due at this time. Call with the group's mutex.
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
