@@ -5,6 +5,7 @@ The tests of messages within a host run over hosts, too.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -13,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, caught, fresh
-from dist_process import own_process
+from dist_pool import OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
 from dist_sites import Emulated
 from faults import NOTICE_SECONDS, publish, wait_published
 
@@ -27,6 +29,11 @@ pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's"
 
 ROUNDS = 20  # of each tag
 SIZES = (2, 100_000, 200_000)  # elements, by tag: eager, eager, and past the rings
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
 
 
 def send_all(me: RankContext) -> None:
@@ -76,9 +83,9 @@ def mixed_receives(me: RankContext) -> list[str]:
 
 
 @pytest.mark.parametrize("placement", ["aab", "abc", "abab"])
-def test_messages_match_receives_in_the_order_of_posting(placement):
-    with fresh(len(placement), placement=placement) as pool:
-        assert pool.run(mixed_receives, seconds=60) == [[]] * len(placement)
+def test_messages_match_receives_in_the_order_of_posting(pools, placement):
+    pool = pools(len(placement), placement=placement)
+    assert pool.run(mixed_receives, seconds=60) == [[]] * len(placement)
 
 
 def from_and_to(me: RankContext, on_host: list[bool], count: int) -> list[int]:
@@ -101,11 +108,10 @@ def from_and_to(me: RankContext, on_host: list[bool], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("on_host", [[True, True], [True, False], [False, False]])
-def test_large_messages_between_host_and_device_memory(on_host):
+def test_large_messages_between_host_and_device_memory(pools, on_host):
     """Between host memories, the data does not go through the rings."""
-    with fresh(2, placement="ab") as pool:
-        for count in (40_000, 3_000_000):
-            assert pool.run(from_and_to, on_host, count) == [[], []]
+    for count in (40_000, 3_000_000):
+        assert pools(2, placement="ab").run(from_and_to, on_host, count) == [[], []]
 
 
 def burst(me: RankContext, both: bool) -> list[int]:
@@ -122,9 +128,8 @@ def burst(me: RankContext, both: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_burst_of_small_messages_arrives_in_order(both):
-    with fresh(2, placement="ab") as pool:
-        assert pool.run(burst, both) == [[], []]
+def test_a_burst_of_small_messages_arrives_in_order(pools, both):
+    assert pools(2, placement="ab").run(burst, both) == [[], []]
 
 
 def small_against_large(me: RankContext) -> list[int]:
@@ -148,13 +153,12 @@ def small_against_large(me: RankContext) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("crowd", [0, 3])
-def test_bursts_in_both_directions_end(crowd):
+def test_bursts_in_both_directions_end(pools, crowd):
     """With other processes on the cores, too, so that packets and answers are late."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(crowd)]
     try:
-        with fresh(2, placement="ab") as pool:
-            for _ in range(3):
-                assert pool.run(small_against_large, seconds=60) == [[], []]
+        for _ in range(3):
+            assert pools(2, placement="ab").run(small_against_large, seconds=60) == [[], []]
     finally:
         for loop in loops:
             loop.kill()
@@ -177,9 +181,8 @@ def unexpected_before_expected(me: RankContext, count: int) -> None:
             dist.recv(x, 0)
 
 
-def test_messages_of_a_rank_with_no_receive_are_kept():
-    with fresh(3, placement="abc") as pool:
-        pool.run(unexpected_before_expected, 14, seconds=20)
+def test_messages_of_a_rank_with_no_receive_are_kept(pools):
+    pools(3, placement="abc").run(unexpected_before_expected, 14, seconds=20)
 
 
 def highest_tags(me: RankContext) -> list[float]:
@@ -195,25 +198,37 @@ def highest_tags(me: RankContext) -> list[float]:
     return found
 
 
-def test_messages_have_any_tag():
-    with fresh(2, placement="ab") as pool:
-        first, second = pool.run(highest_tags)
-        assert first == second
+def test_messages_have_any_tag(pools):
+    first, second = pools(2, placement="ab").run(highest_tags)
+    assert first == second
 
 
-# --- ranks that leave or die ----------------------------------------------------------------------
+def receive_and_leave(me: RankContext) -> None:
+    for _ in range(30):
+        group = dist.new_group()
+        x = torch.ones(200_000)
+        if me.rank == 0:
+            dist.send(x, 1, group)
+        else:
+            dist.recv(x.zero_(), 0, group)
+            assert bool(x.all())
+        dist.destroy_process_group(group)
 
 
-def last_messages(me: RankContext, source: int | None) -> list[float]:
+def test_a_rank_that_leaves_with_its_message_fails_no_sender(pools):
+    pools(2, placement="ab").run(receive_and_leave, seconds=60)
+
+
+def last_messages(me: RankContext) -> list[float]:
     """Rank 1 leaves after eager sends, and then its peer begins to receive."""
     x, found = torch.zeros(2000), []
     dist.barrier()
     if me.rank == 1:
-        for n in range(5):
+        for n in range(8):
             dist.send(x.fill_(n), 0)
     if me.rank == 0:
         wait_published(me, "left", range(1, me.world))
-        for _ in range(5):
+        for source in (1, None) * 4:
             dist.recv(x, source)
             found.append(x[-1].item())
     dist.destroy_process_group()
@@ -221,22 +236,14 @@ def last_messages(me: RankContext, source: int | None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("source", [1, None])
-@pytest.mark.parametrize("placement", ["ab", "abb"])
-def test_messages_before_a_rank_leaves_arrive(placement, source):
-    with fresh(len(placement), placement=placement) as pool:
-        found, *_ = pool.run(last_messages, source)
-    assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def last_messages_of_a_dead_rank(me: RankContext, source: int | None, large: bool) -> list[float]:
+def last_messages_of_a_dead_rank(me: RankContext) -> list[float]:
     """Rank 1 is killed after its sends, and then its peer, whose group is aborted, receives."""
-    x, found = torch.zeros(2_000_000 if large else 2000), []
-    works = [dist.irecv(torch.zeros_like(x), 1, tag=7) for _ in range(2 * large)]
+    x, large, found = torch.zeros(2000), torch.zeros(2_000_000), []
+    works = [dist.irecv(torch.zeros_like(large), 1, tag=7) for _ in range(2)]
     dist.barrier()
     if me.rank == 1:
-        for n in range(2 if large else 5):
-            dist.send(x.fill_(n), 0, tag=7 * large)
+        for n in range(8):
+            dist.send(large.fill_(n) if n < 2 else x.fill_(n), 0, tag=7 * (n < 2))
         wait_published(me, "arrived", [0])
         publish(me, "death")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -248,20 +255,12 @@ def last_messages_of_a_dead_rank(me: RankContext, source: int | None, large: boo
         for work in works:
             work.wait()
             found.append(work.result()[0][-1].item())
-        for _ in range(0 if large else 5):
+        for source in (1, None) * 3:
             dist.recv(x, source)
             found.append(x[-1].item())
-        assert caught(dist.recv, x, source).kind == "PeerLost"
+        assert caught(dist.recv, x, 1).kind == caught(dist.recv, x, None).kind == "PeerLost"
         assert caught(dist.barrier).kind == "PeerLost"
     return found
-
-
-@pytest.mark.parametrize(("source", "large"), [(1, False), (None, False), (1, True)])
-@pytest.mark.parametrize("placement", ["aa", "ab", pytest.param("abb", marks=pytest.mark.slow)])
-def test_messages_that_have_arrived_outlive_their_sender(placement, source, large):
-    with fresh(len(placement), placement=placement) as pool:
-        outcome, *_ = pool.outcomes(last_messages_of_a_dead_rank, source, large)
-    assert outcome.value == ([0.0, 1.0] if large else [0.0, 1.0, 2.0, 3.0, 4.0]), outcome.error
 
 
 def last_packets_of_a_dead_rank(me: RankContext) -> list[float]:
@@ -290,10 +289,125 @@ def last_packets_of_a_dead_rank(me: RankContext) -> list[float]:
     return found
 
 
-def test_packets_that_arrive_with_the_end_of_their_sender_are_taken():
-    with fresh(3, placement="abc") as pool:
-        outcome, *_ = pool.outcomes(last_packets_of_a_dead_rank)
-    assert outcome.value == [0.0, 1.0], outcome.error
+def from_a_leaver(me: RankContext, source: int | None) -> tuple[Caught, float]:
+    x = torch.zeros(3)
+    dist.barrier()
+    if me.rank == 1:
+        dist.send(x, 0)
+        time.sleep(0.5)
+        dist.destroy_process_group()
+        return caught(print), 0.0
+    dist.recv(x, source)
+    begin = time.monotonic()
+    error = caught(dist.recv, x, source)
+    return error, error.when - begin
+
+
+def from_those_that_remain(me: RankContext) -> int | None:
+    """A receive from any rank waits for those that are there."""
+    x = torch.zeros(3)
+    dist.barrier()
+    if me.rank == 1:
+        time.sleep(1.5)
+        dist.send(x, 0)
+    return dist.recv(x, None) if me.rank == 0 else dist.destroy_process_group()
+
+
+def from_the_dead(me: RankContext, source: int | None) -> tuple[Caught, float]:
+    dist.barrier()
+    if me.rank == 2:
+        publish(me, "death")
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = caught(dist.recv, torch.zeros(3), source)
+    return error, error.when - wait_published(me, "death", [2])
+
+
+def unanswered(me: RankContext) -> Caught:
+    return caught(time.sleep, 2.0) if me.rank else caught(dist.recv, torch.zeros(3), None)
+
+
+def idle(me: RankContext) -> float:
+    """Return the processor's seconds of one second without messages."""
+    x = torch.zeros(100_000)
+    for source in ((me.rank - 1) % me.world, None):
+        work = dist.isend(x, (me.rank + 1) % me.world)
+        dist.recv(torch.zeros_like(x), source)
+        work.wait()
+    dist.barrier()
+    time.sleep(0.3)  # the threads of the group fall asleep
+    begin = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(1.0)
+    end = resource.getrusage(resource.RUSAGE_SELF)
+    dist.barrier()
+    return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+
+
+THREE = ("aab", "abb", "abc")
+# Jobs that mostly wait and run side by side: name -> job, placement, other arguments.
+WAITING: dict[str, tuple[Any, ...]] = {
+    "idle": (idle, "abc"),
+    "unanswered": (unanswered, "aabc"),
+    "last packets": (last_packets_of_a_dead_rank, "abc"),
+    **{f"left {p}": (last_messages, p) for p in ("ab", "abb")},
+    **{f"dead {p}": (last_messages_of_a_dead_rank, p) for p in ("aa", "ab", "abb")},
+    **{f"leaver {source}": (from_a_leaver, "ab", source) for source in (1, None)},
+    **{f"remain {p}": (from_those_that_remain, p) for p in ("abc", "aab", "aba")},
+    **{f"{p} {source}": (from_the_dead, p, source) for p in THREE for source in (2, None)},
+}
+ARRIVED = {"last packets": 2, **dict.fromkeys([n for n in WAITING if n[:4] in ("left", "dead")], 8)}
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        pools = {}
+        for name, (_, placement, *_) in WAITING.items():
+            limit = 1.0 if name == "unanswered" else 60.0
+            made = fresh(len(placement), placement=placement, timeout=limit)
+            pools[name] = stack.enter_context(made)
+        for name, (job, _, *arguments) in WAITING.items():
+            pools[name].begin(job, *arguments)
+        yield pools
+
+
+@pytest.mark.parametrize("name", ARRIVED)
+def test_messages_that_have_arrived_outlive_their_sender(waiting, name):
+    outcome, *_ = waiting[name].collect_outcomes()
+    assert outcome.value == [*range(ARRIVED[name])], outcome.error
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_receive_from_a_rank_that_has_left_raises(waiting, source):
+    (error, seconds), _ = waiting[f"leaver {source}"].results()
+    assert error.kinds[0] == "PeerLost", error
+    assert "rank 1 on host b" in error.text, error
+    assert seconds < 0.5 + NOTICE_SECONDS
+
+
+@pytest.mark.parametrize("placement", ["abc", "aab", "aba"])
+def test_a_receive_from_any_rank_outlives_a_rank_that_leaves(waiting, placement):
+    assert waiting[f"remain {placement}"].results()[0] == 1
+
+
+@pytest.mark.parametrize("source", [2, None])
+@pytest.mark.parametrize("placement", THREE)
+def test_a_receive_from_a_dead_rank_raises(waiting, placement, source):
+    outcomes = waiting[f"{placement} {source}"].collect_outcomes()
+    for outcome in outcomes[:2]:
+        error, seconds = outcome.value
+        assert error.kinds[0] == "PeerLost", error
+        assert "rank 2" in error.text, error
+        assert seconds < NOTICE_SECONDS
+
+
+def test_a_receive_from_any_rank_times_out_with_all_ranks(waiting):
+    error = waiting["unanswered"].results()[0]
+    assert "Timeout" in error.kinds, error
+    assert "ranks 1-3 did not arrive" in error.text, error
+
+
+def test_an_idle_group_uses_no_processor(waiting):
+    assert max(waiting["idle"].results()) < 0.1
 
 
 # The ranks are children of multiprocessing. Rank 1 ends right after its send, and then rank 0
@@ -310,7 +424,7 @@ def run(rank, store, ended):
     if rank == 1:
         return dist.send(x, 0)
     ended.wait()
-    time.sleep(1.0)
+    time.sleep(0.3)
     dist.recv(x.zero_(), 1)
     print("received", x[0].item(), flush=True)
 
@@ -330,119 +444,5 @@ if __name__ == "__main__":
 def test_the_message_of_a_child_that_ends_arrives(tmp_path, start):
     program = tmp_path / "program.py"
     program.write_text(CHILDREN)
-    assert "received 7.0" in own_process([str(program), f"{tmp_path}/store", start], 60)
-
-
-def receive_and_leave(me: RankContext) -> None:
-    for _ in range(30):
-        group = dist.new_group()
-        x = torch.ones(200_000)
-        if me.rank == 0:
-            dist.send(x, 1, group)
-        else:
-            dist.recv(x.zero_(), 0, group)
-            assert bool(x.all())
-        dist.destroy_process_group(group)
-
-
-def test_a_rank_that_leaves_with_its_message_fails_no_sender():
-    with fresh(2, placement="ab") as pool:
-        pool.run(receive_and_leave, seconds=60)
-
-
-def from_a_leaver(me: RankContext, source: int | None) -> tuple[Caught, float]:
-    x = torch.zeros(3)
-    dist.barrier()
-    if me.rank == 1:
-        dist.send(x, 0)
-        time.sleep(0.5)
-        dist.destroy_process_group()
-        return caught(print), 0.0
-    dist.recv(x, source)
-    begin = time.monotonic()
-    error = caught(dist.recv, x, source)
-    return error, error.when - begin
-
-
-@pytest.mark.parametrize("source", [1, None])
-def test_a_receive_from_a_rank_that_has_left_raises(source):
-    with fresh(2, placement="ab") as pool:
-        (error, seconds), _ = pool.run(from_a_leaver, source)
-    assert error.kinds[0] == "PeerLost", error
-    assert "rank 1 on host b" in error.text, error
-    assert seconds < 0.5 + NOTICE_SECONDS
-
-
-def from_those_that_remain(me: RankContext) -> int | None:
-    """A receive from any rank waits for those that are there."""
-    x = torch.zeros(3)
-    dist.barrier()
-    if me.rank == 1:
-        time.sleep(1.5)
-        dist.send(x, 0)
-    return dist.recv(x, None) if me.rank == 0 else dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("placement", ["abc", "aab", "aba"])
-def test_a_receive_from_any_rank_outlives_a_rank_that_leaves(placement):
-    with fresh(3, placement=placement) as pool:
-        assert pool.run(from_those_that_remain)[0] == 1
-
-
-def from_the_dead(me: RankContext, source: int | None) -> tuple[Caught, float]:
-    dist.barrier()
-    if me.rank == 2:
-        publish(me, "death")
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = caught(dist.recv, torch.zeros(3), source)
-    return error, error.when - wait_published(me, "death", [2])
-
-
-@pytest.mark.parametrize("source", [2, None])
-@pytest.mark.parametrize("placement", ["aab", "abb", "abc"])
-def test_a_receive_from_a_dead_rank_raises(placement, source):
-    with fresh(3, placement=placement) as pool:
-        outcomes = pool.outcomes(from_the_dead, source)
-    for outcome in outcomes[:2]:
-        error, seconds = outcome.value
-        assert error.kinds[0] == "PeerLost", error
-        assert "rank 2" in error.text, error
-        assert seconds < NOTICE_SECONDS
-
-
-def unanswered(me: RankContext) -> Caught:
-    if me.rank == 0:
-        return caught(dist.recv, torch.zeros(3), None)
-    time.sleep(2.0)
-    return caught(print)
-
-
-def test_a_receive_from_any_rank_times_out_with_all_ranks():
-    with fresh(4, placement="aabc", timeout=1.0) as pool:
-        error = pool.run(unanswered)[0]
-    assert "Timeout" in error.kinds, error
-    assert "ranks 1-3 did not arrive" in error.text, error
-
-
-# --- costs ----------------------------------------------------------------------------------------
-
-
-def idle(me: RankContext) -> float:
-    """Return the processor's seconds of one second without messages."""
-    x = torch.zeros(100_000)
-    for source in ((me.rank - 1) % me.world, None):
-        work = dist.isend(x, (me.rank + 1) % me.world)
-        dist.recv(torch.zeros_like(x), source)
-        work.wait()
-    dist.barrier()
-    time.sleep(0.3)  # the threads of the group fall asleep
-    begin = resource.getrusage(resource.RUSAGE_SELF)
-    time.sleep(1.0)
-    end = resource.getrusage(resource.RUSAGE_SELF)
-    dist.barrier()
-    return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
-
-
-def test_an_idle_group_uses_no_processor():
-    with fresh(3, placement="abc") as pool:
-        assert max(pool.run(idle)) < 0.1
+    ran = programs.run([sys.executable, program, tmp_path / "store", start], timeout=60)
+    assert ran.stdout == "received 7.0\n", ran.stderr
