@@ -20,7 +20,7 @@ from train_cases import (
 from pycollect.train import LeNet, ReplicaTrainer, StepOptions, naive_all_reduce, train
 from pycollect.train.reduce import reduce_gradients_naive
 
-SIZES = [12, 12, 12, 7, 12]
+SIZES = [12, 12, 12, 7, 12]  # takes two graphs: the other size is a variable of the second
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,7 @@ class Partial(nn.Module):
         return self.net(self.norm(self.frozen(x)))
 
 
-@pytest.mark.parametrize("world", [*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3])
-@pytest.mark.parametrize("make", [perceptron, Partial])
+@pytest.mark.parametrize(("world", "make"), [(1, perceptron), (3, Partial)])
 def test_a_compiled_step_has_the_bits_of_eager_steps(world, make):
     eager = trained(make(), world, SIZES)
     compiled = trained(make(), world, SIZES, compile="aot_eager")
@@ -64,7 +63,7 @@ def test_a_compiled_step_has_the_bits_of_eager_steps(world, make):
 
 def test_every_loss_is_that_of_an_eager_step():
     replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
-    for X, y in batches(SIZES):
+    for X, y in batches([12, 12, 12]):
         losses = [r.step(X, y, shares=[len(X) - 4, 4]) for r in replicas]
         torch.testing.assert_close(losses[0], losses[1])
     assert replicas[1].seconds.compute > 0
@@ -72,14 +71,13 @@ def test_every_loss_is_that_of_an_eager_step():
 
 
 def test_a_rank_without_examples_and_shards_on_their_devices():
-    replicas = [replicas_of(perceptron(), 3, **o) for o in ({}, {"compile": "aot_eager"})]
-    for X, y in batches([9, 9, 2, 1]):
-        for r in replicas:
+    replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
+    for r in replicas:
+        for X, y in batches([9, 9, 1]):
             r.step(X, y)
-    for X, y in batches([9, 8]):
-        for r in replicas:
-            r.step_on_shards([X[:5], X[5:5], X[5:]], [y[:5], y[5:5], y[5:]])
-    assert same_in_graphs(replicas[0].modules[2], replicas[1].modules[2])
+        for X, y in batches([9, 9]):
+            r.step_on_shards([X[:0], X], [y[:0], y])
+    assert same_in_graphs(replicas[0].modules[1], replicas[1].modules[1])
 
 
 @pytest.mark.parametrize(
@@ -127,14 +125,14 @@ def test_other_reductions():
 
 
 def test_state_goes_from_eager_to_compiled_and_back():
-    wanted = trained(perceptron(), 2, SIZES)
-    first = trained(perceptron(), 2, SIZES[:3], compile="aot_eager")
+    wanted = trained(perceptron(), 2, [8] * 5)
+    first = trained(perceptron(), 2, [8] * 3, compile="aot_eager")
     later = replicas_of(perceptron(1), 2, compile="aot_eager")
     X, y = batches([8])[0]
     later.step(X, y)
     later.step(X, y)
     later.load_state_dict(first.state_dict())
-    for X, y in batches(SIZES)[3:]:
+    for X, y in batches([8] * 5)[3:]:
         later.step(X, y)
     assert same_in_graphs(later.modules[1], wanted.modules[1])
 
@@ -165,7 +163,7 @@ class Shared(nn.Module):
 
 
 def test_gradients_that_share_memory():
-    eager, compiled = (trained(Shared(), 2, SIZES, **o) for o in ({}, {"compile": "aot_eager"}))
+    eager, compiled = (trained(Shared(), 2, [8] * 3, **o) for o in ({}, {"compile": "aot_eager"}))
     assert same_in_graphs(eager.modules[1], compiled.modules[1])
 
 

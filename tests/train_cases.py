@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ def _step(p: Tensor, g: Tensor) -> Tensor:
     return p.clone().add_(g, alpha=-0.3)
 
 
+@cache
 def graphs_round_alike() -> bool:
     """Whether torch's own SGD has the same bits in a graph, which it has not before torch 2.13."""
     p, g = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
