@@ -8,9 +8,12 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +27,8 @@ from dist_pool import (
     caught,
     fresh,
     pools_of_a_module,
+    started_jobs,
 )
-from dist_process import own_process
 from dist_ranks import between_processes
 from dist_resources import open_resources
 
@@ -88,7 +91,7 @@ def descriptors_of_groups(me: RankContext, count: int) -> list[int]:
 @ours_only
 def test_a_group_takes_one_descriptor():
     """A group costs one descriptor, because processes usually may have only 1024."""
-    count = 50
+    count = 10
     with fresh(4) as pool:
         for before, among, after in pool.run(descriptors_of_groups, count):
             assert (among - before, after) == (count, before)
@@ -106,7 +109,8 @@ print("end", x.tolist())
 
 
 def test_exit_without_destroy(tmp_path):
-    assert "end [1.0, 1.0, 1.0]" in own_process(["-c", PROGRAM, BACKEND, f"{tmp_path}/st"], 30)
+    ran = programs.run([sys.executable, "-c", PROGRAM, BACKEND, tmp_path / "store"], timeout=30)
+    assert (ran.returncode, ran.stdout) == (0, "end [1.0, 1.0, 1.0]\n"), ran.stderr
 
 
 # --- bootstrap ------------------------------------------------------------------------------------
@@ -137,14 +141,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-INIT_METHODS = [(w, how) for w in (1, 3) for how in ("env", "tcp", "file", "hash")]
-
-
 def init_again_and_again(me: RankContext, port: int, seconds: float) -> None:
     """Groups one after the other at one port: the store of each ends with rank 0's group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(me.rank), WORLD_SIZE=str(me.world))
-    for n in range(15):
+    for n in range(me.world + 1):
         dist.init_process_group(me.spec.backend, timeout=datetime.timedelta(seconds=30))
         assert_all_reduce(me.world)
         if n % me.world == me.rank:
@@ -180,21 +181,12 @@ def stores_that_stay(me: RankContext, port: int) -> list[float]:
     return took
 
 
-@ours_only
-@between_processes("threads have no store that ends")
-def test_destroying_does_not_wait_for_a_store_that_stays():
-    with fresh(2, group=False) as pool:
-        for took in pool.run(stores_that_stay, free_port(), seconds=60):
-            assert max(took) < 1, took
-
-
-@pytest.mark.parametrize(("world", "how"), INIT_METHODS)
-def test_init_methods(tmp_path, world, how, ranks_as):
+@pytest.mark.parametrize("world", [1, 3])
+def test_init_methods(tmp_path, world, ranks_as):
     with fresh(world, group=False, ranks_as=ranks_as) as pool:
-        where = f"{tmp_path}/store" if how == "file" else f"127.0.0.1:{free_port()}"
-        pool.run(init_group, how, where)
-        where = f"{tmp_path}/again" if how == "file" else f"127.0.0.1:{free_port()}"
-        pool.run(init_group, how, where)
+        for number, how in enumerate(("env", "tcp", "file", "hash") * 2):
+            file, port = f"{tmp_path}/store_{number}", f"127.0.0.1:{free_port()}"
+            pool.run(init_group, how, file if how == "file" else port)
 
 
 def init_for_devices(me: RankContext, backend: str) -> list[Caught]:
@@ -288,39 +280,11 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("case", MISSING)
-def test_monitored_barrier_names_the_missing_as_torch_does(case):
-    late, wait_all, words = MISSING[case]
-    with fresh(4) as pool:
-        errors = pool.run(late_for_monitored_barrier, late, wait_all)
-    assert words in errors[0].text, errors[0]
-    if OURS:
-        assert "Timeout" in errors[0].kinds
-        assert " Timed out after 0.4 s; rank" in errors[0].text
-    for rank in {1, 2, 3} - {*late}:
-        reached = f"Rank {rank} successfully reached monitoredBarrier, but received errors"
-        assert reached in errors[rank].text, errors[rank]
-
-
-@ours_only
-def test_monitored_barrier_names_what_it_knows_of_other_hosts():
-    with fresh(4, placement="aabb") as pool:
-        errors = pool.run(late_for_monitored_barrier, [3], True)
-    assert "Rank 0 timed out in monitoredBarrier after 400 ms" in errors[0].text, errors[0]
-    assert " Timed out " in errors[0].text
-
-
 def no_time_for_monitored_barrier(me: RankContext) -> Caught | None:
     if me.rank == 1:
         time.sleep(0.5)
         return None
     return caught(dist.group.WORLD.monitored_barrier, datetime.timedelta(0))
-
-
-def test_monitored_barrier_without_time():
-    with fresh(2) as pool:
-        errors = pool.run(no_time_for_monitored_barrier)
-    assert "Rank 0 timed out in monitoredBarrier after 0 ms" in errors[0].text, errors[0]
 
 
 def words_of_timeouts(me: RankContext) -> list[Caught]:
@@ -333,13 +297,61 @@ def words_of_timeouts(me: RankContext) -> list[Caught]:
     return [brief, caught(dist.group.WORLD.barrier(timeout=datetime.timedelta(seconds=0.2)).wait)]
 
 
+# Jobs that mostly wait and run side by side: name -> where.
+ON_HOSTS: dict[str, Any] = {"placement": "aabb"}
+TIMEOUTS: dict[str, dict[str, Any]] = {"timeouts": {}, "timeouts on hosts": ON_HOSTS}
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[dict[str, Any]]:
+    jobs: dict[str, tuple[Any, ...]] = {
+        **{case: (late_for_monitored_barrier, *MISSING[case][:2]) for case in MISSING},
+        "on hosts": (late_for_monitored_barrier, [3], True),
+        "no time": (no_time_for_monitored_barrier,),
+        **dict.fromkeys(TIMEOUTS, (words_of_timeouts,)),
+        "stores": (stores_that_stay, free_port()),
+    }
+    each = {name: {"timeout": 0.6, **where} for name, where in TIMEOUTS.items()}
+    yield from started_jobs(jobs, 4, each | {"stores": {"group": False}, "on hosts": ON_HOSTS})
+
+
 @ours_only
-@between_processes("a rank that is a thread can be late only if another one has a turn")
-def test_timeouts_have_the_words_that_people_search_for(ranks_as):
-    with fresh(2, ranks_as=ranks_as, timeout=0.6) as pool:
-        for error in pool.run(words_of_timeouts)[0]:
-            assert error.kind in ("Timeout", "PeerLost"), error
-            assert " timeout " in error.text or " Timed out " in error.text, error
+def test_destroying_does_not_wait_for_a_store_that_stays(waiting):
+    for took in waiting["stores"].results(seconds=60):
+        assert max(took) < 1, took
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_monitored_barrier_names_the_missing_as_torch_does(waiting, case):
+    late, _, words = MISSING[case]
+    errors = waiting[case].results()
+    assert words in errors[0].text, errors[0]
+    if OURS:
+        assert "Timeout" in errors[0].kinds
+        assert " Timed out after 0.4 s; rank" in errors[0].text
+    for rank in {1, 2, 3} - {*late}:
+        reached = f"Rank {rank} successfully reached monitoredBarrier, but received errors"
+        assert reached in errors[rank].text, errors[rank]
+
+
+@ours_only
+def test_monitored_barrier_names_what_it_knows_of_other_hosts(waiting):
+    errors = waiting["on hosts"].results()
+    assert "Rank 0 timed out in monitoredBarrier after 400 ms" in errors[0].text, errors[0]
+    assert " Timed out " in errors[0].text
+
+
+def test_monitored_barrier_without_time(waiting):
+    errors = waiting["no time"].results()
+    assert "Rank 0 timed out in monitoredBarrier after 0 ms" in errors[0].text, errors[0]
+
+
+@ours_only
+@pytest.mark.parametrize("name", TIMEOUTS)
+def test_timeouts_have_the_words_that_people_search_for(waiting, name):
+    for error in waiting[name].results()[0]:
+        assert error.kind in ("Timeout", "PeerLost"), error
+        assert " timeout " in error.text or " Timed out " in error.text, error
 
 
 def abort_at_once(me: RankContext, rounds: int) -> list[str]:
@@ -433,6 +445,6 @@ print("left", os.path.exists(sys.argv[1]))
 
 @pytest.mark.skipif(not OURS, reason="a test of pycollect's groups")
 def test_a_destroyed_group_lets_go_of_its_store(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(STORE_OF_A_GROUP)
-    assert "left False" in own_process([str(program), f"{tmp_path}/store"], 60)
+    command = [sys.executable, "-c", STORE_OF_A_GROUP, tmp_path / "store"]
+    ran = programs.run(command, timeout=60)
+    assert ran.stdout == "left False\n", ran.stderr
