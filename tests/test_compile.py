@@ -16,6 +16,9 @@ from reference import assert_same, randoms
 import pycollect as pc
 from pycollect import autograd
 
+# A static graph that runs as Dynamo has traced it, and a dynamic one without mutations.
+BACKENDS = [("eager", False), ("aot_eager", True)]
+
 
 def compiled_like_eager(function, backend, **options):
     torch._dynamo.reset()
@@ -31,14 +34,9 @@ def compiled_like_eager(function, backend, **options):
 
 
 @pytest.mark.parametrize("function", FULL, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_list_collective_is_part_of_a_full_graph(function, backend):
-    compiled_like_eager(function, backend, fullgraph=True)
-
-
-@pytest.mark.parametrize("function", FULL, ids=lambda f: f.__name__)
-def test_full_graphs_of_dynamic_shapes(function):
-    compiled_like_eager(function, "aot_eager", fullgraph=True, dynamic=True)
+@pytest.mark.parametrize(("backend", "dynamic"), BACKENDS)
+def test_a_list_collective_is_part_of_a_full_graph(function, backend, dynamic):
+    compiled_like_eager(function, backend, fullgraph=True, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("function", BROKEN, ids=lambda f: f.__name__)
@@ -103,11 +101,10 @@ def test_one_graph_serves_many_sizes():
         (lambda x: autograd.scatter(x, TWO, chunk_sizes=[-1, 5]), ValueError, "chunk_sizes"),
     ],
 )
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_invalid_calls_raise_as_in_eager_mode(call, error, words, backend):
+def test_invalid_calls_raise_as_in_eager_mode(call, error, words):
     torch._dynamo.reset()
 
-    @torch.compile(backend=backend)
+    @torch.compile(backend="aot_eager")
     def compiled(x):
         y = x + 1
         return y, call(y)
@@ -128,8 +125,7 @@ def test_forward_mode_is_not_lost_in_a_graph():
     assert_same([torch.compile(tangent, backend="aot_eager")(x)], [x * 3])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), BACKENDS)
 def test_gradients_of_a_full_graph(backend, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(trained, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -145,7 +141,7 @@ def test_full_graphs_do_not_compute_gradients_that_nobody_needs():
     assert not compiled(a.detach(), b).requires_grad
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_full_graphs_of_random_calls(data):
     world = data.draw(st.integers(1, 4))
