@@ -12,8 +12,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -285,18 +284,22 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_results_measured_so_far_are_kept(name, tmp_path):
     """They are in the file before the run ends, for one that is killed, and after SIGTERM."""
-    path, key = tmp_path / "run.json", name.partition("-")[0]
-    script, *arguments = KEPT[name].split()
-    program = [sys.executable, BENCH / f"{script}.py", *arguments, "--json", path]
-    with programs.Program(program, stdout=subprocess.DEVNULL) as child:
-        text = ""
-        while not text.endswith("\n}\n"):  # another process may be writing it
+    path, key, texts = tmp_path / "run.json", name.partition("-")[0], [""]
+
+    def terminate() -> None:
+        while not texts[-1].endswith("\n}\n"):  # the other thread may be writing it
             time.sleep(0.01)
-            assert child.poll() is None
-            text = path.read_text() if path.exists() else ""
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 128 + signal.SIGTERM
-    before, after = json.loads(text), read(path)
+            texts.append(path.read_text() if path.exists() else "")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: None)  # of a run that has ended
+    thread = threading.Thread(target=terminate, daemon=True)
+    thread.start()
+    status = run(KEPT[name], "--json", path)
+    thread.join(60)
+    signal.signal(signal.SIGTERM, handler)
+    assert status == 128 + signal.SIGTERM
+    before, after = json.loads(texts[-1]), read(path)
     assert before["interrupted"] is after["interrupted"] is True
     assert after[key][: len(before[key])] == before[key] != []
 
