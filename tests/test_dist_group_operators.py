@@ -203,10 +203,9 @@ def compiled(me: RankContext) -> None:
         return ops.group_all_to_all(shard, group).sin()
 
     x = torch.arange(120.0).reshape(12, 10) / 120 + me.rank
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        got = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(x)
-        assert_same([got], [layer(x)])
+    torch._dynamo.reset()
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)(x)
+    assert_same([got], [layer(x)])
     leaf = x.clone().requires_grad_()
 
     def recorded(x: Tensor) -> Tensor:

@@ -164,9 +164,9 @@ def test_verify_reports_wrong_steps_orders_and_waits() -> None:
     assert str(stuck.verify()).startswith("deadlock: ")
 
 
-@pytest.mark.parametrize("suffix", [pytest.param(".png", marks=pytest.mark.slow), ".svg"])
 @pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_every_plan_can_be_drawn(a: _C.Algorithm, suffix: str, tmp_path: Path) -> None:
+def test_every_plan_can_be_drawn(a: _C.Algorithm, tmp_path: Path) -> None:
+    suffix = ".png" if a.name == "ring" else ".svg"
     path = tmp_path / f"plan{suffix}"
     pc.plan(a.collective, 5, algorithm=a.name).plot(path, "pcie")
     drawn = path.read_bytes()

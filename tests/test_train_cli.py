@@ -63,7 +63,7 @@ def test_a_closed_standard_output_ends_the_run_quietly() -> None:
 def test_both_reductions_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     lines = []
     for reduction in ("naive", "pycollect"):
-        arguments = ["--data", "digits", "--epochs", "1", "--batch-size", "50"]
+        arguments = ["--data", "digits", "--epochs", "1", "--batch-size", "300"]
         assert main([*arguments, "--devices", "cpu", "cpu*2", "--reduce", reduction]) == 0
         header, epoch, *_ = capsys.readouterr().out.splitlines()
         assert header.endswith(f"on [cpu, cpu, cpu], reduced by {reduction}")
