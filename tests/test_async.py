@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import weakref
 
+import programs
 import pytest
 import torch
 from reference import assert_same, expected, left_fold, randoms
@@ -191,7 +191,5 @@ if sys.argv[1] == "drop":
 
 @pytest.mark.parametrize("how", ["keep", "drop"])
 def test_a_program_may_exit_with_work_in_flight(how):
-    done = subprocess.run(
-        [sys.executable, "-c", EXITS_WITH_WORK, how], timeout=60, capture_output=True, text=True
-    )
+    done = programs.run([sys.executable, "-c", EXITS_WITH_WORK, how], timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

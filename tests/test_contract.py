@@ -102,7 +102,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=1200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, suppress_health_check=list(HealthCheck))
 @given(cases())
 @example(Case("all_reduce", None, 16, torch.float32, "sum", (100_003,), "misaligned"))
 @example(Case("all_reduce", "chain", 9, torch.bfloat16, "avg", (65, 3), "transposed"))

@@ -6,9 +6,9 @@ behind: afterwards all ranks have taken part in the same number of the group's c
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,7 +170,8 @@ dist.destroy_process_group()
 
 
 def test_a_manager_imported_before_pycollect_leaves_no_state():
-    subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], check=True, timeout=60)
+    ran = programs.run([sys.executable, "-c", IMPORTED_BEFORE], timeout=60)
+    assert ran.returncode == 0, ran.stderr
 
 
 def exceptions_before_any_call(me: RankContext) -> None:

@@ -184,7 +184,7 @@ def outlived(me: RankContext, kept: bool) -> int:
             return changed()
 
     warm_up(me)
-    return sum(changes() for _ in range(5))
+    return sum(changes() for _ in range(3))
 
 
 @pytest.mark.skipif(not OURS, reason="gloo's events write into profiles that have ended")

@@ -51,11 +51,9 @@ def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     backend.shutdown()
 
 
-def group_after_a_failed_attempt(
-    me: RankContext, early: tuple[int, ...], file: str
-) -> Caught | None:
+def group_after_a_failed_attempt(me: RankContext, early: tuple[int, ...]) -> Caught | None:
     """The `early` ranks time out in a first attempt; then all ranks make the group."""
-    store = dist.FileStore(f"{me.folder}/{file}", me.world)
+    store = dist.FileStore(f"{me.folder}/early", me.world)
     error = (
         caught(make_group, store, me.rank, me.world, SHORT_TIMEOUT) if me.rank in early else None
     )
@@ -65,9 +63,18 @@ def group_after_a_failed_attempt(
     return error
 
 
-@pytest.mark.parametrize("early", [(0,), (1,), (0, 1), (1, 2)])
-def test_a_failed_attempt_of_some_ranks_does_not_block_the_next(pools, early):
-    errors = pools(3).run(group_after_a_failed_attempt, early, f"early_{early}", seconds=40)
+EARLY = [(0,), (1,), (0, 1), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def failed_attempts() -> Iterator[dict[tuple[int, ...], Pool]]:
+    jobs = {early: (group_after_a_failed_attempt, early) for early in EARLY}
+    yield from started_jobs(jobs, 3, group=False)
+
+
+@pytest.mark.parametrize("early", EARLY)
+def test_a_failed_attempt_of_some_ranks_does_not_block_the_next(failed_attempts, early):
+    errors = failed_attempts[early].results(seconds=40)
     for rank in early:
         missing = [0] if 0 not in early else [r for r in range(3) if r not in early]
         assert errors[rank].kind == "Timeout", errors[rank]

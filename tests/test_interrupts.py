@@ -82,8 +82,9 @@ MANY = ["-b", "4K", "-e", "1G", "-f", "2", "--seconds", "0.05"]
 BENCH = [*CLI, "bench", *MANY, "--world", "2"]
 PROCESSES = [*BENCH, "--peers", "none", "--processes"]
 OVERLAP = ["--size", "30", "--products", "2", "--repeats", "1", "--world", "1000000"]
-LENET = ["--models", "lenet", "--batch", "8", "--seconds", "0.05"]
-ONCE = [*LENET[:2], "--worlds", "2", "--batch", "6", "-n", "1", "--no-loading"]
+LENET = ["--models", "lenet", "--batch", "8", "--no-loading"]
+ALONE = [*LENET, "--no-ddp", "--seconds", "0.05"]
+ONCE = [*LENET, "--worlds", "2", "-n", "1"]
 DDP = [*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 # The command, the begin and end of the line to wait for and the number of processes that run then,
@@ -94,7 +95,7 @@ CASES = {
     "processes": ([*PROCESSES, "2"], "     2        8192", "", 3, INT, 130, "cases", 2),
     "copies": ([*script("copy_bandwidth"), *MANY], " scatter", "", 1, INT, 130, "copies", 1),
     "overlap": ([*script("overlap"), *OVERLAP], "one", "", 1, INT, 130, "overlap", 1),
-    "training": ([*script("train"), *LENET], "# lenet, 1 rank", "", 1, INT, 130, "training", 1),
+    "training": ([*script("train"), *ALONE], "# lenet, 1 rank", "", 1, INT, 130, "training", 1),
     # A step is all or nothing.
     "step": ([*script("train_step"), "--seconds", "600"], "# command", "", 1, INT, 130, "", 0),
     "starting processes": ([*PROCESSES, "3"], "#world", "", 4, INT, 130, None, 0),

@@ -148,11 +148,11 @@ def test_waiting_is_measured() -> None:
     slow = [batch.waited for batch in Loader(Slow(0.005), LoaderOptions(4)).epoch()]
     assert all(seconds >= 4 * 0.005 for seconds in slow)
     waited = []
-    for batch in Loader(Slow(0.01), LoaderOptions(4, prefetch=2)).epoch():
+    for batch in Loader(Slow(0.01), LoaderOptions(8, prefetch=2)).epoch():
         waited.append(batch.waited)
         time.sleep(0.5)  # the training step, long enough to load the next batch
-    assert waited[0] >= 4 * 0.01
-    assert max(waited[1:]) < 4 * 0.01
+    assert waited[0] >= 8 * 0.01
+    assert max(waited[1:]) < 8 * 0.01
 
 
 def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
