@@ -162,12 +162,15 @@ def allocate_and_free(me: RankContext, make: Make) -> None:
     dist.barrier()
 
 
-ON_BOTH = (same_bits, views, reuse_after_calls)
 IN_SHARED_MEMORY = between_processes("threads share all memory, so the group has no heap")
 JOBS = [
-    *ON_BOTH,
+    *(views, reuse_after_calls),
     *(pytest.param(job, marks=IN_SHARED_MEMORY) for job in (ordinary, allocate_and_free)),
 ]
+
+
+def test_results_have_the_same_bits(pools):
+    pools(3).run(same_bits, by_empty)
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
