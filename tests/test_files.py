@@ -232,7 +232,7 @@ PROGRAMS = {
 
 def ended(command, stdout, **environ):
     more = {"stdout": stdout, "env": {**os.environ, **environ}}
-    if environ:  # variables that Python or the import reads
+    if any(name.startswith("PYTHON") for name in environ):  # which Python reads when it starts
         done = subprocess.run(command, stderr=-1, text=True, timeout=TIMEOUT, **more)
     else:
         done = programs.run(command, timeout=TIMEOUT, **more)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
+import programs
 import pytest
 import torch
 from reference import assert_same, expected, left_fold
@@ -195,9 +195,7 @@ def test_negative_strides_are_refused():
         "    else: raise SystemExit('not refused')\n"
         "assert (x[1] == np.arange(6.0)).all()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], timeout=60, capture_output=True, text=True
-    )
+    done = programs.run([sys.executable, "-c", script], timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
