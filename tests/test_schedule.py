@@ -28,7 +28,7 @@ each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 @each_algorithm
 def test_no_algorithm_races_and_every_wait_is_needed(algorithm: _C.Algorithm) -> None:
     waits = 0
-    for case, devices, layout in calls(algorithm, range(2, 9)):
+    for case, devices, layout in calls(algorithm, (2, 3, 4, 5, 8)):
         emulated_run = emulate_calls(case.plan, case.in_place, devices, **layout)
         assert emulated_run.redundant_waits() == [], f"{case} on {devices}, {layout}"
         waits += emulated_run.waits
