@@ -12,7 +12,7 @@ from pathlib import Path
 
 import programs
 import pytest
-from dist_pool import BACKEND, OURS
+from dist_pool import BACKEND
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 BEGIN = f"""
@@ -37,7 +37,7 @@ def work():
 PROGRAM = f"""{BEGIN}{WORK}
 dist.init_process_group({BACKEND!r})
 work()
-if "--destroy" in sys.argv: dist.destroy_process_group()
+dist.destroy_process_group()
 """
 START_METHODS = f"""{BEGIN}{WORK}
 import torch.multiprocessing as mp
@@ -71,12 +71,9 @@ def assert_two_ranks_succeed(*arguments: str) -> None:
         assert word not in output, output
 
 
-# Without --destroy: test_dist_lifecycle.py has a quick test of a program that just exits.
-@pytest.mark.parametrize("end", ["--destroy", pytest.param("--leave", marks=pytest.mark.slow)])
-def test_torchrun(tmp_path, end):
-    if not OURS and end == "--leave":
-        pytest.skip(f"{BACKEND} sometimes aborts when a program exits without destroying")
-    assert_two_ranks_succeed(*TORCHRUN, written(tmp_path, PROGRAM), end)
+# README's program, which test_documents.py runs, exits without destroying its group.
+def test_torchrun(tmp_path):
+    assert_two_ranks_succeed(*TORCHRUN, written(tmp_path, PROGRAM))
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])
