@@ -11,7 +11,7 @@
 
 #include "../../csrc/rank_executor/executor.h"
 #include "../../csrc/rank_executor/shm_transport.h"
-#include "../../tests/native/stores.h"
+#include "../../tests/native/file_store.h"
 #include "measure.h"
 
 namespace pycollect::ipc {

@@ -2,109 +2,92 @@
 // where permitted, in a real group, which kills processes that exceed its limit.
 #include "../../csrc/group/available_memory.h"
 
-#include <fstream>
+#include <optional>
 
-#include "../../csrc/group/segment.h"
-#include "group_ranks.h"
+#include "ranks.h"
 
 namespace pycollect::ipc {
 namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
 
-void write(const fs::path& path, const std::string& content) {
-  fs::create_directories(path.parent_path());
-  std::ofstream(path) << content << '\n';
-}
-
-void expect_available(const AvailableMemory& got, std::size_t bytes, const std::string& where) {
-  expect(got.bytes == bytes, text("got ", got.bytes, ", not ", bytes));
-  expect_equal(got.where, where);
+// Writes one file after the other, and then reads the available memory, if it is given: its bytes
+// and the control group that limits it.
+struct CgroupChange {
+  const char *file, *content;
+  std::size_t swap = 0;
+  std::optional<std::size_t> bytes = {};
+  const char* where = "/job";
+};
+void check_changes(std::initializer_list<CgroupChange> changes) {
+  const TemporaryFolder folder;
+  const fs::path root = folder.path();
+  for (const CgroupChange& change : changes) {
+    write(root / change.file, change.content);
+    if (!change.bytes) continue;
+    const AvailableMemory got = available_in_cgroups(root / "list", root, change.swap);
+    const std::string where = *change.bytes == SIZE_MAX ? "" : "in the control group ";
+    expect_equal(
+        text(change.file, " ", got.bytes, " ", got.where),
+        text(change.file, " ", *change.bytes, " ", where, where.empty() ? "" : change.where));
+  }
 }
 
 // The group with the least available memory counts, of a group and its ancestors. Pages of files
 // count as free, and swap as far as the group may use it.
 void reads_cgroup_v2() {
-  const TemporaryFolder folder;
-  const fs::path root = folder.path(), list = root / "list";
-  const auto available_with = [&](std::size_t swap) {
-    return available_in_cgroups(list, root, swap);
-  };
-  write(list, "0::/job/step");
-  expect_available(available_with(7), SIZE_MAX, "");  // no limits at all
-  write(root / "job/step/memory.max", "max");
-  expect_available(available_with(7), SIZE_MAX, "");
-  write(root / "job/memory.max", "1000");
-  write(root / "job/memory.current", "900");
-  expect_available(available_with(0), 100, "in the control group /job");
-  expect_available(available_with(7), 107, "in the control group /job");
-  write(root / "job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 50");
-  expect_available(available_with(7), 157, "in the control group /job");
-  write(root / "job/memory.swap.max", "5");
-  write(root / "job/memory.swap.current", "4");
-  expect_available(available_with(7), 151, "in the control group /job");
-  write(root / "job/memory.swap.max", "max");
-  expect_available(available_with(7), 157, "in the control group /job");
-  write(root / "job/step/memory.max", "60");
-  write(root / "job/step/memory.current", "90");
-  expect_available(available_with(0), 0, "in the control group /job/step");
+  check_changes({{"list", "0::/job/step", 7, SIZE_MAX},
+                 {"job/step/memory.max", "max", 7, SIZE_MAX},
+                 {"job/memory.max", "1000"},
+                 {"job/memory.current", "900", 0, 100},
+                 {"job/memory.current", "900", 7, 107},
+                 {"job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 5", 7, 157},
+                 {"job/memory.swap.max", "5"},
+                 {"job/memory.swap.current", "4", 7, 151},
+                 {"job/memory.swap.max", "max", 7, 157},
+                 {"job/step/memory.max", "60"},
+                 {"job/step/memory.current", "90", 0, 0, "/job/step"}});
 }
 
+// In a container, the root group may be listed with its name on the host.
 void reads_cgroup_v1() {
-  const TemporaryFolder folder;
-  const fs::path root = folder.path(), list = root / "list", job = root / "memory/job";
-  const auto available_with = [&](std::size_t swap) {
-    return available_in_cgroups(list, root, swap);
-  };
-  write(list, "4:cpu:/other\n3:hugetlb,memory:/job\n0::/");
-  write(root / "memory/memory.limit_in_bytes", "9223372036854771712");
-  write(job / "memory.limit_in_bytes", "1000");
-  write(job / "memory.usage_in_bytes", "900");
-  write(job / "memory.stat", "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20");
-  expect_available(available_with(7), 157, "in the control group /job");
-  write(job / "memory.memsw.limit_in_bytes", "1001");
-  write(job / "memory.memsw.usage_in_bytes", "900");
-  expect_available(available_with(7), 151, "in the control group /job");
-  // In a container, the root group may be listed with its name on the host.
-  write(list, "3:memory:/docker/4711");
-  write(root / "memory/memory.limit_in_bytes", "200");
-  write(root / "memory/memory.usage_in_bytes", "50");
-  expect_available(available_with(0), 150, "in the control group /");
+  check_changes(
+      {{"memory/memory.limit_in_bytes", "9223372036854771712"},
+       {"memory/job/memory.limit_in_bytes", "1000"},
+       {"memory/job/memory.usage_in_bytes", "900"},
+       {"memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20"},
+       {"list", "4:cpu:/other\n3:hugetlb,memory:/job\n0::/", 7, 157},
+       {"memory/job/memory.memsw.limit_in_bytes", "1001"},
+       {"memory/job/memory.memsw.usage_in_bytes", "900", 7, 151},
+       {"list", "3:memory:/docker/4711"},
+       {"memory/memory.limit_in_bytes", "200"},
+       {"memory/memory.usage_in_bytes", "50", 0, 150, "/"}});
 }
 
 // Moves this process to a new control group of `bytes`; returns false where that is not permitted.
-bool join_group(const fs::path& folder, bool second, std::size_t bytes) {
+bool join_group(const fs::path& folder, const char* limit_file, std::size_t bytes) {
   std::error_code error;
   if (!fs::create_directory(folder, error)) return false;
-  std::ofstream limit(folder / (second ? "memory.max" : "memory.limit_in_bytes"));
+  std::ofstream limit(folder / limit_file), members(folder / "cgroup.procs");
   limit << bytes << std::flush;
-  std::ofstream members(folder / "cgroup.procs");
   members << getpid() << std::flush;
   return limit.good() && members.good();
 }
 
 void throws_before_the_oom_killer() {
+  const bool first = fs::exists("/sys/fs/cgroup/memory");
   const std::string name = text("pycollect-", getpid());
-  const fs::path one = "/sys/fs/cgroup/memory" / fs::path(name),
-                 two = "/sys/fs/cgroup" / fs::path(name);
-  const pid_t pid = fork();
-  if (pid == 0) {
-    const bool second = !fs::exists(one.parent_path());
-    if (!join_group(second ? two : one, second, 64 * kMiB)) _exit(77);
+  const fs::path folder = fs::path(first ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup") / name;
+  const int status = status_of_child([&] {
+    if (!join_group(folder, first ? "memory.limit_in_bytes" : "memory.max", 64 * kMiB)) return 77;
     const auto segment = Segment::create(1024 * kMiB);
     segment->commit(0, 16 * kMiB);
-    const std::string message = attempt([&] {
-      segment->commit(0, 256 * kMiB);
-      return std::string("committed");
-    });
-    expect(contains(message, "no memory for 256 MiB of shared memory") &&
-               contains(message, text("in the control group /", name)),
-           message);
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(pid, &status, 0);
-  for (const fs::path& folder : {one, two}) rmdir(folder.c_str());
+    const std::string message = refusal([&] { segment->commit(0, 256 * kMiB); });
+    expect_part(message, "no memory for 256 MiB of shared memory");
+    expect_part(message, text("in the control group /", name));
+    return 0;
+  });
+  rmdir(folder.c_str());
   if (WIFEXITED(status) && WEXITSTATUS(status) == 77)
     std::puts("  SKIPPED: no right to make a control group");
   else

@@ -1,31 +1,17 @@
-// The executor between ranks that are threads or forked processes: its results, bit for bit, and
-// its refusals. Usage: executor_test [cases per world] [worlds...]
-#include <sys/wait.h>
-#include <unistd.h>
+// The executor between ranks that are threads or forked processes: its results, bit for bit, its
+// refusals, and late ranks. Usage: executor_test [cases per world] [worlds...]
+#include "../../csrc/rank_executor/executor.h"
 
 #include <array>
-#include <cstdio>
-#include <cstdlib>
-#include <thread>
-#include <utility>
 
 #include "../../csrc/plan/passes.h"
+#include "../../csrc/rank_executor/agreement.h"
+#include "../../csrc/rank_executor/shm_transport.h"
 #include "cases.h"
 #include "random_plans.h"
-#include "stores.h"
 
 namespace pycollect::ipc {
 namespace {
-
-using namespace std::chrono_literals;
-
-[[noreturn]] void fail(const std::string& why) {
-  std::fprintf(stderr, "FAILED: %s\n", why.c_str());
-  std::_Exit(1);
-}
-void expect(bool ok, const std::string& why) {
-  if (!ok) fail(why);
-}
 
 Deadline soon() { return Clock::now() + 60s; }
 
@@ -45,34 +31,31 @@ struct Member {
 // Memory of one call buffer: spread over tensors that are not adjacent, or in the symmetric heap.
 class TestBuffer {
  public:
-  TestBuffer(Group& group, const Case& c, const Bytes& content, const Sizes& blocks,
-             std::size_t arena_offset)
-      : content_(content) {
-    if (blocks.empty()) return;
-    const std::size_t item = item_bytes(c.dtype), n = content.size() / item;
-    buffer_.blocks = blocks;
-    if (c.zero_copy) {
-      std::byte* at = group.heap(group.rank()) + arena_offset;
-      std::copy(content.begin(), content.end(), at);
-      buffer_.segments = {{at, n}};
-      return;
-    }
-    for (int i = 0; i < c.tensors; ++i) {
+  TestBuffer(Group& group, const Case& c, bool output)
+      : item_(item_bytes(c.dtype)), content_(initial(c, group.rank(), output)) {
+    buffer_.blocks = blocks(c, group.rank(), output).own;
+    const std::size_t n = content_.size() / item_;
+    for (int i = 0; i < c.tensors && !buffer_.blocks.empty(); ++i) {
       const std::size_t begin = n * i / c.tensors, end = n * (i + 1) / c.tensors;
-      parts_.emplace_back(content.begin() + begin * item, content.begin() + end * item);
-      parts_.back().resize((end - begin) * item + 1);  // gives an empty tensor an address
-      buffer_.segments.push_back({parts_.back().data(), end - begin});
+      std::byte* at = group.heap(group.rank()) + (output ? kArena / 2 : 0) + begin * item_;
+      if (!c.zero_copy) {
+        parts_.emplace_back((end - begin) * item_ + 1);  // gives an empty tensor an address
+        at = parts_.back().data();
+      }
+      std::copy_n(content_.begin() + begin * item_, (end - begin) * item_, at);
+      buffer_.segments.push_back({at, end - begin});
     }
   }
   const CallBuffer& buffer() const { return buffer_; }
-  Bytes now(std::size_t item) const {
+  Bytes now() const {
     Bytes all;
     for (const BufferSegment& s : buffer_.segments)
-      all.insert(all.end(), s.base, s.base + s.count * item);
+      all.insert(all.end(), s.base, s.base + s.count * item_);
     return buffer_.blocks.empty() ? content_ : all;
   }
 
  private:
+  std::size_t item_;
   Bytes content_;
   std::vector<Bytes> parts_;
   CallBuffer buffer_;
@@ -95,20 +78,13 @@ std::vector<RegisterAlgorithm> register_random_plans(std::integer_sequence<int, 
 const std::vector<RegisterAlgorithm> kRandomPlans =
     register_random_plans(std::make_integer_sequence<int, 60>());
 
-// Returns the reference algorithm. If the case names none, any algorithm that keeps the contract
-// has the same result, bit for bit, as the selector's choice.
-std::string chosen(const Case& c) {
-  if (!c.algorithm.empty()) return c.algorithm;
-  return c.collective == Collective::all_reduce ? "leader" : "direct";
-}
-
 // Returns true if a case can run. A random plan may need more host memory than a rank has or be
 // invalid in place, and where nothing is summed up, the step at which `avg` scales is undefined.
-bool is_possible(const Case& c, int world) {
+bool is_possible(const Case& c) {
   if (!c.algorithm.starts_with("random_plan")) return true;
   if (c.op == ReduceOp::avg) return false;
   try {
-    const Plan plan = find(c.collective, c.algorithm)({world, 0, 4});
+    const Plan plan = find(c.collective, c.algorithm)({c.world, 0, 4});
     check(plan, c.in_place);
     for_processes(plan, c.in_place, false, false);
     for_processes(plan, c.in_place, true, true);
@@ -133,13 +109,8 @@ bool place_within(CollectiveRequest& request, Rank r, const Bytes& input) {
 }
 
 void run_case(Member& me, const Case& c) {
-  const int world = me.group.world();
   const Rank r = me.group.rank();
-  const std::size_t item = item_bytes(c.dtype);
-  const Blocks b = blocks(c, r, world);
-  const Bytes input = make_input(c, r, world);
-  TestBuffer in(me.group, c, input, b.in, 0),
-      out(me.group, c, initial_output(c, r, world), b.out, kArena / 2);
+  TestBuffer in(me.group, c, false), out(me.group, c, true);
   CollectiveRequest request{.collective = c.collective,
                             .dtype = c.dtype,
                             .op = c.op,
@@ -150,97 +121,182 @@ void run_case(Member& me, const Case& c) {
                             .output = c.in_place ? CallBuffer{} : out.buffer(),
                             .irregular = c.irregular,
                             .tensors = static_cast<uint64_t>(c.tensors)};
-  const bool within = c.within && place_within(request, r, input);
+  const bool within = c.within && place_within(request, r, initial(c, r, false));
   me.run(request);
-  const Outcome want = expected(c, chosen(c), world);
-  const auto description = [&] { return text("rank ", r, " of ", world, ": ", c.describe()); };
-  const auto holds = [&](const CallBuffer& buffer, const Bytes& bytes) {
-    return std::equal(bytes.begin(), bytes.end(), buffer.segments[0].base);
-  };
-  if (within) return expect(holds(request.output, want.out[r]), description());
-  expect(in.now(item) == want.in[r], description() + ": the input");
-  if (!c.in_place && !b.out.empty())
-    expect(out.now(item) == want.out[r], description() + ": the output");
+  // Any algorithm that keeps the contract has the same result, bit for bit, as the selector's.
+  const Outcome want = expected(c, !c.algorithm.empty()                     ? c.algorithm
+                                   : c.collective == Collective::all_reduce ? "leader"
+                                                                            : "direct");
+  const std::string what = text("rank ", r, " of ", c.world, ": ", c.describe());
+  if (within)
+    return expect(std::ranges::equal(
+                      want.out[r], std::span(request.output.segments[0].base, want.out[r].size())),
+                  what);
+  expect(in.now() == want.in[r], what + ": the input");
+  expect(c.in_place || out.buffer().blocks.empty() || out.now() == want.out[r],
+         what + ": the output");
 }
 
 void run_cases(Member& me, int cases, uint64_t seed) {
-  const int world = me.group.world();
   for (int i = 0; i < cases; ++i)
-    if (const Case c = Picker(world, seed + i).pick(); is_possible(c, world)) run_case(me, c);
+    if (const Case c = random_case(me.group.world(), seed + i); is_possible(c)) run_case(me, c);
   me.run({.collective = Collective::barrier, .tensors = 0});
 }
 
-#include "refusals.h"
+struct Buffers {
+  std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
+  CallBuffer buffer(bool output, const Sizes& blocks) {
+    std::vector<float>& all = output ? out : in;
+    return {{{reinterpret_cast<std::byte*>(all.data()), sum(blocks)}}, blocks};
+  }
+  CollectiveRequest request(Collective collective, const Sizes& in_blocks,
+                            const Sizes& out_blocks) {
+    return {.collective = collective,
+            .dtype = DType::f32,
+            .input = buffer(false, in_blocks),
+            .output = buffer(true, out_blocks)};
+  }
+  CollectiveRequest all_reduce(std::size_t n) { return request(Collective::all_reduce, {n}, {n}); }
+};
 
-GroupSettings settings(std::size_t buffer_bytes, std::shared_ptr<Segment> segment) {
-  GroupSettings s;
-  s.buffer_bytes = buffer_bytes;
-  s.symmetric_heap_bytes = kArena;
-  s.timeout = 60s;
-  s.segment = std::move(segment);
-  return s;
+// Every rank's message contains `part`, no output is written, and the group stays usable.
+void expect_refused(Member& me, Buffers& b, const std::function<void()>& call,
+                    const std::string& part) {
+  const std::string message = refusal(call);
+  expect(message.starts_with("invalid_argument: "), message);
+  expect_part(message, part);
+  expect(b.out == std::vector<float>(512, -1), "an output was written before all agreed");
+  Buffers after;
+  me.run(after.all_reduce(100));
+  expect(after.out[99] == static_cast<float>(me.group.world()) && after.out[100] == -1,
+         "the group does not work after: " + part);
 }
 
-void commit_arena(Group& group) {
-  group.segment()->commit(group.layout().heap(group.rank()), kArena);
+// The last rank's call differs; tests/test_dist_disagreements.py has more differences.
+void run_differences(Member& me) {
+  const int world = me.group.world();
+  const bool last = me.group.rank() == world - 1;
+  const std::string name = text("rank ", world - 1, " called all_reduce of 99 float32");
+  const std::pair<std::string, std::function<void(CollectiveRequest&, Buffers&)>> differences[] = {
+      {name + ", op sum, rank 0 called all_reduce of 100 float32",
+       [](auto& r, Buffers& b) { r = b.all_reduce(99); }},
+      {"with different algorithms", [](auto& r, Buffers&) { r.algorithm = "chain"; }},
+      {"in 7 tensors, rank 0 called", [](auto& r, Buffers&) { r.tensors = 7; }},
+      {"bor is not defined for float32", [](auto& r, Buffers&) { r.op = ReduceOp::bor; }},
+      {"there is no all_reduce algorithm", [](auto& r, Buffers&) { r.algorithm = "none"; }},
+      {"the output has 7", [](auto& r, Buffers& b) { r.output = b.buffer(true, {7}); }}};
+  for (const auto& [part, change] : differences) {
+    Buffers b;
+    CollectiveRequest request = b.all_reduce(100);
+    if (last) change(request, b);
+    expect_refused(me, b, [&] { me.run(request); }, part);
+  }
+  Sizes sent(world, 3), received(world, 3), uneven(world, 5);
+  if (me.group.rank() == 1) received[0] = 4, uneven[1] = 4, uneven[0] = 6;
+  Buffers b;
+  CollectiveRequest request = b.request(Collective::all_to_all, sent, received);
+  request.irregular = true;
+  expect_refused(
+      me, b, [&] { me.run(request); },
+      "all_to_all: rank 0 sends 3 elements to rank 1, which has room for 4");
+  request = b.request(Collective::reduce_scatter, uneven, {uneven[me.group.rank()]});
+  expect_refused(me, b, [&] { me.run(request); }, "tensors of different sizes");
 }
 
-std::size_t total_bytes(int world, std::size_t buffer_bytes) {
-  return SegmentLayout({world, buffer_bytes, 0, kArena}).total;
-}
-
-template <class F>
-void with_threads(int world, std::size_t buffer_bytes, F&& f) {
-  MapStore store;
-  auto segment = Segment::create(total_bytes(world, buffer_bytes));
-  std::vector<std::thread> ranks;
-  for (Rank r = 0; r < world; ++r)
-    ranks.emplace_back([&, r] {
-      try {
-        Group group(store, r, world, settings(buffer_bytes, segment));
-        commit_arena(group);
-        Member me{group};
-        f(me);
-      } catch (const std::exception& error) {
-        fail(text("rank ", r, " of ", world, ": ", error.what()));
-      }
-    });
-  for (std::thread& t : ranks) t.join();
-}
-
-template <class F>
-void with_processes(int world, std::size_t buffer_bytes, F&& f) {
-  const auto folder = std::filesystem::temp_directory_path() / text("executor_test.", getpid());
-  std::vector<pid_t> ranks;
-  for (Rank r = 0; r < world; ++r) {
-    ranks.push_back(fork());
-    if (ranks.back() != 0) continue;
-    try {
-      FileStore store(folder);
-      Group group(store, r, world, settings(buffer_bytes, nullptr));
-      commit_arena(group);
-      Member me{group};
-      f(me);
-    } catch (const std::exception& error) {
-      fail(text("process ", r, " of ", world, ": ", error.what()));
+// Several refusals in a row, also by rank 0; the other ranks' messages name the refusing rank.
+void run_refused(Member& me) {
+  for (int i = 0; i < 5; ++i) {
+    const Rank refusing = i % me.group.world();
+    Buffers b;
+    if (me.group.rank() == refusing) {
+      refuse(me.transport, Collective::all_reduce, me.call++, soon(),
+             "all_reduce: it is not contiguous");
+    } else {
+      expect_equal(
+          refusal([&] { me.run(b.all_reduce(100)); }),
+          text("invalid_argument: rank ", refusing, " refused all_reduce: it is not contiguous"));
+      expect(b.out[0] == -1, "an output was written though a rank refused");
     }
-    std::_Exit(0);
   }
-  bool all = true;
-  for (const pid_t rank : ranks) {
-    int status = 1;
-    waitpid(rank, &status, 0);
-    all &= status == 0;
-  }
-  std::filesystem::remove_all(folder);
-  if (!all) std::_Exit(1);
 }
 
-#include "late_writes.h"
+void run_refusals(Member& me) {
+  for (int i = 0; i < 3; ++i) run_differences(me), run_refused(me);
+  run_cases(me, 20, 7);
+}
+
+GroupSettings settings_of(std::size_t buffer_bytes, std::size_t heap_bytes) {
+  GroupSettings settings = quick_settings();
+  settings.buffer_bytes = buffer_bytes;
+  settings.symmetric_heap_bytes = heap_bytes;
+  settings.timeout = 60s;
+  return settings;
+}
+
+Body with_member(const std::function<void(Member&)>& body) {
+  return [=](RankContext& it) {
+    Group group(it.store, it.rank, it.world, it.settings);
+    group.segment()->commit(group.layout().heap(it.rank), kArena);
+    Member me{group};
+    body(me);
+    return std::string("right");
+  };
+}
+
+// Runs two ranks that are threads, with a call on their tensors of `count` ones in the heap.
+std::vector<RankExit> run_in_heap(
+    std::size_t count, const std::function<void(Group&, const CollectiveRequest&)>& body) {
+  return run_threads(2, settings_of(4096, 64 << 20), [&](RankContext& me) {
+    Group group(me.store, me.rank, 2, me.settings);
+    group.segment()->commit(group.layout().heap(me.rank), count * sizeof(float));
+    std::fill_n(reinterpret_cast<float*>(group.heap(me.rank)), count, 1.0F);
+    body(group, {.collective = Collective::all_reduce,
+                 .dtype = DType::f32,
+                 .in_place = true,
+                 .input = {{{group.heap(me.rank), count}}, {count}}});
+    return std::string("nothing");
+  });
+}
+
+// Rank 1 aborts the group when it has written a sixteenth of its share: it stops and throws.
+void run_late_writer() {
+  constexpr std::size_t kCount = 8 << 20;
+  std::size_t changed = 0;
+  const auto ends = run_in_heap(kCount, [&](Group& group, const CollectiveRequest& request) {
+    const cpu::ParallelFor late = [&](int64_t size, int64_t, const cpu::Body& body) {
+      body(0, size / 16);
+      if (group.rank() == 1) group.abort("the peers have given up");
+      body(size / 16, size);
+    };
+    ShmTransport transport(group, group.rank() == 1 ? late : cpu::ParallelFor());
+    try {
+      run(transport, request, 0, soon());
+    } catch (const CollectiveError&) {
+      const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
+      if (group.rank() == 1)
+        changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
+      throw;
+    }
+  });
+  expect_each_part(ends, "the peers have given up");
+  expect(changed <= kCount / 32, text(changed, " elements were written after that"));
+}
+
+// Rank 1 publishes a registered offset far beyond its symmetric heap.
+void run_impossible_offset() {
+  const auto ends = run_in_heap(1 << 20, [](Group& group, const CollectiveRequest& request) {
+    ShmTransport transport(group, {});
+    if (group.rank() == 0) return run(transport, request, 0, soon());
+    CallFingerprint forged = fingerprint_of(request, 0);
+    forged.set_registered(RegisteredOffsets{(64 << 20) - 64, uint64_t{1} << 60});
+    publish_and_agree(transport, forged, request, {"all_reduce", 0, soon()});
+  });
+  expect_part(ends[0].result, "rank 1 exposed a tensor outside its shared memory");
+}
 
 }  // namespace
 
-void test(int cases, const std::vector<int>& worlds, bool forks) {
+void test(int cases, const std::vector<int>& worlds) {
   run_late_writer();
   run_impossible_offset();
   for (const int world : worlds) {
@@ -248,11 +304,14 @@ void test(int cases, const std::vector<int>& worlds, bool forks) {
     for (const std::size_t buffer_bytes :
          {std::max<std::size_t>(192 * world, 512), std::size_t{4096}, std::size_t{512} << 10}) {
       const uint64_t seed = buffer_bytes + 100000 * world;
-      const auto calls = [&](Member& me) { run_cases(me, cases, seed); };
-      if (forks) with_processes(world, buffer_bytes, calls);
-      with_threads(world, buffer_bytes, calls);
+      const Body calls = with_member([=](Member& me) { run_cases(me, cases, seed); });
+      const GroupSettings settings = settings_of(buffer_bytes, kArena);
+      if (forks()) expect_each(run(world, settings, calls), "right");
+      expect_each(run_threads(world, settings, calls), "right");
     }
-    if (world > 1) with_threads(world, 4096, run_refusals);
+    if (world > 1)
+      expect_each(run_threads(world, settings_of(4096, kArena), with_member(run_refusals)),
+                  "right");
     std::printf("world %d: right\n", world);
     std::fflush(stdout);
   }
@@ -261,10 +320,8 @@ void test(int cases, const std::vector<int>& worlds, bool forks) {
 }  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
   std::vector<int> worlds;
   for (int i = 2; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
   if (worlds.empty()) worlds = {1, 2, 3, 4, 5, 8};
-  const bool forks = std::getenv("NO_FORK") == nullptr;  // ThreadSanitizer does not follow forks
-  pycollect::ipc::test(cases, worlds, forks);
+  pycollect::ipc::test(argc > 1 ? std::atoi(argv[1]) : 300, worlds);
 }

@@ -1,163 +1,157 @@
-// Groups: ranks share memory, or every rank throws an error that names the reason; a destroyed
-// group leaks nothing.
+// Groups: ranks share memory and wait for each other, or every rank throws an error that names the
+// reason.
 #include <sys/resource.h>
 
 #include <optional>
 
 #include "../../csrc/bootstrap/fd_server.h"
-#include "group_ranks.h"
+#include "ranks.h"
 
 namespace pycollect::ipc {
 namespace {
 
-void ranks_exchange() {
-  for (int world : {1, 2, 3, 8})
-    for (const RankExit& end : run(world, quick_settings(), join_and_exchange))
-      expect_equal(end.result, "right");
+const uint64_t kGoal = at_run(5) + 1;
+
+// In one mapping, where ThreadSanitizer sees all accesses. Each rank is late in turn, so that the
+// others go through all stages of waiting. An abort by another thread ends the last wait.
+void threads_exchange() {
+  const auto ends = run_threads(3, quick_settings(), [](RankContext& me) {
+    Group group(me.store, me.rank, me.world, me.settings);
+    expect_equal(exchange(group, 5ms), "right");
+    std::jthread other([&] {
+      if (me.rank == 1) group.abort("the end");
+    });
+    return refusal([&] { group.await((me.rank + 1) % me.world, at_run(99), me.context(30s)); });
+  });
+  expect_each(ends,
+              "PeerLost: all_reduce #17 of group 'default': rank 1 aborted the group: the end");
 }
 
-// Returns a body in which rank `changed` applies `change` to the PeerInfo that it publishes.
-Body exchange_with_record(Rank changed, const std::function<void(PeerInfo&)>& change) {
-  return [=](RankContext& me) {
-    FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
-      if (me.rank != changed) return value;
-      PeerInfo it = PeerInfo::decode(value);
-      change(it);
-      return it.encode();
-    });
-    RankContext other{me.rank, me.world, store, me.settings};
-    return join_and_exchange(other);
+void processes_exchange() {
+  for (const int world : {1, 2, 8}) expect_each(run(world, quick_settings(), join), "right");
+}
+
+Falsify with_record(const std::function<void(PeerInfo&)>& change) {
+  return [=](const std::string&, const std::string& value) {
+    PeerInfo it = PeerInfo::decode(value);
+    change(it);
+    return it.encode();
   };
 }
 
-void refuses_several_hosts() {
-  const auto ends = run(4, quick_settings(), [](RankContext& me) {
-    FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
-      PeerInfo it = PeerInfo::decode(value);
-      it.host = me.rank == 3 ? "b" : "a", it.boot = it.domain = it.host;
-      return it.encode();
+// One rank publishes or reads another record than its own. The first case imitates containers with
+// different networks, which isolation_test.cpp makes.
+void refuses_other_records() {
+  std::optional<FdServer> fd_server;
+  const struct {
+    Rank rank;
+    Falsify on_post, on_read;
+    std::vector<std::string> parts;
+  } cases[] = {
+      {0,
+       with_record([](PeerInfo& it) { it.fd_server = 7, it.network_space = 1; }),
+       {},
+       {"CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
+        "reach the Unix socket @pycollect-fd-server-0000000000000007",
+        "; rank 0 is in another network namespace than ranks 1, 2, and all ranks need the same"}},
+      {1,
+       [](const std::string&, const std::string& value) {
+         return "pycollect-1" + value.substr(11);
+       },
+       {},
+       {"must run the same version"}},
+      {1,
+       {},
+       [&](const std::string& key, const std::string& value) {
+         const auto segment = Segment::create(1 << 20);
+         const auto elsewhere = [&](PeerInfo& it) {
+           it.fd_server = fd_server.emplace(UniqueFd(dup(segment->descriptor()))).id();
+         };
+         return key == "hello/0" ? with_record(elsewhere)(key, value) : value;
+       },
+       {"mapped different shared memory"}}};
+  for (const auto& it : cases) {
+    const auto ends = run(3, quick_settings(), [&](RankContext& me) {
+      return me.rank == it.rank ? join_falsified(me, it.on_post, it.on_read) : join(me);
     });
-    RankContext other{me.rank, me.world, store, me.settings};
-    return join_and_exchange(other);
-  });
-  for (const RankExit& end : ends)
-    expect_equal(end.result,
-                 "invalid_argument: all ranks of group 'default' must be on one host, because its "
-                 "options have hosts='one', but ranks 0-2 are on a, rank 3 is on b: pass "
-                 "hosts='exact', or use a pycollect group within each host");
-}
-
-void refuses_different_settings() {
-  const auto ends = run(3, quick_settings(), [](RankContext& me) {
-    if (me.rank == 2) me.settings.buffer_bytes = 8192;
-    return join_and_exchange(me);
-  });
-  for (const RankExit& end : ends) {
-    expect(contains(end.result,
-                    "invalid_argument: the ranks of group 'default' have different settings"),
-           end.result);
-    expect(contains(end.result, "buffer_bytes=4096") && contains(end.result, "buffer_bytes=8192"),
-           end.result);
+    for (const std::string& part : it.parts) expect_each_part(ends, part);
   }
-}
-
-// Imitates ranks in containers with different networks; isolation_test.cpp has real ones.
-void names_unreachable_ranks() {
-  const auto elsewhere = [](PeerInfo& it) { it.fd_server = 7, it.network_space = 1; };
-  for (const RankExit& end : run(3, quick_settings(), exchange_with_record(0, elsewhere)))
-    expect_equal(
-        end.result,
-        "CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
-        "reach the Unix socket @pycollect-fd-server-0000000000000007 of the process that offers "
-        "the "
-        "descriptor, which must be alive and in the same network namespace: Connection refused; "
-        "rank 0 is in another network namespace than ranks 1, 2, and all ranks need the same: give "
-        "their containers one network (docker run --network=host or --network=container:NAME), or "
-        "put them in one container");
 }
 
 void names_rank_without_memory() {
-  for (const RankExit& end : run(3, quick_settings(), [](RankContext& me) {
-         const rlimit least = {64 << 10, 64 << 10};
-         if (me.rank == 0) setrlimit(RLIMIT_FSIZE, &least);
-         return join_and_exchange(me);
-       }))
-    expect(contains(end.result,
-                    "cannot share memory; rank 0: shared memory of 1 MiB exceeds the limit"),
-           end.result);
-}
-
-void refuses_other_versions() {
-  for (const Rank other : {0, 1}) {
-    const auto ends = run(3, quick_settings(), [=](RankContext& me) {
-      FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
-        return me.rank == other ? "pycollect-1" + value.substr(11) : value;
-      });
-      RankContext it{me.rank, me.world, store, me.settings};
-      return join_and_exchange(it);
-    });
-    for (const RankExit& end : ends)
-      expect(contains(end.result, "must run the same version"), end.result);
-  }
-}
-
-// Rank 1 maps another segment than the others: every rank reports it.
-void verifies_same_memory() {
   const auto ends = run(3, quick_settings(), [](RankContext& me) {
-    std::optional<FdServer> fd_server;
-    FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
-      if (me.rank != 1 || key != "hello/0") return value;
-      PeerInfo it = PeerInfo::decode(value);
-      const auto other = Segment::create(1 << 20);
-      it.fd_server = fd_server.emplace(UniqueFd(dup(other->descriptor()))).id();
-      return it.encode();
-    });
-    RankContext elsewhere{me.rank, me.world, store, me.settings};
-    return join_and_exchange(elsewhere);
+    const rlimit least = {64 << 10, 64 << 10};
+    if (me.rank == 0) setrlimit(RLIMIT_FSIZE, &least);
+    return join(me);
   });
-  for (const RankExit& end : ends)
-    expect(contains(end.result, "mapped different shared memory"), end.result);
+  expect_each_part(ends, "cannot share memory; rank 0: shared memory of 1 MiB exceeds the limit");
 }
 
-void leaks_nothing(int cycles) {
-  const TemporaryFolder folder;
-  const auto ends = run(2, quick_settings(), [&](RankContext& me) {
-    int files = 0, threads = 0;
-    for (int i = 0; i < cycles; ++i) {
-      FileStore store(text(folder.path(), "/", i));
-      Group group(store, me.rank, me.world, me.settings);
-      if (const std::string message = exchange_rounds(group, 2); message != "right") return message;
-      if (i == 2)
-        files = count_entries("/proc/self/fd"), threads = count_entries("/proc/self/task");
-      if (i > 2 &&
-          (count_entries("/proc/self/fd") > files || count_entries("/proc/self/task") > threads))
-        return text("grew in cycle ", i);
-    }
-    return std::string("right");
+// Rank 1 is killed; the others wait for its counter, and rank 2 for a condition.
+void detects_a_death() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
+    Group group(me.store, me.rank, me.world, me.settings);
+    group.advance(at_run(5));
+    for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.context(10s));
+    if (me.rank == 1) kill(getpid(), SIGKILL);
+    const std::string message = refusal([&] {
+      if (me.rank == 0) return group.await(1, kGoal, me.context(10s));
+      group.await([] { return false; }, {.missing = [] { return std::vector<Rank>{1}; }},
+                  me.context(10s));
+    });
+    expect_part(refusal([&] { group.require_healthy({"broadcast", 18, Clock::now()}); }),
+                "broadcast #18 of group 'default': broken since all_reduce #17: rank 1");
+    return message;
   });
-  for (const RankExit& end : ends) expect_equal(end.result, "right");
+  expect_each_part(ends, "PeerLost: all_reduce #17 of group 'default': rank 1 (pid ");
+  expect_each_part(ends, ") died; ranks 0, 2 are alive");
+}
+
+// Rank 2 leaves when it has reached what rank 1 waits for; rank 0 waits for what rank 1 never
+// reaches.
+void names_departed_rank() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
+    Group group(me.store, me.rank, me.world, me.settings);
+    group.advance(me.rank == 2 ? at_run(6) : kGoal);
+    if (me.rank == 2) return std::string("finished before");
+    if (me.rank == 0) std::this_thread::sleep_for(100ms);
+    return refusal([&] {
+      group.await(me.rank == 1 ? 2 : 1, me.rank == 1 ? kGoal : at_run(6), me.context(5s));
+    });
+  });
+  expect_equal(ends[0].result,
+               "PeerLost: all_reduce #17 of group 'default': rank 1 has left the group");
+  expect_equal(ends[1].result, "nothing");
+}
+
+// A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
+void rejects_forked_children() {
+  const auto ends = run(2, quick_settings(), [](RankContext& me) {
+    auto group = std::make_unique<Group>(me.store, me.rank, me.world, me.settings);
+    const int status = status_of_child([&] {
+      const std::string message = refusal([&] { group->require_healthy(me.context(1s)); });
+      group->abort("not mine");
+      group.reset();
+      return contains(message, "forked child of rank") ? 0 : 1;
+    });
+    expect(status == 0, "the child was accepted as a rank");
+    return exchange(*group);
+  });
+  expect_each(ends, "right");
 }
 
 }  // namespace
 }  // namespace pycollect::ipc
 
-int main(int argc, char** argv) {
+int main() {
   using namespace pycollect::ipc;
-  const int cycles = argc > 1 ? std::atoi(argv[1]) : 100;
-  const std::pair<const char*, std::function<void()>> tests[] = {
-      {"ranks exchange", ranks_exchange},
-      {"refuses several hosts", refuses_several_hosts},
-      {"refuses different settings", refuses_different_settings},
-      {"names unreachable ranks", names_unreachable_ranks},
-      {"names rank without memory", names_rank_without_memory},
-      {"refuses other versions", refuses_other_versions},
-      {"verifies same memory", verifies_same_memory},
-      {"leaks nothing", [=] { leaks_nothing(cycles); }},
-  };
-  for (const auto& [name, test] : tests) {
-    std::printf("%s\n", name);
-    std::fflush(stdout);
-    test();
-  }
+  pycollect::run_tests({{"threads exchange", threads_exchange}});
+  if (pycollect::forks())
+    pycollect::run_tests({{"processes exchange", processes_exchange},
+                          {"refuses other records", refuses_other_records},
+                          {"names rank without memory", names_rank_without_memory},
+                          {"detects a death", detects_a_death},
+                          {"names departed rank", names_departed_rank},
+                          {"rejects forked children", rejects_forked_children}});
   std::puts("group_test: all good");
 }

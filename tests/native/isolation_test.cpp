@@ -1,74 +1,21 @@
 // Ranks that the kernel separates: processes of several users, or in namespaces of their own.
 // Either the group works, or each rank throws an error that names the obstacle.
 #include <sched.h>
-#include <signal.h>
 #include <sys/mount.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "../../csrc/bootstrap/fd_server.h"
-#include "group_ranks.h"
+#include "ranks.h"
 
 namespace pycollect::ipc {
 namespace {
 
 constexpr uid_t kNobody = 65534, kSomebody = 65533;
 
-// Runs two ranks, each after `prepare` has changed its user or namespaces; returns how they ended.
-std::vector<RankExit> run_prepared(const GroupSettings& settings,
-                                   const std::function<bool(Rank)>& prepare) {
-  return run(2, settings, [&](RankContext& me) {
-    if (!prepare(me.rank)) return text("cannot prepare the rank: ", std::strerror(errno));
-    Group group(me.store, me.rank, me.world, me.settings);
-    group.advance(at_run(1));
-    group.await(1 - me.rank, at_run(1), me.context(10s));
-    return std::string("right");
-  });
-}
-
 bool switch_user(uid_t user) { return setresuid(user, user, user) == 0; }
-
-// Enters a mount namespace whose /dev/shm is too small for anything, as in containers.
-bool leave_shm() {
-  return unshare(CLONE_NEWNS) == 0 &&
-         mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-         mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4k") == 0;
-}
-
-void names_users() {
-  const auto ends = run_prepared(quick_settings(),
-                                 [](Rank r) { return switch_user(r == 0 ? kNobody : kSomebody); });
-  for (const RankExit& end : ends) {
-    expect(end.result.starts_with("CollectiveError: "), end.result);
-    expect(
-        end.result.ends_with("; rank 0 is run by user 65534, rank 1 by user 65533, and all ranks "
-                             "need the same user"),
-        end.result);
-  }
-}
-
-// Root may fetch another user's descriptor. Another user may not fetch root's: both ranks report
-// it.
-void works_where_root_fetches() {
-  for (const RankExit& end :
-       run_prepared(quick_settings(), [](Rank r) { return r == 1 || switch_user(kNobody); }))
-    expect_equal(end.result, "right");
-  for (const RankExit& end :
-       run_prepared(quick_settings(), [](Rank r) { return r == 0 || switch_user(kNobody); }))
-    expect(contains(end.result, "; rank 0 is run by user 0, rank 1 by user 65534, and"),
-           end.result);
-}
-
-// Processes that switched to a user, unlike those that the user started, may not read each other's
-// memory.
-void works_as_another_user() {
-  for (const RankExit& end :
-       run_prepared(quick_settings(), [](Rank) { return switch_user(kNobody); }))
-    expect_equal(end.result, "right");
-}
 
 // Enters a user namespace in which this process's user is `number` and no other user is mapped.
 bool rename_user(uid_t user, uid_t number) {
@@ -77,59 +24,71 @@ bool rename_user(uid_t user, uid_t number) {
   return getuid() == number;
 }
 
-void works_in_user_namespaces() {
-  for (const RankExit& end :
-       run_prepared(quick_settings(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
-    expect_equal(end.result, "right");
-  for (const uid_t number : {7, 0}) {  // root of that namespace is refused, too
-    const auto other = [=](Rank r) {
-      return r == 0 || (switch_user(kNobody) && rename_user(kNobody, number));
-    };
-    for (const RankExit& end : run_prepared(quick_settings(), other)) {
-      expect(contains(end.result,
-                      "; rank 0 is in another user namespace than rank 1, and both must "
-                      "be the same user of the host"),
-             end.result);
-      expect(end.elapsed < 2s, "took too long");
+// Enters a mount namespace whose /dev/shm is too small for anything, as in containers.
+bool leave_shm() {
+  return unshare(CLONE_NEWNS) == 0 &&
+         mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+         mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4k") == 0;
+}
+
+bool limit_threads() {
+  const rlimit least = {1, 1};
+  return setrlimit(RLIMIT_NPROC, &least) == 0;
+}
+
+// Two ranks, each after it has changed its user or namespaces: they work, or both end with this
+// error. Root may fetch another user's descriptor, and another user may not fetch root's. Processes
+// that switched to a user, unlike those that the user started, may not read each other's memory.
+struct Isolation {
+  const char* what;
+  std::function<bool(Rank)> prepare;
+  const char* error = nullptr;
+};
+const std::vector<Isolation> kIsolations = {
+    {"ranks of two users", [](Rank r) { return switch_user(r == 0 ? kNobody : kSomebody); },
+     "; rank 0 is run by user 65534, rank 1 by user 65533, and all ranks need the same user"},
+    {"root fetches", [](Rank r) { return r == 1 || switch_user(kNobody); }},
+    {"a user fetches from root", [](Rank r) { return r == 0 || switch_user(kNobody); },
+     "; rank 0 is run by user 0, rank 1 by user 65534, and"},
+    {"another user", [](Rank) { return switch_user(kNobody); }},
+    {"root in a user namespace", [](Rank r) { return r == 0 || rename_user(0, 7); }},
+    {"another user in a user namespace",
+     [](Rank r) { return r == 0 || (switch_user(kNobody) && rename_user(kNobody, 7)); },
+     "; rank 0 is in another user namespace than rank 1, and both must be the same user of the "
+     "host"},
+    {"another user as root of a user namespace",
+     [](Rank r) { return r == 0 || (switch_user(kNobody) && rename_user(kNobody, 0)); },
+     "; rank 0 is in another user namespace than rank 1, and both must be"},
+    {"no /dev/shm", [](Rank) { return leave_shm(); }},
+    {"no more threads", [](Rank r) { return switch_user(kNobody) && (r == 0 || limit_threads()); },
+     "; rank 1: this process cannot make another thread"},
+};
+
+void works_or_names_the_obstacle() {
+  for (const Isolation& it : kIsolations) {
+    const auto ends = run(2, quick_settings(), [&](RankContext& me) {
+      if (!it.prepare(me.rank)) return text("cannot prepare the rank: ", std::strerror(errno));
+      return join(me);
+    });
+    std::printf("  %s\n", it.what);
+    if (it.error == nullptr) {
+      expect_each(ends, "right");
+    } else {
+      expect_each_part(ends, "CollectiveError: the ranks of group 'default' cannot share memory");
+      expect_each_part(ends, it.error);
     }
   }
 }
 
 void names_networks() {
-  GroupSettings settings = quick_settings();
-  settings.timeout = 3s;
-  const auto ends = run(4, settings, [](RankContext& me) {
+  const auto ends = run(4, quick_settings(), [](RankContext& me) {
     if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot prepare the rank");
-    Group group(me.store, me.rank, me.world, me.settings);
-    return std::string("nothing");
+    return join(me);
   });
-  for (const RankExit& end : ends) {
-    expect(end.result.starts_with(
-               "invalid_argument: all ranks of group 'default' must be on one host"),
-           end.result);
-    expect(contains(end.result, " (container 1), rank 2 is on "), end.result);
-    expect(
-        contains(end.result, "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"),
-        end.result);
-    expect(end.elapsed < 2s, "took too long");
-  }
-}
-
-void works_without_shm() {
-  for (const RankExit& end : run_prepared(quick_settings(), [](Rank) { return leave_shm(); }))
-    expect_equal(end.result, "right");
-}
-
-void names_rank_without_threads() {
-  const auto prepare = [](Rank r) {
-    const rlimit least = {1, 1};
-    return switch_user(kNobody) && (r == 0 || setrlimit(RLIMIT_NPROC, &least) == 0);
-  };
-  for (const RankExit& end : run_prepared(quick_settings(), prepare))
-    expect(
-        end.result.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
-                               "rank 1: this process cannot make another thread"),
-        end.result);
+  for (const char* part : {"invalid_argument: all ranks of group 'default' must be on one host",
+                           " (container 1), rank 2 is on ",
+                           "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"})
+    expect_each_part(ends, part);
 }
 
 // Runs `body` in a pid namespace of its own, where both ranks have the same pid.
@@ -161,12 +120,9 @@ void detects_deaths_across_pid_namespaces() {
           me.store.post("to be killed", "");
           if (how == "exec") execl("/bin/sleep", "sleep", "5", nullptr);
           if (how == "exit") _exit(0);
-          pause();
+          ::pause();
         }
-        const std::string message = attempt([&] {
-          group.await(1, at_run(1), me.context(20s));
-          return "nothing";
-        });
+        const std::string message = refusal([&] { group.await(1, at_run(1), me.context(20s)); });
         const auto waited = Clock::now() - begin;
         expect(waited > 250ms && waited < 1500ms, "detected too early or too late");
         return message;
@@ -177,27 +133,21 @@ void detects_deaths_across_pid_namespaces() {
   }
 }
 
-// Runs in a child whose real user is not its effective user.
-void accepts_real_and_effective_user() {
+// The fd server of a process whose real user is not its effective user, and that of another user.
+void fetches_from_own_user_only() {
   const auto ends = run(1, quick_settings(), [](RankContext&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
     const FdServer fd_server(UniqueFd(dup(STDERR_FILENO)));
-    fetch(fd_server.id(), deadline_after(10s));
-    return std::string("right");
+    return refusal([&] { fetch(fd_server.id(), deadline_after(10s)); });
   });
-  expect_equal(ends[0].result, "right");
-}
-
-void names_fd_server_of_other_user() {
+  expect_each(ends, "nothing");
   const FdServer fd_server(UniqueFd(dup(STDERR_FILENO)));
-  const auto ends = run(1, quick_settings(), [&](RankContext&) {
-    return attempt([&] {
-      if (!switch_user(kNobody)) return "cannot become another user";
-      fetch(fd_server.id(), deadline_after(10s));
-      return "nothing";
-    });
-  });
-  expect(contains(ends[0].result, "is run by another user"), ends[0].result);
+  expect_each_part(run(1, quick_settings(),
+                       [&](RankContext&) {
+                         if (!switch_user(kNobody)) return std::string("cannot switch");
+                         return refusal([&] { fetch(fd_server.id(), deadline_after(10s)); });
+                       }),
+                   "is run by another user");
 }
 
 }  // namespace
@@ -207,22 +157,10 @@ int main() {
   using namespace pycollect::ipc;
   if (geteuid() != 0)
     return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
-  const std::pair<const char*, void (*)()> tests[] = {
-      {"names users", names_users},
-      {"works where root fetches", works_where_root_fetches},
-      {"works as another user", works_as_another_user},
-      {"works in user namespaces", works_in_user_namespaces},
-      {"names networks", names_networks},
-      {"works without /dev/shm", works_without_shm},
-      {"names rank without threads", names_rank_without_threads},
-      {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
-      {"accepts real and effective user", accepts_real_and_effective_user},
-      {"names fd server of other user", names_fd_server_of_other_user},
-  };
-  for (const auto& [name, test] : tests) {
-    std::printf("%s\n", name);
-    std::fflush(stdout);
-    test();
-  }
+  pycollect::run_tests(
+      {{"works or names the obstacle", works_or_names_the_obstacle},
+       {"names networks", names_networks},
+       {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
+       {"fetches from own user only", fetches_from_own_user_only}});
   std::puts("isolation_test: all good");
 }

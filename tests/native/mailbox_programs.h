@@ -1,14 +1,46 @@
-// Random programs of messages, which end if sends never block: every message has the times of its
-// send, of posting its receive and of waiting for it, and each rank makes its calls in the order of
-// these times.
+// A rank with a mailbox, and random programs of messages, which end if sends never block: every
+// message has the times of its send, of posting its receive and of waiting for it, and each rank
+// makes its calls in the order of these times.
 #pragma once
-#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <map>
 #include <random>
 
-#include "mailbox_ranks.h"
+#include "../../csrc/send_recv/mailbox.h"
+#include "ranks.h"
 
 namespace pycollect::ipc {
+
+using Bytes = std::vector<std::byte>;
+
+struct Member {
+  Group& group;
+  Mailbox& box;
+  Rank rank, world;
+
+  OpContext context(std::chrono::milliseconds most = 60s) const {
+    return {"recv", 7, Clock::now() + most};
+  }
+  void wait(const TransferPtr& transfer) const { box.wait(*transfer, context()); }
+  void wait_all(const std::vector<TransferPtr>& all) const {
+    for (const TransferPtr& it : all) wait(it);
+  }
+  TransferPtr send(Rank to, const Bytes& data, uint32_t tag = 0) const {
+    return box.send(to, {data.size(), 1, tag}, data.data());
+  }
+  TransferPtr receive(std::optional<Rank> from, Bytes& into, uint32_t tag = 0) const {
+    return box.receive(from, {into.size(), 1, tag}, into.data());
+  }
+};
+
+// Every byte depends on the seed and on its position.
+inline Bytes pattern(std::size_t bytes, uint64_t seed) {
+  Bytes data(bytes);
+  for (std::size_t i = 0; i < bytes; ++i)
+    data[i] = static_cast<std::byte>(seed * 31 + i * 7 + (i >> 8));
+  return data;
+}
 
 struct Message {
   Rank from = 0, to = 0;
@@ -26,9 +58,7 @@ inline std::vector<Message> random_messages(int world, uint64_t seed) {
   const std::size_t any_bytes = below(2) == 0 ? 100 : 50'000;
   std::vector<Message> all(150);
   for (Message& m : all) {
-    m.from = below(world);
-    m.to = below(world);
-    m.tag = below(3);
+    m.from = below(world), m.to = below(world), m.tag = below(3);
     const double kind = real();
     m.bytes = kind < 0.1   ? 0
               : kind < 0.7 ? static_cast<std::size_t>(real() * 20'000)
@@ -51,61 +81,40 @@ inline std::vector<Message> random_messages(int world, uint64_t seed) {
   return all;
 }
 
-// Every byte depends on its sender and on its position in the message.
-inline std::byte payload(const Message& m, std::size_t i) {
-  return static_cast<std::byte>(m.from * 31 + (m.tag == kAnyTag ? 0 : m.bytes) + i * 7 + (i >> 8));
+inline void run_program(const Member& me, uint64_t seed) {
+  const std::vector<Message> messages = random_messages(me.world, seed);
+  struct State {
+    Bytes data, got;
+    TransferPtr sent, received;
+  };
+  std::vector<State> states(messages.size());
+  std::multimap<double, std::function<void()>> steps;
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const Message& m = messages[i];
+    State& state = states[i];
+    const bool any = m.tag == kAnyTag;
+    const auto content = [&m, any](Rank from) {
+      return pattern(m.bytes, from + 8 * (any ? 0 : m.bytes));
+    };
+    if (m.from == me.rank)
+      steps.emplace(m.sent, [&, content] {
+        state.sent = me.send(m.to, state.data = content(m.from), m.tag);
+      });
+    if (m.to != me.rank) continue;
+    steps.emplace(m.posted, [&, any] {
+      state.got.resize(m.bytes);
+      state.received = me.receive(any ? std::nullopt : std::optional(m.from), state.got, m.tag);
+    });
+    steps.emplace(m.waited, [&, any, content, i] {
+      me.wait(state.received);
+      const Rank from = state.received->peer();
+      expect((any || from == m.from) && state.got == content(from), text("message ", i));
+    });
+  }
+  for (const auto& [time, step] : steps) step();
+  for (const State& state : states)
+    if (state.sent) me.wait(state.sent);
+  expect(me.box.idle(), "a transfer is pending");
 }
-
-class Program {
- public:
-  Program(const Member& member, uint64_t seed)
-      : member_(member), messages_(random_messages(member.world, seed)) {
-    for (std::size_t i = 0; i < messages_.size(); ++i) {
-      const Message& m = messages_[i];
-      if (m.from == member.rank) steps_.emplace(m.sent, [this, i] { send(i); });
-      if (m.to != member.rank) continue;
-      steps_.emplace(m.posted, [this, i] { post_receive(i); });
-      steps_.emplace(m.waited, [this, i] { wait(i); });
-    }
-  }
-  void run() {
-    data_.resize(messages_.size());
-    got_.resize(messages_.size());
-    received_.resize(messages_.size());
-    for (const auto& [time, step] : steps_) step();
-    for (const auto& sent : sent_) member_.wait(sent);
-    check(member_.box.idle());
-  }
-
- private:
-  void send(std::size_t i) {
-    const Message& m = messages_[i];
-    data_[i].resize(m.bytes);
-    for (std::size_t b = 0; b < m.bytes; ++b) data_[i][b] = payload(m, b);
-    sent_.push_back(member_.box.send(m.to, {m.bytes, 1, m.tag}, data_[i].data()));
-  }
-  void post_receive(std::size_t i) {
-    const Message& m = messages_[i];
-    const auto from = m.tag == kAnyTag ? std::nullopt : std::optional<Rank>(m.from);
-    got_[i].resize(m.bytes);
-    received_[i] = member_.box.receive(from, {m.bytes, 1, m.tag}, got_[i].data());
-  }
-  void wait(std::size_t i) {
-    Message m = messages_[i];
-    member_.wait(received_[i]);
-    if (m.tag == kAnyTag) m.from = received_[i]->peer();
-    check(received_[i]->peer() == m.from);
-    for (std::size_t b = 0; b < m.bytes; ++b)
-      if (got_[i][b] != payload(m, b)) check(false, text("byte ", b, " of message ", i));
-  }
-
-  const Member& member_;
-  std::vector<Message> messages_;
-  std::multimap<double, std::function<void()>> steps_;
-  std::vector<std::vector<std::byte>> data_, got_;
-  std::vector<TransferPtr> sent_, received_;
-};
-
-inline void run_program(const Member& member, uint64_t seed) { Program(member, seed).run(); }
 
 }  // namespace pycollect::ipc

@@ -10,10 +10,9 @@
 #include <sys/syscall.h>
 
 #include <cstring>
-#include <fstream>
 #include <set>
 
-#include "group_ranks.h"
+#include "ranks.h"
 
 namespace {
 
@@ -66,25 +65,14 @@ CoreSet cores(int begin, int end) {
   return set;
 }
 
-void write(const fs::path& path, const std::string& content) {
-  fs::create_directories(path.parent_path());
-  std::ofstream(path) << content << '\n';
-}
-
+// More than 64 cores, and one; tests/test_info.py reads other nodes.
 void reads_nodes() {
   const TemporaryFolder folder;
-  const fs::path root = folder.path();
-  expect(numa_nodes(root / "missing").empty(), "a missing folder has nodes");
-  write(root / "node10/cpulist", "128-191");
-  write(root / "node0/cpulist", "0-15,32-47");
-  write(root / "node2/cpulist", "16");
-  write(root / "node3/cpulist", "");  // memory only
-  write(root / "online", "0,2-3,10");
-  CoreSet first = cores(0, 16);
-  for (int core = 32; core < 48; ++core) first[0] |= uint64_t{1} << core;
-  expect(numa_nodes(root) == NumaNodes{{0, first}, {2, cores(16, 17)}, {10, cores(128, 192)}},
+  write(folder.path() + "/node10/cpulist", "128-191");
+  write(folder.path() + "/node2/cpulist", "16");
+  expect(numa_nodes(folder.path()) == NumaNodes{{2, cores(16, 17)}, {10, cores(128, 192)}},
          "other nodes");
-  expect(!numa_nodes().empty() || !fs::exists(kNodeFolder), "this machine has no nodes");
+  expect(numa_nodes(folder.path() + "/missing").empty(), "a missing folder has nodes");
 }
 
 void shares_cores() {
@@ -111,7 +99,7 @@ constexpr Group::StagingRegions kRegions{.count = 2, .stride = kBuffer / 2, .byt
 constexpr std::size_t kCommitted = 8 << 10;  // of each region: `bytes`, rounded up
 
 // Returns what this rank committed, and a complaint if it touched a page that no rank had.
-std::string join(RankContext& me) {
+std::string commit_parts(RankContext& me) {
   committed.clear();
   Group group(me.store, me.rank, me.world, me.settings);
   for (int n = 0; n < 2; ++n)  // the second one finds all committed
@@ -138,37 +126,29 @@ void ranks_commit_what_they_write() {
   settings.mailbox_bytes = kWorld * (256 << 10);
   settings.mailbox_header_bytes = 2 * kPage;
   const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0});
-  std::vector<std::set<Rank>> by(layout.heaps / kPage);  // page -> ranks that committed it
-  const auto ends = run(kWorld, settings, join);
+  using Pages = std::vector<std::set<Rank>>;  // page -> ranks that committed it
+  Pages by(layout.heaps / kPage), wanted(by.size());
+  const auto commit = [](Pages& pages, Rank r, std::size_t begin, std::size_t end) {
+    for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
+      pages.at(page).insert(r);
+  };
+  const auto ends = run(kWorld, settings, commit_parts);
+  commit(wanted, 0, 0, layout.mailboxes + settings.mailbox_header_bytes);
   for (Rank r = 0; r < kWorld; ++r) {
     std::istringstream ranges(ends[r].result);
-    std::size_t begin = 0, end = 0;
-    while (ranges >> begin >> end)
-      for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
-        by.at(page).insert(r);
+    for (std::size_t begin = 0, end = 0; ranges >> begin >> end;) commit(by, r, begin, end);
     expect(ranges.eof(), ends[r].result);
-  }
-  std::vector<std::set<Rank>> wanted(by.size());
-  const auto commit = [&](Rank r, std::size_t begin, std::size_t end) {
-    for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
-      wanted[page].insert(r);
-  };
-  commit(0, 0, layout.mailboxes + settings.mailbox_header_bytes);
-  for (Rank r = 0; r < kWorld; ++r) {
-    commit(r, 0, sizeof(Control));
+    commit(wanted, r, 0, sizeof(Control));
     for (const uint64_t buffer : {0, 1})
       for (std::size_t i = 0; i < kRegions.count; ++i) {
         const std::size_t at = layout.staging_buffer(r, buffer) + i * kRegions.stride;
-        commit(r, at, at + kCommitted);
+        commit(wanted, r, at, at + kCommitted);
       }
   }
   for (std::size_t page = 0; page < by.size(); ++page)
     expect(by[page] == wanted[page], text("page ", page));
-}
-
-void a_rank_alone_folds_with_all_cores_of_its_nodes() {
-  const std::string found = run(1, quick_settings(), join)[0].result;
-  expect(!contains(found, "threads"), found);
+  const std::string alone = run(1, quick_settings(), commit_parts)[0].result;
+  expect(!contains(alone, "threads"), alone);  // it folds with all cores of its nodes
 }
 
 }  // namespace
@@ -178,6 +158,5 @@ int main() {
   pycollect::ipc::reads_nodes();
   pycollect::ipc::shares_cores();
   pycollect::ipc::ranks_commit_what_they_write();
-  pycollect::ipc::a_rank_alone_folds_with_all_cores_of_its_nodes();
   std::puts("numa_nodes_test: all good");
 }

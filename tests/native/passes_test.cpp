@@ -2,26 +2,16 @@
 // no race within a run or between successive runs in alternate staging buffers.
 #include "../../csrc/plan/passes.h"
 
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <string>
-
 #include "../../csrc/analysis/races.h"
 #include "../../csrc/plan/error.h"
 #include "../../csrc/plan/program.h"
 #include "../../csrc/plan/registry.h"
 #include "../../csrc/plan/verify.h"
+#include "expect.h"
 #include "random_plans.h"
 
 namespace pycollect {
 namespace {
-
-void expect(bool ok, const std::string& why) {
-  if (ok) return;
-  std::fprintf(stderr, "FAILED: %s\n", why.c_str());
-  std::_Exit(1);
-}
 
 struct Open {
   bool input, output;
@@ -165,28 +155,22 @@ void check_random(int most) {
   std::printf("%d random plans: the same outcome\n", made_plans);
 }
 
-// Numbers of a rank's steps: copies into its staging buffer, folds, copies out of staging buffers.
-struct Counted {
-  int in = 0, folds = 0, out = 0, dsts = 0;
-  bool operator==(const Counted&) const = default;
-};
-Counted count(const Plan& plan, Rank r) {
-  Counted counted;
-  for (const Step& step : plan.steps) {
-    if (step.owner() != r) continue;
-    const bool fills = is_staged(step.dsts[0]);
-    ++(step.srcs.size() > 1 ? counted.folds : fills ? counted.in : counted.out);
-    counted.dsts += step.srcs.size() > 1 ? static_cast<int>(step.dsts.size()) : 0;
-  }
-  return counted;
-}
-
-void check_steps(const char* name, Open open, const std::function<Counted(int)>& want) {
+// Numbers of each rank's steps, as a rank needs them: copies into its staging buffer, folds with
+// all their destinations, copies out of staging buffers.
+void check_steps(const char* name, Open open, const std::function<std::string(int)>& wanted) {
   for (const int world : {2, 3, 8}) {
     const Plan made = for_processes(find(Collective::all_reduce, name)({world, 0, 4}), true,
                                     open.input, open.output);
-    for (Rank r = 0; r < world; ++r)
-      expect(count(made, r) == want(world), text(name, " has other steps than it needs"));
+    for (Rank r = 0; r < world; ++r) {
+      std::size_t in = 0, folds = 0, dsts = 0, out = 0;
+      for (const Step& step : made.steps) {
+        if (step.owner() != r) continue;
+        ++(step.srcs.size() > 1 ? folds : is_staged(step.dsts[0]) ? in : out);
+        if (step.srcs.size() > 1) dsts += step.dsts.size();
+      }
+      expect_equal(text(name, ": ", in, " ", folds, " ", dsts, " ", out),
+                   text(name, ": ", wanted(world)));
+    }
   }
 }
 
@@ -194,9 +178,9 @@ void check_steps(const char* name, Open open, const std::function<Counted(int)>&
 
 void test(bool quick) {
   for (const char* name : {"two_shot", "fused"})
-    check_steps(name, kShut, [](int w) { return Counted{w - 1, 1, w - 1, 2}; });
-  check_steps("one_shot", kShut, [](int) { return Counted{1, 1, 0, 1}; });
-  check_steps("fused", {true, true}, [](int w) { return Counted{0, 1, 0, w}; });
+    check_steps(name, kShut, [](int w) { return text(w - 1, " 1 2 ", w - 1); });
+  check_steps("one_shot", kShut, [](int) { return "1 1 1 0"; });
+  check_steps("fused", {true, true}, [](int w) { return text("0 1 ", w, " 0"); });
   check_registry(quick ? 5 : 9);
   check_random(quick ? 200 : 3000);
 }

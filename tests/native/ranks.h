@@ -1,41 +1,24 @@
-// Runs a body once per rank, each in a forked process, and reports how every process ended.
-// FaultyStore is a store that falsifies values, for fault injection.
+// Runs a body once per rank and reports how every rank ended. Ranks are forked processes or, where
+// a sanitizer must see how they interact, threads of one mapping.
 #pragma once
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <source_location>
+#include <csignal>
 
 #include "../../csrc/group/group.h"
-#include "stores.h"
+#include "expect.h"
+#include "file_store.h"
 
 namespace pycollect::ipc {
 
 using namespace std::chrono_literals;
 namespace fs = std::filesystem;
 
-[[noreturn]] inline void fail(const std::string& why, std::source_location at) {
-  std::fprintf(stderr, "FAILED: %s:%u: %s\n", at.file_name(), at.line(), why.c_str());
-  std::exit(1);
-}
-inline void expect(bool ok, const std::string& why,
-                   std::source_location at = std::source_location::current()) {
-  if (!ok) fail(why, at);
-}
-inline void expect_equal(const std::string& got, const std::string& wanted,
-                         std::source_location at = std::source_location::current()) {
-  if (got != wanted) fail(text("got    ", got, "\n        wanted ", wanted), at);
-}
-inline bool contains(const std::string& whole, const std::string& part) {
-  return whole.find(part) != std::string::npos;
-}
-
 using Falsify = std::function<std::string(const std::string& key, const std::string& value)>;
 
-class FaultyStore final : public Store {
+class FaultyStore final : public Store {  // falsifies values, for fault injection
  public:
   FaultyStore(Store& store, Falsify on_post, Falsify on_read = {})
       : store_(store), on_post_(std::move(on_post)), on_read_(std::move(on_read)) {}
@@ -54,7 +37,7 @@ class FaultyStore final : public Store {
 
 class TemporaryFolder {  // temporary folder of a test, removed with this object
  public:
-  TemporaryFolder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
+  TemporaryFolder() : path_(fs::temp_directory_path() / "pycollect_test_XXXXXX") {
     if (mkdtemp(path_.data()) == nullptr) std::abort();
     fs::permissions(path_, fs::perms::all);  // for ranks that switch to another user
   }
@@ -67,6 +50,11 @@ class TemporaryFolder {  // temporary folder of a test, removed with this object
  private:
   std::string path_;
 };
+
+inline void write(const fs::path& path, const std::string& content) {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path) << content << '\n';
+}
 
 struct RankContext {
   Rank rank;
@@ -103,19 +91,16 @@ inline std::string attempt(const std::function<std::string()>& body) {
 }
 
 inline std::string refusal(const std::function<void()>& body) {
-  return attempt([&] {
-    body();
-    return "nothing";
-  });
+  return attempt([&] { return body(), "nothing"; });
 }
 
-[[noreturn]] inline void run_rank(Rank rank, int world, const std::string& folder,
-                                  const GroupSettings& settings, const Body& body) {
-  alarm(120);  // ends a rank that hangs; no test takes that long
-  FileStore store(folder);
-  RankContext me{rank, world, store, settings};
-  store.post(text("result/", rank), attempt([&] { return body(me); }));
-  _exit(0);
+// Returns the status of a child process that runs `body`.
+inline int status_of_child(const std::function<int()>& body) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(body());
+  int status = 0;
+  waitpid(pid, &status, 0);
+  return status;
 }
 
 inline std::vector<RankExit> run(int world, const GroupSettings& settings, const Body& body) {
@@ -124,9 +109,13 @@ inline std::vector<RankExit> run(int world, const GroupSettings& settings, const
   const auto begin = Clock::now();
   std::vector<pid_t> pids;
   for (Rank r = 0; r < world; ++r) {
-    const pid_t pid = fork();
-    if (pid == 0) run_rank(r, world, folder.path(), settings, body);
-    pids.push_back(pid);
+    pids.push_back(fork());
+    if (pids.back() != 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    alarm(120);  // ends a rank that hangs; no test takes that long
+    RankContext me{r, world, store, settings};
+    store.post(text("result/", r), attempt([&] { return body(me); }));
+    _exit(0);
   }
   std::vector<RankExit> ends(world);
   for (int i = 0; i < world; ++i) {
@@ -134,9 +123,39 @@ inline std::vector<RankExit> run(int world, const GroupSettings& settings, const
     const pid_t pid = ::wait(&status);
     const Rank r = std::find(pids.begin(), pids.end(), pid) - pids.begin();
     ends.at(r) = {"", Clock::now() - begin, WIFSIGNALED(status)};
-    if (!WIFSIGNALED(status)) ends[r].result = store.read(text("result/", r), Clock::now() + 1s);
+    if (!ends[r].killed) ends[r].result = store.read(text("result/", r), Clock::now() + 1s);
   }
   return ends;
+}
+
+inline std::vector<RankExit> run_threads(int world, GroupSettings settings, const Body& body) {
+  const SegmentLayout layout(
+      {world, settings.buffer_bytes, settings.mailbox_bytes, settings.symmetric_heap_bytes});
+  settings.segment = Segment::create(layout.total);
+  const TemporaryFolder folder;
+  std::vector<RankExit> ends(world);
+  std::vector<std::jthread> threads;
+  for (Rank r = 0; r < world; ++r)
+    threads.emplace_back([&, r] {
+      FileStore store(folder.path());
+      RankContext me{r, world, store, settings};
+      ends[r].result = attempt([&] { return body(me); });
+    });
+  threads.clear();
+  return ends;
+}
+
+inline void expect_each(const std::vector<RankExit>& ends, const std::string& wanted,
+                        std::source_location at = std::source_location::current()) {
+  for (const RankExit& end : ends)
+    if (!end.killed) expect_equal(end.result, wanted, at);
+}
+inline void expect_each_part(const std::vector<RankExit>& ends, const std::string& part,
+                             std::source_location at = std::source_location::current()) {
+  for (const RankExit& end : ends) {
+    if (!end.killed) expect_part(end.result, part, at);
+    expect(end.elapsed < 5s, "took too long", at);
+  }
 }
 
 inline int count_entries(const char* folder) {
@@ -150,14 +169,15 @@ inline GroupSettings quick_settings() {
   return settings;
 }
 
-// In each round, every rank reads the values that each rank has written into its staging buffer.
-// Returns "right", or the first round with a wrong value.
-inline std::string exchange_rounds(Group& g, int rounds) {
-  for (int i = 1; i <= rounds; ++i) {
+// In each of 50 rounds, every rank reads the values that each rank has written into its staging
+// buffer. Returns "right", or the first round with a wrong value.
+inline std::string exchange(Group& g, std::chrono::milliseconds delay = 0ms) {
+  for (int i = 1; i <= 50; ++i) {
     const OpContext now{"exchange", static_cast<uint64_t>(i), Clock::now() + 30s};
     for (Rank r = 0; r < g.world(); ++r) g.await(r, at_run(i - 1), now);
     auto* mine = reinterpret_cast<uint64_t*>(g.staging_buffer(g.rank(), i));
     mine[0] = mine[511] = 1000 * i + g.rank();
+    if (i % g.world() == g.rank()) std::this_thread::sleep_for(delay);
     g.advance(at_run(i) + 1);
     for (Rank r = 0; r < g.world(); ++r) {
       g.await(r, at_run(i) + 1, now);
@@ -170,9 +190,15 @@ inline std::string exchange_rounds(Group& g, int rounds) {
   return "right";
 }
 
-inline std::string join_and_exchange(RankContext& me) {
+inline std::string join(RankContext& me) {
   Group group(me.store, me.rank, me.world, me.settings);
-  return exchange_rounds(group, 50);
+  return exchange(group);
+}
+inline std::string join_falsified(const RankContext& me, const Falsify& on_post,
+                                  const Falsify& on_read) {
+  FaultyStore store(me.store, on_post, on_read);
+  RankContext other{me.rank, me.world, store, me.settings};
+  return join(other);
 }
 
 }  // namespace pycollect::ipc

@@ -1,10 +1,8 @@
-// Rendezvous stores for tests: a map for threads as ranks, a folder for processes as ranks.
+// A rendezvous store for tests: a folder, in which a key is a file that gets its final name only
+// once it is complete.
 #pragma once
-#include <condition_variable>
 #include <filesystem>
 #include <fstream>
-#include <map>
-#include <mutex>
 #include <sstream>
 #include <thread>
 
@@ -13,29 +11,6 @@
 
 namespace pycollect::ipc {
 
-class MapStore final : public Store {
- public:
-  void post(const std::string& key, const std::string& value) override {
-    const std::lock_guard lock(mutex_);
-    values_[key] = value;
-    posted_.notify_all();
-  }
-  std::string read(const std::string& key, Deadline deadline) override {
-    std::unique_lock lock(mutex_);
-    // The system clock: ThreadSanitizer of g++ 12 does not support waits on the steady clock.
-    const auto until = std::chrono::system_clock::now() + (deadline - Clock::now());
-    if (!posted_.wait_until(lock, until, [&] { return values_.contains(key); }))
-      throw Timeout(text("no value was posted for ", key));
-    return values_[key];
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable posted_;
-  std::map<std::string, std::string> values_;
-};
-
-// A key is a file, which gets its final name only once it is complete.
 class FileStore final : public Store {
  public:
   explicit FileStore(std::filesystem::path folder) : folder_(std::move(folder)) {

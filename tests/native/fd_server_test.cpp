@@ -1,0 +1,302 @@
+// The fd server and its clients: what processes of this and other users, forked children, signals
+// and a lack of descriptors can do to them.
+#include "../../csrc/bootstrap/fd_server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <optional>
+
+#include "ranks.h"
+
+namespace pycollect::ipc {
+namespace {
+
+struct Message {  // of one byte, with room for file descriptors
+  char why = 0;   // none: granted
+  iovec data = {&why, sizeof why};
+  alignas(cmsghdr) std::array<char, 256> control = {};
+  msghdr header = {};
+  Message() {
+    header.msg_iov = &data, header.msg_iovlen = 1;
+    header.msg_control = control.data(), header.msg_controllen = control.size();
+  }
+};
+
+// Sends `count` descriptors: an fd server's answer if it is one. Returns false on failure, as when
+// the other end has disconnected.
+bool send_many(const UniqueFd& client, int count, int descriptor = STDERR_FILENO) {
+  Message message;
+  message.header.msg_controllen = CMSG_SPACE(sizeof(int) * count);
+  cmsghdr* cmsg = CMSG_FIRSTHDR(&message.header);
+  cmsg->cmsg_level = SOL_SOCKET, cmsg->cmsg_type = SCM_RIGHTS;
+  cmsg->cmsg_len = CMSG_LEN(sizeof(int) * count);
+  const std::vector<int> all(count, descriptor);
+  std::memcpy(CMSG_DATA(cmsg), all.data(), sizeof(int) * count);
+  return sendmsg(client.get(), &message.header, MSG_NOSIGNAL) >= 0;
+}
+
+// Returns a socket that `connect_or_bind` has connected or bound to the address of an fd server.
+UniqueFd server_socket(uint64_t id, int (*connect_or_bind)(int, const sockaddr*, socklen_t)) {
+  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const std::string name = fd_server_name(id);
+  sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = {}};
+  name.copy(address.sun_path + 1, name.size());
+  expect(connect_or_bind(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                         offsetof(sockaddr_un, sun_path) + 1 + name.size()) == 0,
+         "a socket of an fd server");
+  return socket;
+}
+
+UniqueFd listener(uint64_t id) {
+  UniqueFd socket = server_socket(id, bind);
+  expect(listen(socket.get(), 9) == 0, "listen");
+  return socket;
+}
+
+UniqueFd fetch_from(uint64_t id) { return fetch(id, deadline_after(10s)); }
+std::string refused(uint64_t id) {
+  return refusal([&] { fetch_from(id); });
+}
+UniqueFd copy_of_stderr() { return UniqueFd(dup(STDERR_FILENO)); }
+
+// Impersonates an fd server: passes each client to the next of `answers`.
+class FakeFdServer {
+ public:
+  using Answer = std::function<void(const UniqueFd& client)>;
+  explicit FakeFdServer(std::vector<Answer> answers) : socket_(listener(id)) {
+    thread_ = std::jthread([this, answers = std::move(answers)] {
+      for (const Answer& answer : answers)
+        answer(UniqueFd(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
+    });
+  }
+  const uint64_t id = random_number();
+
+ private:
+  UniqueFd socket_;
+  std::jthread thread_;
+};
+
+// An answer has one descriptor; of an answer with more, none stays open.
+void closes_surplus_descriptors() {
+  for (const int count : {1, 2, 3, 9}) {
+    const int before = count_entries("/proc/self/fd");
+    {
+      const FakeFdServer fake_server({[=](const UniqueFd& client) { send_many(client, count); }});
+      expect_part(refused(fake_server.id), count == 1 ? "nothing" : "cannot receive");
+    }
+    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
+  }
+}
+
+// A server that disconnects a client may not have been able to answer: the client tries again,
+// until there is no server.
+void retries_after_disconnects() {
+  const FakeFdServer::Answer disconnect = [](const UniqueFd&) {};
+  const FakeFdServer fake_server(
+      {disconnect, disconnect, [](const UniqueFd& client) { send_many(client, 1); }});
+  fetch_from(fake_server.id);
+  for (int i = 0; i < 300; ++i) {
+    const uint64_t id = random_number();
+    UniqueFd socket = listener(id);
+    std::jthread owner([&] {
+      pollfd polled = {socket.get(), POLLIN, 0};
+      while (poll(&polled, 1, 0) == 0) continue;  // closes as soon as the client connects
+      socket = UniqueFd();
+    });
+    const std::string message = refused(id);
+    expect(contains(message, "cannot reach") && contains(message, "Connection refused"), message);
+  }
+}
+
+// The fd server does not answer, while a profiler's signals keep interrupting the wait for it.
+void keeps_deadline_despite_signals() {
+  std::atomic<bool> over{false};
+  const FakeFdServer fake_server({[&](const UniqueFd&) {
+    for (const auto begin = Clock::now(); !over && Clock::now() - begin < 5s;)
+      std::this_thread::sleep_for(1ms);
+  }});
+  struct sigaction act = {};
+  act.sa_handler = [](int) {};
+  sigaction(SIGUSR1, &act, nullptr);
+  std::jthread profiler([&, fetching_thread = pthread_self()] {
+    for (; !over; std::this_thread::sleep_for(2ms)) pthread_kill(fetching_thread, SIGUSR1);
+  });
+  const auto begin = Clock::now();
+  const std::string message = refusal([&] { fetch(fake_server.id, deadline_after(200ms)); });
+  const auto took = Clock::now() - begin;
+  over = true;
+  expect_part(message, "does not answer");
+  expect(took > 150ms && took < 2s, "not at its deadline");
+}
+
+// Many threads fetch, beside strangers that never read or that send something, until the server
+// ends at any moment: each is then refused at once.
+void answers_all_clients() {
+  const UniqueFd file(memfd_create("offered", MFD_CLOEXEC));
+  const int before = count_entries("/proc/self/fd");
+  for (int i = 0; i < 30; ++i) {
+    std::optional<FdServer> fd_server(std::in_place, UniqueFd(dup(file.get())));
+    std::vector<UniqueFd> strangers;
+    for (int n = 0; n < (i == 0 ? 150 : 0); ++n) {
+      strangers.push_back(server_socket(fd_server->id(), connect));
+      if (n % 2 == 0) send_many(strangers.back(), 2);
+    }
+    std::atomic<int> fetched{0};
+    std::vector<std::jthread> clients;
+    for (int n = 0; n < 8; ++n)
+      clients.emplace_back([&, id = fd_server->id()] {
+        const std::string message = refusal([&] {
+          for (;; ++fetched) {
+            const UniqueFd got = fetch_from(id);
+            struct stat one = {}, other = {};
+            expect(fstat(file.get(), &one) == 0 && fstat(got.get(), &other) == 0, "fstat");
+            expect(one.st_ino == other.st_ino, "another file");
+            expect((fcntl(got.get(), F_GETFD) & FD_CLOEXEC) != 0, "inherited by programs");
+          }
+        });
+        expect_part(message, "Connection refused");
+      });
+    while (fetched < 7 * i % 100) std::this_thread::yield();
+    fd_server.reset();
+    const auto end = Clock::now();
+    clients.clear();
+    expect(Clock::now() - end < 2s, "clients were refused late");
+  }
+  expect(count_entries("/proc/self/fd") == before, "descriptors are left");
+}
+
+// From now on, this process may open descriptors only below `limit`. Returns the limit before.
+rlim_t limit_descriptors(rlim_t limit) {
+  rlimit both = {};
+  getrlimit(RLIMIT_NOFILE, &both);
+  std::swap(both.rlim_cur, limit);
+  expect(setrlimit(RLIMIT_NOFILE, &both) == 0, "setrlimit");
+  return limit;
+}
+
+void names_too_many_open_files() {
+  const FdServer fd_server(copy_of_stderr());
+  for (const int free : {0, 1}) {  // no room for the socket; for the socket, not the descriptor
+    const std::string why = free == 0 ? "cannot make a Unix socket: " : "cannot receive the ";
+    const int status = status_of_child([&] {
+      limit_descriptors(copy_of_stderr().get() + free);  // the lowest number that is free
+      const std::string message = refused(fd_server.id());
+      return contains(message, why) && contains(message, "Too many open files") ? 0 : 1;
+    });
+    expect(status == 0, why);
+  }
+}
+
+// A server without room for the connection of a client answers once it has some, and ends without.
+void waits_for_a_free_descriptor() {
+  const int status = status_of_child([] {
+    alarm(20);
+    std::optional<FdServer> fd_server(std::in_place, copy_of_stderr());
+    const auto with_client = [&](const std::function<void()>& client, const auto& meanwhile) {
+      std::array<int, 2> begun = {};
+      char byte = 0;
+      expect(pipe(begun.data()) == 0, "pipe");
+      const pid_t pid = fork();
+      if (pid == 0) {
+        expect(::read(begun[0], &byte, 1) == 1, "read");
+        client();
+        _exit(0);
+      }
+      const rlim_t before = limit_descriptors(1);  // too few for `poll`, too
+      expect(::write(begun[1], "!", 1) == 1, "write");
+      std::this_thread::sleep_for(50ms);
+      meanwhile();
+      limit_descriptors(before);
+      int status = 1;
+      waitpid(pid, &status, 0);
+      return status;
+    };
+    const uint64_t id = fd_server->id();
+    const int fetched = with_client([&] { expect_equal(refused(id), "nothing"); }, [] {});
+    with_client([&] { server_socket(id, connect); }, [&] { fd_server.reset(); });
+    return fetched;
+  });
+  expect(status == 0, "the client was refused, or the server did not end");
+}
+
+// A forked child, such as a DataLoader's worker, may live for long. It keeps nothing open, and can
+// fetch.
+void leaves_nothing_in_forked_children() {
+  std::array<int, 2> ends = {}, offered = {};  // of parent and child; to read and to write
+  expect(socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0 &&
+             pipe2(offered.data(), O_NONBLOCK) == 0,
+         "pipes");
+  std::optional<FdServer> fd_server(std::in_place, UniqueFd(offered[1]));
+  const FdServer other(copy_of_stderr());
+  const uint64_t id = fd_server->id();
+  char byte = 0;
+  const pid_t pid = fork();
+  if (pid == 0) {
+    close(ends[0]);
+    expect_equal(refused(id), "nothing");
+    expect(::write(ends[1], "!", 1) == 1, "write");
+    _exit(static_cast<int>(::read(ends[1], &byte, 1)));  // it waits for the parent's end
+  }
+  close(ends[1]);
+  expect(::read(ends[0], &byte, 1) == 1, "the child failed");
+  expect_equal(refused(id), "nothing");
+  expect_equal(refused(other.id()), "nothing");
+  expect(::read(offered[0], &byte, 1) < 0 && errno == EAGAIN, "the server holds nothing");
+  fd_server.reset();
+  expect(::read(offered[0], &byte, 1) == 0, "the child holds the offered file");
+  const auto begin = Clock::now();
+  expect_part(refused(id), "Connection refused");
+  expect(Clock::now() - begin < 2s, "refused late");
+  close(ends[0]), close(offered[0]);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(status == 0, text("the child ended with ", status));
+}
+
+// The server itself refuses other users, whatever the client checks. They may not send it
+// descriptors either, such as sockets that take long to close, where the kernel can forbid it.
+void refuses_other_users() {
+  const FdServer fd_server(copy_of_stderr());
+  if (geteuid() != 0) return void(std::puts("  SKIPPED: no right to become another user"));
+  const int status = status_of_child([&] {
+    constexpr uid_t kNobody = 65534;
+    constexpr int kPassRights = 83;  // SO_PASSRIGHTS
+    if (setresuid(kNobody, kNobody, kNobody) != 0) return 2;
+    const UniqueFd client = server_socket(fd_server.id(), connect);
+    Message message;
+    const auto got = recvmsg(client.get(), &message.header, 0);
+    if (got != 1 || message.why == 0 || message.header.msg_controllen != 0) return 3;
+    int passes = 1;
+    const UniqueFd socket = server_socket(fd_server.id(), connect);
+    const bool forbids =
+        setsockopt(socket.get(), SOL_SOCKET, kPassRights, &passes, sizeof passes) == 0;
+    return forbids && send_many(socket, 1) ? 4 : 0;
+  });
+  expect(status == 0, text("as another user: ", WEXITSTATUS(status)));
+  expect_equal(refused(fd_server.id()), "nothing");
+}
+
+}  // namespace
+}  // namespace pycollect::ipc
+
+int main() {
+  using namespace pycollect::ipc;
+  pycollect::run_tests({{"closes surplus descriptors", closes_surplus_descriptors},
+                        {"retries after disconnects", retries_after_disconnects},
+                        {"keeps deadline despite signals", keeps_deadline_despite_signals},
+                        {"answers all clients", answers_all_clients},
+                        {"names too many open files", names_too_many_open_files},
+                        {"waits for a free descriptor", waits_for_a_free_descriptor},
+                        {"leaves nothing in forked children", leaves_nothing_in_forked_children},
+                        {"refuses other users", refuses_other_users}});
+  std::puts("fd_server_test: all good");
+}
