@@ -107,23 +107,6 @@ void detects_a_death() {
   expect_each_part(ends, ") died; ranks 0, 2 are alive");
 }
 
-// Rank 2 leaves when it has reached what rank 1 waits for; rank 0 waits for what rank 1 never
-// reaches.
-void names_departed_rank() {
-  const auto ends = run(3, quick_settings(), [](RankContext& me) {
-    Group group(me.store, me.rank, me.world, me.settings);
-    group.advance(me.rank == 2 ? at_run(6) : kGoal);
-    if (me.rank == 2) return std::string("finished before");
-    if (me.rank == 0) std::this_thread::sleep_for(100ms);
-    return refusal([&] {
-      group.await(me.rank == 1 ? 2 : 1, me.rank == 1 ? kGoal : at_run(6), me.context(5s));
-    });
-  });
-  expect_equal(ends[0].result,
-               "PeerLost: all_reduce #17 of group 'default': rank 1 has left the group");
-  expect_equal(ends[1].result, "nothing");
-}
-
 // A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
 void rejects_forked_children() {
   const auto ends = run(2, quick_settings(), [](RankContext& me) {
@@ -151,7 +134,6 @@ int main() {
                           {"refuses other records", refuses_other_records},
                           {"names rank without memory", names_rank_without_memory},
                           {"detects a death", detects_a_death},
-                          {"names departed rank", names_departed_rank},
                           {"rejects forked children", rejects_forked_children}});
   std::puts("group_test: all good");
 }

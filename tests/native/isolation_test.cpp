@@ -36,13 +36,14 @@ bool limit_threads() {
   return setrlimit(RLIMIT_NPROC, &least) == 0;
 }
 
-// Two ranks, each after it has changed its user or namespaces: they work, or both end with this
-// error. Root may fetch another user's descriptor, and another user may not fetch root's. Processes
-// that switched to a user, unlike those that the user started, may not read each other's memory.
+// Ranks, each after it has changed its user or namespaces: they work, or all end with this error.
+// Root may fetch another user's descriptor, and another user may not fetch root's. Processes that
+// switched to a user, unlike those that the user started, may not read each other's memory.
 struct Isolation {
   const char* what;
   std::function<bool(Rank)> prepare;
   const char* error = nullptr;
+  int world = 2;
 };
 const std::vector<Isolation> kIsolations = {
     {"ranks of two users", [](Rank r) { return switch_user(r == 0 ? kNobody : kSomebody); },
@@ -61,75 +62,46 @@ const std::vector<Isolation> kIsolations = {
      "; rank 0 is in another user namespace than rank 1, and both must be"},
     {"no /dev/shm", [](Rank) { return leave_shm(); }},
     {"no more threads", [](Rank r) { return switch_user(kNobody) && (r == 0 || limit_threads()); },
-     "; rank 1: this process cannot make another thread"},
+     "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: this process "
+     "cannot make another thread"},
+    {"two networks", [](Rank r) { return r <= 1 || unshare(CLONE_NEWNET) == 0; },
+     "; ranks 0, 1 are in another network namespace than ranks 2, 3, and", 4},
 };
 
 void works_or_names_the_obstacle() {
   for (const Isolation& it : kIsolations) {
-    const auto ends = run(2, quick_settings(), [&](RankContext& me) {
-      if (!it.prepare(me.rank)) return text("cannot prepare the rank: ", std::strerror(errno));
-      return join(me);
-    });
     std::printf("  %s\n", it.what);
-    if (it.error == nullptr) {
-      expect_each(ends, "right");
-    } else {
-      expect_each_part(ends, "CollectiveError: the ranks of group 'default' cannot share memory");
-      expect_each_part(ends, it.error);
-    }
+    std::fflush(stdout);
+    const auto ends = run(it.world, quick_settings(), [&](RankContext& me) {
+      return it.prepare(me.rank) ? join(me) : text("cannot prepare: ", std::strerror(errno));
+    });
+    if (it.error == nullptr) expect_each(ends, "right");
+    if (it.error != nullptr) expect_each_part(ends, it.error);
   }
 }
 
-void names_networks() {
-  const auto ends = run(4, quick_settings(), [](RankContext& me) {
-    if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot prepare the rank");
-    return join(me);
-  });
-  for (const char* part : {"invalid_argument: all ranks of group 'default' must be on one host",
-                           " (container 1), rank 2 is on ",
-                           "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"})
-    expect_each_part(ends, part);
-}
-
-// Runs `body` in a pid namespace of its own, where both ranks have the same pid.
-std::string alone(const Body& body, RankContext& me) {
-  if (unshare(CLONE_NEWPID) != 0) return "cannot make a pid namespace";
-  const pid_t pid = fork();
-  if (pid == 0) {
-    me.store.post(text("alone/", me.rank), attempt([&] { return body(me); }));
-    _exit(0);
-  }
-  if (me.rank == 1) {
-    me.store.read("to be killed", Clock::now() + 20s);
-    std::this_thread::sleep_for(100ms);
-    kill(pid, SIGKILL);
-  }
-  waitpid(pid, nullptr, 0);
-  return me.rank == 1 ? "" : me.store.read("alone/0", Clock::now() + 1s);
-}
-
+// Both ranks are the first process of a pid namespace, and so have the same pid.
 void detects_deaths_across_pid_namespaces() {
-  for (const std::string how : {"exec", "exit", "kill"}) {
-    const auto ends = run(2, quick_settings(), [&](RankContext& mine) {
-      const Body body = [&](RankContext& me) {
+  for (const bool execs : {true, false}) {
+    const auto ends = run(2, quick_settings(), [&](RankContext& me) {
+      if (unshare(CLONE_NEWPID) != 0) return std::string("cannot make a pid namespace");
+      status_of_child([&] {
         Group group(me.store, me.rank, me.world, me.settings);
-        expect(getpid() == 1, "not in a pid namespace of its own");
         const auto begin = Clock::now();
         if (me.rank == 1) {
           std::this_thread::sleep_for(300ms);
-          me.store.post("to be killed", "");
-          if (how == "exec") execl("/bin/sleep", "sleep", "5", nullptr);
-          if (how == "exit") _exit(0);
-          ::pause();
+          if (execs) execl("/bin/sleep", "sleep", "5", nullptr);
+          _exit(0);
         }
         const std::string message = refusal([&] { group.await(1, at_run(1), me.context(20s)); });
         const auto waited = Clock::now() - begin;
         expect(waited > 250ms && waited < 1500ms, "detected too early or too late");
-        return message;
-      };
-      return alone(body, mine);
+        me.store.post("message", message);
+        return 0;
+      });
+      return me.rank == 1 ? std::string() : me.store.read("message", Clock::now() + 1s);
     });
-    expect(contains(ends[0].result, "rank 1 (pid 1) died"), how + ": " + ends[0].result);
+    expect_part(ends[0].result, "rank 1 (pid 1) died");
   }
 }
 
@@ -159,7 +131,6 @@ int main() {
     return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
   pycollect::run_tests(
       {{"works or names the obstacle", works_or_names_the_obstacle},
-       {"names networks", names_networks},
        {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
        {"fetches from own user only", fetches_from_own_user_only}});
   std::puts("isolation_test: all good");

@@ -1,4 +1,4 @@
-// What a process may lack: address space, threads, the kernel's lists of robust locks, pages that
+// What a process may lack: threads, the kernel's lists of robust locks, pages that
 // are wiped in a forked child. And the fork guard, with and without such pages.
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -16,19 +16,6 @@
 
 namespace pycollect::ipc {
 namespace {
-
-void refuses_excessive_sizes() {
-  const TemporaryFolder folder;
-  FileStore store(folder.path());
-  for (std::size_t GroupSettings::* size :
-       {&GroupSettings::buffer_bytes, &GroupSettings::mailbox_bytes,
-        &GroupSettings::symmetric_heap_bytes}) {
-    GroupSettings settings = quick_settings();
-    settings.*size = ~std::size_t{0};
-    expect_part(refusal([&] { Group(store, 0, 1, settings); }),
-                text("_bytes is ", ~std::size_t{0}, "; it must be at most "));
-  }
-}
 
 // Makes a system call with this third argument, or any, fail in this process and its children.
 bool forbid(uint32_t call, uint32_t error, std::optional<uint32_t> third = {}) {
@@ -113,8 +100,7 @@ void detects_forks_without_wiped_pages() {
 
 int main() {
   using namespace pycollect::ipc;
-  pycollect::run_tests({{"refuses excessive sizes", refuses_excessive_sizes},
-                        {"restores the signal mask", restores_the_signal_mask},
+  pycollect::run_tests({{"restores the signal mask", restores_the_signal_mask},
                         {"reports missing robust lists", reports_missing_robust_lists},
                         {"detects forks", detects_forks},
                         {"detects forks without wiped pages", detects_forks_without_wiped_pages}});

@@ -10,18 +10,14 @@
 #include <sys/syscall.h>
 
 #include <cstring>
-#include <set>
 
 #include "ranks.h"
 
 namespace {
 
-struct Range {
-  std::size_t begin, end;
-};
-std::vector<Range> committed;  // by this process
-int file = -1;                 // the shared memory
-long first_touched = 0;        // blocks that madvise allocated
+std::string committed;   // by this process: where each range begins and ends
+int file = -1;           // the shared memory
+long first_touched = 0;  // blocks that madvise allocated
 
 long blocks() {
   struct stat found = {};
@@ -40,9 +36,7 @@ struct BlocksLock {
 // NOLINTBEGIN: the C library's names
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   file = fd;
-  if (mode == 0)
-    committed.push_back(
-        {static_cast<std::size_t>(offset), static_cast<std::size_t>(offset + bytes)});
+  if (mode == 0) committed += pycollect::text(offset, " ", offset + bytes, " ");
   const BlocksLock lock;
   return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
 }
@@ -112,9 +106,7 @@ std::string commit_parts(RankContext& me) {
   std::memcpy(&cores, &own, sizeof own);
   if (group.fold_threads() != core_share(numa_nodes(), std::vector(me.world, cores), me.rank))
     return text(group.fold_threads(), " threads");
-  std::string ranges;
-  for (const Range& range : committed) ranges += text(range.begin, " ", range.end, " ");
-  return ranges;
+  return committed;
 }
 
 void ranks_commit_what_they_write() {
@@ -126,27 +118,17 @@ void ranks_commit_what_they_write() {
   settings.mailbox_bytes = kWorld * (256 << 10);
   settings.mailbox_header_bytes = 2 * kPage;
   const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0});
-  using Pages = std::vector<std::set<Rank>>;  // page -> ranks that committed it
-  Pages by(layout.heaps / kPage), wanted(by.size());
-  const auto commit = [](Pages& pages, Rank r, std::size_t begin, std::size_t end) {
-    for (std::size_t page = begin / kPage; page < (end + kPage - 1) / kPage; ++page)
-      pages.at(page).insert(r);
-  };
   const auto ends = run(kWorld, settings, commit_parts);
-  commit(wanted, 0, 0, layout.mailboxes + settings.mailbox_header_bytes);
   for (Rank r = 0; r < kWorld; ++r) {
-    std::istringstream ranges(ends[r].result);
-    for (std::size_t begin = 0, end = 0; ranges >> begin >> end;) commit(by, r, begin, end);
-    expect(ranges.eof(), ends[r].result);
-    commit(wanted, r, 0, sizeof(Control));
-    for (const uint64_t buffer : {0, 1})
-      for (std::size_t i = 0; i < kRegions.count; ++i) {
+    std::string wanted = text("0 ", SegmentLayout::up(sizeof(Control)), " ");
+    if (r == 0) wanted += text("0 ", layout.mailboxes + settings.mailbox_header_bytes, " ");
+    for (std::size_t i = 0; i < kRegions.count; ++i)
+      for (const uint64_t buffer : {0, 1}) {
         const std::size_t at = layout.staging_buffer(r, buffer) + i * kRegions.stride;
-        commit(wanted, r, at, at + kCommitted);
+        wanted += text(at / kPage * kPage, " ", SegmentLayout::up(at + kCommitted), " ");
       }
+    expect_equal(ends[r].result, wanted);
   }
-  for (std::size_t page = 0; page < by.size(); ++page)
-    expect(by[page] == wanted[page], text("page ", page));
   const std::string alone = run(1, quick_settings(), commit_parts)[0].result;
   expect(!contains(alone, "threads"), alone);  // it folds with all cores of its nodes
 }

@@ -96,17 +96,6 @@ void a_deadlock_reaches_every_rank(bool parallel) {
   expect(errors[1].empty() && errors[2] == errors[0], "the ranks have other errors");
 }
 
-void a_limit_ends_before_a_deadlock() {
-  const auto scheduler = new_scheduler(2);
-  Flag flag;
-  const Errors errors = launch(*scheduler, [&](RankScheduler& s, Rank r) {
-    if (r == 1) return void(s.wait(r, flag.wanted()));
-    expect(!s.wait(r, limited([&] { return flag.written; })), "the limit was not over");
-    flag.write(s);
-  });
-  expect(errors == Errors(2), "a limited wait became a deadlock");
-}
-
 // A thread that no rank has started may do what the ranks wait for, until it ends.
 void a_stranger_counts_until_it_ends(bool acts) {
   const auto scheduler = new_scheduler(2);
@@ -183,7 +172,6 @@ int main() {
     a_deadlock_reaches_every_rank(yes);
     a_stranger_counts_until_it_ends(yes);
   }
-  a_limit_ends_before_a_deadlock();
   a_blocked_rank_loses_its_turn();
   an_abort_ends_all_waits();
   loops_are_shared_once();
