@@ -31,5 +31,4 @@ if [[ $kind != thread ]]; then  # these tests fork
   for test in numa_nodes symmetric_heap rendezvous fd_server limits isolation; do run "${test}_test"; done
 fi
 run scheduler_test
-run available_memory_test
 echo "sanitize.sh $kind $length: passed"

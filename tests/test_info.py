@@ -203,14 +203,14 @@ def test_a_build_from_an_sdist_reports_an_unknown_commit(capsys, monkeypatch):
 
 
 def test_numa_nodes_and_the_cores_of_this_process(tmp_path, monkeypatch, capsys):
-    for node, cores in {"node0": "0-3,8-11", "node4": "4-7", "node7": ""}.items():
+    for node, cores in {"node0": "0-3,8-11", "node4": "5,128-130", "node7": ""}.items():
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text(f"{cores}\n")
     nodes = _C.numa_nodes(str(tmp_path))
-    assert nodes == {0: [0, 1, 2, 3, 8, 9, 10, 11], 4: [4, 5, 6, 7]}
+    assert nodes == {0: [0, 1, 2, 3, 8, 9, 10, 11], 4: [5, 128, 129, 130]}
     monkeypatch.setattr(_C, "numa_nodes", lambda: nodes)
     monkeypatch.setattr(info.os, "sched_getaffinity", lambda pid: {1, 2, 3, 9})
     assert json.loads(printed(capsys, "--json"))["numa"] == {
         "node 0": "cores 0-3,8-11, this process on 1-3,9",
-        "node 4": "cores 4-7, this process on none",
+        "node 4": "cores 5,128-130, this process on none",
     }

@@ -12,26 +12,22 @@
 namespace pycollect::ipc {
 namespace {
 
-// A control block that is shared with forked children.
-class SharedControl {
- public:
-  SharedControl() : segment_(Segment::create(sizeof(Control))) {
-    segment_->commit(0, sizeof(Control));
-  }
-  Control& operator*() const { return *reinterpret_cast<Control*>(segment_->data()); }
+// Returns a control block that is shared with forked children.
+std::shared_ptr<Control> shared_control() {
+  const auto segment = Segment::create(sizeof(Control));
+  segment->commit(0, sizeof(Control));
+  return {segment, reinterpret_cast<Control*>(segment->data())};
+}
 
- private:
-  std::shared_ptr<Segment> segment_;
-};
-
-using Event = std::function<void(FailureDetector*)>;
+FailureDetector* own = nullptr;  // of a child that is rank 1
 
 // Forks a child that becomes rank 1 and runs `body`; returns its pid when the rank has registered.
-pid_t rank_one(Control& control, const Event& body) {
+pid_t rank_one(Control& control, const std::function<void()>& body) {
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(60);
-    body(new FailureDetector(control, 2, 1));
+    own = new FailureDetector(control, 2, 1);
+    body();
     for (;;) ::pause();
   }
   while (control.liveness[1].pid == 0) std::this_thread::sleep_for(1ms);
@@ -54,7 +50,7 @@ void end(pid_t pid) {
 // Several threads poll at once, where a sanitizer sees them; rank 2 joins and leaves, rank 3 never
 // joins.
 void may_be_polled_by_many_threads() {
-  const SharedControl control;
+  const auto control = shared_control();
   FailureDetector one(*control, 4, 0), other(*control, 4, 1);
   std::atomic<int> wrong = 0;
   {
@@ -80,31 +76,32 @@ void end_without_first_thread() {
 // Frees all unshared memory of this process, as the kernel's out-of-memory killer may do before the
 // process's threads have ended, then kills it. The code after that must not use such memory.
 void end_without_memory() {
-#if defined(__x86_64__)
-  const auto call = [](long number, long a, long b, long c) {
-    asm volatile("syscall" : "+a"(number) : "D"(a), "S"(b), "d"(c) : "rcx", "r11", "memory");
-  };
   std::ifstream maps("/proc/self/maps");
   const auto here = reinterpret_cast<unsigned long>(__builtin_frame_address(0));
   const auto thread = reinterpret_cast<unsigned long>(pthread_self());
-  std::array<std::pair<long, long>, 1000> taken = {};
+  std::array<std::pair<unsigned long, unsigned long>, 1000> taken = {};
   std::size_t count = 0;
   for (std::string line; std::getline(maps, line) && count < taken.size();) {
     unsigned long begin = 0, end = 0, inode = 0;
-    std::array<char, 5> may = {};
-    std::sscanf(line.c_str(), "%lx-%lx %4s %*x %*s %lu", &begin, &end, may.data(), &inode);
+    char name = 0;
+    const int found =
+        std::sscanf(line.c_str(), "%lx-%lx rw-p %*x %*s %lu %c", &begin, &end, &inode, &name);
     const bool needed = (begin <= here && here < end) || (begin <= thread && thread < end);
-    if (contains(line, "rw-p") && inode == 0 && !contains(line, "[") && !needed)
-      taken[count++] = {begin, end - begin};
+    if (found == 3 && inode == 0 && !needed) taken[count++] = {begin, end - begin};
   }
+  const long me = syscall(SYS_getpid);  // binds the function, which uses the stack only
   for (std::size_t i = 0; i < count; ++i)
-    call(SYS_madvise, taken[i].first, taken[i].second, MADV_DONTNEED);
-  call(SYS_kill, getpid(), SIGKILL, 0);
-#endif
-  kill(getpid(), SIGKILL);
+    syscall(SYS_madvise, taken[i].first, taken[i].second, MADV_DONTNEED);
+  syscall(SYS_kill, me, SIGKILL);
 }
 
-void exec(const char* program, const char* argument) { execl(program, program, argument, nullptr); }
+void exec(const char* program, const char* argument = nullptr) {
+  execl(program, program, argument, nullptr);
+}
+void fork_and(const std::function<void()>& body) {
+  if (fork() == 0) body(), _exit(0);
+}
+void sleep() { exec("/bin/sleep", "60"); }
 
 // Every end is detected before the process is reaped; until then it keeps its pid.
 void detects_every_end() {
@@ -116,12 +113,12 @@ void detects_every_end() {
       {"abort", [] { signal(SIGABRT, SIG_DFL), std::abort(); }},
       {"SIGKILL when the first thread has ended", end_without_first_thread},
       {"SIGKILL when its own memory has been reclaimed", end_without_memory},
-      {"exec", [] { exec("/bin/sleep", "60"); }},
-      {"exec in another thread", [] { std::thread([] { exec("/bin/sleep", "60"); }).join(); }}};
+      {"exec", sleep},
+      {"exec in another thread", [] { std::thread(sleep).join(); }}};
   for (const auto& [how, body] : ends) {
-    const SharedControl control;
+    const auto control = shared_control();
     FailureDetector detector(*control, 2, 0);
-    const pid_t pid = rank_one(*control, [body = body](FailureDetector*) {
+    const pid_t pid = rank_one(*control, [body = body] {
       std::this_thread::sleep_for(50ms);
       body();
     });
@@ -142,32 +139,19 @@ void receive_a_blocked_signal() {
 
 // Events of rank 1 that are not its death; afterwards its death is detected despite them.
 void ignores_other_events() {
-  const std::pair<const char*, Event> events[] = {
-      {"leaves", [](FailureDetector* own) { delete own; }},
-      {"stops", [](FailureDetector*) { kill(getpid(), SIGSTOP); }},
-      {"a child ends",
-       [](FailureDetector* own) {
-         if (fork() == 0) delete own, _exit(0);
-       }},
-      {"a child lives on",
-       [](FailureDetector*) {
-         if (fork() == 0) std::this_thread::sleep_for(2s), _exit(0);
-       }},
-      {"a child becomes another program",
-       [](FailureDetector*) {
-         if (fork() == 0) exec("/bin/true", nullptr), _exit(0);
-       }},
-      {"a program that it spawned ends", [](FailureDetector*) { (void)!std::system("true"); }},
-      {"threads end",
-       [](FailureDetector*) {
-         for (int i = 0; i < 20; ++i) std::thread([] {}).join();
-       }},
-      {"the first thread ends", [](FailureDetector*) { syscall(SYS_exit, 0); }},
-      {"cannot become another program",
-       [](FailureDetector*) { exec("/there is no such program", nullptr); }},
-      {"receives a blocked signal", [](FailureDetector*) { receive_a_blocked_signal(); }}};
+  const std::pair<const char*, void (*)()> events[] = {
+      {"leaves", [] { delete own; }},
+      {"stops", [] { kill(getpid(), SIGSTOP); }},
+      {"a child ends", [] { fork_and([] { delete own; }); }},
+      {"a child lives on", [] { fork_and([] { std::this_thread::sleep_for(2s); }); }},
+      {"a child becomes another program", [] { fork_and([] { exec("/bin/true"); }); }},
+      {"a program that it spawned ends", [] { (void)!std::system("true"); }},
+      {"a thread ends", [] { std::thread([] {}).join(); }},
+      {"the first thread ends", [] { syscall(SYS_exit, 0); }},
+      {"cannot become another program", [] { exec("/there is no such program"); }},
+      {"receives a blocked signal", receive_a_blocked_signal}};
   for (const auto& [what, body] : events) {
-    const SharedControl control;
+    const auto control = shared_control();
     FailureDetector detector(*control, 2, 0);
     const pid_t pid = rank_one(*control, body);
     for (const auto begin = Clock::now(); Clock::now() - begin < 200ms;) {
@@ -181,9 +165,9 @@ void ignores_other_events() {
 
 // A process that is rank 1 of several groups is reported dead in each, except in those it had left.
 void detects_death_in_every_group() {
-  const SharedControl first, second, third;
+  const auto first = shared_control(), second = shared_control(), third = shared_control();
   FailureDetector one(*first, 2, 0), two(*second, 2, 0), three(*third, 2, 0);
-  const pid_t pid = rank_one(*first, [&](FailureDetector*) {
+  const pid_t pid = rank_one(*first, [&] {
     std::make_unique<FailureDetector>(*third, 2, 1).reset();
     new FailureDetector(*second, 2, 1);
   });
@@ -197,20 +181,17 @@ void detects_death_in_every_group() {
 // In a forked child, the destructors leave the child's threads alone, even if these reuse the
 // memory of the parent's threads.
 void spares_threads_of_a_child() {
-  const SharedControl control;
+  const auto control = shared_control();
   auto detector = std::make_unique<FailureDetector>(*control, 2, 0);
   auto fd_server = std::make_unique<FdServer>(UniqueFd(dup(STDERR_FILENO)));
-  const int status = status_of_child([&] {
-    alarm(60);
+  expect_in_child([&] {
     std::binary_semaphore over(0);
     const auto body = [&] { over.acquire(), over.release(); };
     std::thread one(body), other(body);
     detector.reset(), fd_server.reset();
     over.release();
     one.join(), other.join();
-    return 0;
   });
-  expect(status == 0, "the child did not end normally");
   fetch(fd_server->id(), deadline_after(10s));  // the parent's threads are spared, too
 }
 

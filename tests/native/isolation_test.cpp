@@ -85,19 +85,18 @@ void detects_deaths_across_pid_namespaces() {
   for (const bool execs : {true, false}) {
     const auto ends = run(2, quick_settings(), [&](RankContext& me) {
       if (unshare(CLONE_NEWPID) != 0) return std::string("cannot make a pid namespace");
-      status_of_child([&] {
+      expect_in_child([&] {
         Group group(me.store, me.rank, me.world, me.settings);
         const auto begin = Clock::now();
         if (me.rank == 1) {
           std::this_thread::sleep_for(300ms);
-          if (execs) execl("/bin/sleep", "sleep", "5", nullptr);
+          if (execs) execl("/bin/sleep", "sleep", "2", nullptr);
           _exit(0);
         }
         const std::string message = refusal([&] { group.await(1, at_run(1), me.context(20s)); });
         const auto waited = Clock::now() - begin;
         expect(waited > 250ms && waited < 1500ms, "detected too early or too late");
         me.store.post("message", message);
-        return 0;
       });
       return me.rank == 1 ? std::string() : me.store.read("message", Clock::now() + 1s);
     });

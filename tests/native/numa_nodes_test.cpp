@@ -59,16 +59,6 @@ CoreSet cores(int begin, int end) {
   return set;
 }
 
-// More than 64 cores, and one; tests/test_info.py reads other nodes.
-void reads_nodes() {
-  const TemporaryFolder folder;
-  write(folder.path() + "/node10/cpulist", "128-191");
-  write(folder.path() + "/node2/cpulist", "16");
-  expect(numa_nodes(folder.path()) == NumaNodes{{2, cores(16, 17)}, {10, cores(128, 192)}},
-         "other nodes");
-  expect(numa_nodes(folder.path() + "/missing").empty(), "a missing folder has nodes");
-}
-
 void shares_cores() {
   const NumaNodes nodes{{0, cores(0, 32)}, {1, cores(32, 64)}};
   const CoreSet left = cores(0, 32), right = cores(32, 64), all = cores(0, 64), unknown = {};
@@ -137,7 +127,6 @@ void ranks_commit_what_they_write() {
 }  // namespace pycollect::ipc
 
 int main() {
-  pycollect::ipc::reads_nodes();
   pycollect::ipc::shares_cores();
   pycollect::ipc::ranks_commit_what_they_write();
   std::puts("numa_nodes_test: all good");

@@ -2,10 +2,11 @@
 // thread that runs the steps in the written order.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <random>
 #include <vector>
 
-#include "../../csrc/plan/plan.h"
+#include "../../csrc/plan/passes.h"
 
 namespace pycollect {
 
@@ -39,6 +40,17 @@ inline Plan random_plan(int world, uint64_t seed) {
     plan.fold(dsts, srcs, below(2) == 0 ? Step::kFirstDestination : below(world));
   }
   return plan;
+}
+
+// Returns nothing if the plan is invalid in place or needs more host memory than one rank has.
+inline std::optional<Plan> plan_for_processes(const Plan& plan, bool in_place, bool open_input,
+                                              bool open_output) {
+  try {
+    check(plan, in_place);
+    return for_processes(plan, in_place, open_input, open_output);
+  } catch (const std::invalid_argument&) {
+    return {};
+  }
 }
 
 }  // namespace pycollect

@@ -16,25 +16,6 @@ namespace pycollect::ipc {
 using namespace std::chrono_literals;
 namespace fs = std::filesystem;
 
-using Falsify = std::function<std::string(const std::string& key, const std::string& value)>;
-
-class FaultyStore final : public Store {  // falsifies values, for fault injection
- public:
-  FaultyStore(Store& store, Falsify on_post, Falsify on_read = {})
-      : store_(store), on_post_(std::move(on_post)), on_read_(std::move(on_read)) {}
-  void post(const std::string& key, const std::string& value) override {
-    store_.post(key, on_post_ ? on_post_(key, value) : value);
-  }
-  std::string read(const std::string& key, Deadline deadline) override {
-    const std::string value = store_.read(key, deadline);
-    return on_read_ ? on_read_(key, value) : value;
-  }
-
- private:
-  Store& store_;
-  Falsify on_post_, on_read_;
-};
-
 class TemporaryFolder {  // temporary folder of a test, removed with this object
  public:
   TemporaryFolder() : path_(fs::temp_directory_path() / "pycollect_test_XXXXXX") {
@@ -59,7 +40,7 @@ inline void write(const fs::path& path, const std::string& content) {
 struct RankContext {
   Rank rank;
   int world;
-  Store& store;
+  FileStore& store;
   GroupSettings settings;
   OpContext context(std::chrono::milliseconds timeout) const {
     return {"all_reduce", 17, Clock::now() + timeout};
@@ -94,13 +75,14 @@ inline std::string refusal(const std::function<void()>& body) {
   return attempt([&] { return body(), "nothing"; });
 }
 
-// Returns the status of a child process that runs `body`.
-inline int status_of_child(const std::function<int()>& body) {
+// Runs `body` in a child process, in which nothing may fail.
+inline void expect_in_child(const std::function<void()>& body,
+                            std::source_location at = std::source_location::current()) {
   const pid_t pid = fork();
-  if (pid == 0) _exit(body());
+  if (pid == 0) alarm(60), body(), _exit(0);
   int status = 0;
   waitpid(pid, &status, 0);
-  return status;
+  expect(status == 0, text("a child ended with ", status), at);
 }
 
 inline std::vector<RankExit> run(int world, const GroupSettings& settings, const Body& body) {
@@ -113,7 +95,8 @@ inline std::vector<RankExit> run(int world, const GroupSettings& settings, const
     if (pids.back() != 0) continue;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     alarm(120);  // ends a rank that hangs; no test takes that long
-    RankContext me{r, world, store, settings};
+    FileStore own = store;
+    RankContext me{r, world, own, settings};
     store.post(text("result/", r), attempt([&] { return body(me); }));
     _exit(0);
   }
@@ -194,11 +177,4 @@ inline std::string join(RankContext& me) {
   Group group(me.store, me.rank, me.world, me.settings);
   return exchange(group);
 }
-inline std::string join_falsified(const RankContext& me, const Falsify& on_post,
-                                  const Falsify& on_read) {
-  FaultyStore store(me.store, on_post, on_read);
-  RankContext other{me.rank, me.world, store, me.settings};
-  return join(other);
-}
-
 }  // namespace pycollect::ipc

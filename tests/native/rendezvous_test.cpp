@@ -35,18 +35,16 @@ void names_missing_ranks() {
 // rank 0's PeerInfo 100 ms late.
 Body exchange_with_victim(Rank victim, bool posted, int signal) {
   return [=](RankContext& me) {
-    return join_falsified(
-        me,
-        [&](const std::string& key, const std::string& value) {
-          if (me.rank != victim) return value;
-          if (posted) me.store.post(key, value);
-          kill(getpid(), signal);
-          return value;
-        },
-        [&](const std::string& key, const std::string& value) {
-          if (key == "hello/0") std::this_thread::sleep_for(100ms);
-          return value;
-        });
+    const auto falsify = [&me, victim, signal](bool now) {
+      return [=, &me](const std::string& key, const std::string& value) {
+        if (now && me.rank == victim && key == text("hello/", victim)) kill(getpid(), signal);
+        if (key == "hello/0") std::this_thread::sleep_for(100ms);
+        return value;
+      };
+    };
+    me.store.on_post = falsify(!posted);
+    me.store.on_read = falsify(posted);  // a rank reads its own PeerInfo when it has published it
+    return join(me);
   };
 }
 
@@ -66,12 +64,11 @@ void detects_deaths_meanwhile() {
 void reports_failures_meanwhile() {
   for (const bool posted : {false, true}) {
     const auto ends = run(3, quick_settings(), [=](RankContext& me) {
-      const auto fail = [&](const std::string& key, const std::string& value) {
-        if (me.rank == 1 && (!posted || key == "hello/1")) throw std::runtime_error("no store");
+      (posted ? me.store.on_read : me.store.on_post) = [&](const auto& key, const auto& value) {
+        if (me.rank == 1 && key == "hello/1") throw std::runtime_error("no store");
         return value;
       };
-      const std::string message = attempt(
-          [&] { return join_falsified(me, posted ? Falsify() : fail, posted ? fail : Falsify()); });
+      const std::string message = attempt([&] { return join(me); });
       if (me.rank == 1) std::this_thread::sleep_for(3s);
       return message;
     });
@@ -86,21 +83,16 @@ void reports_failures_meanwhile() {
 
 // A rank that has read every PeerInfo may leave before another rank has read its own.
 void lets_ranks_leave_early() {
-  expect_each(run(3, quick_settings(),
-                  [](RankContext& me) {
-                    bool late = me.rank == 2;
-                    FaultyStore store(me.store, {},
-                                      [&](const std::string& key, const std::string& value) {
-                                        if (key == "hello/1" && std::exchange(late, false)) {
-                                          std::this_thread::sleep_for(300ms);
-                                          throw Timeout("a slow store");
-                                        }
-                                        return value;
-                                      });
-                    Group group(store, me.rank, me.world, me.settings);
-                    return std::string("right");
-                  }),
-              "right");
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
+    me.store.on_read = [late = me.rank == 2](const auto& key, const auto& value) mutable {
+      if (key != "hello/1" || !std::exchange(late, false)) return value;
+      std::this_thread::sleep_for(300ms);
+      throw Timeout("a slow store");
+    };
+    Group group(me.store, me.rank, me.world, me.settings);
+    return std::string("right");
+  });
+  expect_each(ends, "right");
 }
 
 // A stopped rank 0 does not answer fetches, and is not dead: the others wait until the timeout.

@@ -131,16 +131,6 @@ void a_blocked_rank_loses_its_turn() {
   expect(errors == Errors(2), "a blocked rank has kept its turn");
 }
 
-void an_abort_ends_all_waits() {
-  const auto scheduler = new_scheduler(3);
-  const Errors errors = launch(*scheduler, [](RankScheduler& s, Rank r) {
-    if (r == 2) return s.abort(EndKind::timed_out, "the time is over");
-    s.wait(r, condition([] { return false; }));
-  });
-  expect_equal(errors[0], "a condition: the time is over");
-  expect_equal(errors[1], errors[0]);
-}
-
 void loops_are_shared_once() {
   WorkShare share;
   std::atomic<bool> ended{false};
@@ -173,7 +163,6 @@ int main() {
     a_stranger_counts_until_it_ends(yes);
   }
   a_blocked_rank_loses_its_turn();
-  an_abort_ends_all_waits();
   loops_are_shared_once();
   std::puts("scheduler_test: all good");
 }
