@@ -28,8 +28,7 @@ struct Case {
 
   std::string describe() const {
     return text(name(collective), "/", algorithm, " ", name(dtype), " ", name(op), " root ", root,
-                in_place ? " in place" : "", irregular ? " irregular" : "", " tensors ", tensors,
-                zero_copy ? " zero-copy" : "", within ? " within" : "", ", seed ", seed);
+                in_place ? " in place" : "", within ? " within" : "", ", seed ", seed);
   }
 };
 

@@ -46,11 +46,11 @@ class TestBuffer {
     }
   }
   const CallBuffer& buffer() const { return buffer_; }
-  Bytes now() const {
-    Bytes all;
-    for (const BufferSegment& s : buffer_.segments)
-      all.insert(all.end(), s.base, s.base + s.count * item_);
-    return all;
+  bool holds(const Bytes& wanted) const {
+    const std::byte* at = wanted.data();
+    return std::ranges::all_of(buffer_.segments, [&](const BufferSegment& s) {
+      return std::equal(s.base, s.base + s.count * item_, std::exchange(at, at + s.count * item_));
+    });
   }
 
  private:
@@ -123,9 +123,8 @@ void run_case(Member& me, const Case& c) {
     return expect(std::ranges::equal(
                       want.out[r], std::span(request.output.segments[0].base, want.out[r].size())),
                   what);
-  expect(in.buffer().blocks.empty() || in.now() == want.in[r], what + ": the input");
-  expect(c.in_place || out.buffer().blocks.empty() || out.now() == want.out[r],
-         what + ": the output");
+  expect(in.holds(want.in[r]), what + ": the input");
+  expect(c.in_place || out.holds(want.out[r]), what + ": the output");
 }
 
 void run_cases(Member& me, int cases, uint64_t seed) {
@@ -185,10 +184,8 @@ void run_refusals(Member& me) {
 }
 
 GroupSettings settings_of(std::size_t buffer_bytes, std::size_t heap_bytes) {
-  GroupSettings settings = quick_settings();
-  settings.buffer_bytes = buffer_bytes;
-  settings.symmetric_heap_bytes = heap_bytes;
-  settings.timeout = 60s;
+  GroupSettings settings = quick_settings(60s);
+  settings.buffer_bytes = buffer_bytes, settings.symmetric_heap_bytes = heap_bytes;
   return settings;
 }
 
@@ -226,19 +223,14 @@ void run_late_writer() {
       body(0, size / 16);
       if (group.rank() == 1) group.abort("the peers have given up");
       body(size / 16, size);
+      const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
+      changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
     };
     ShmTransport transport(group, group.rank() == 1 ? late : cpu::ParallelFor());
-    try {
-      run(transport, request, 0, soon());
-    } catch (const CollectiveError&) {
-      const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
-      if (group.rank() == 1)
-        changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
-      throw;
-    }
+    run(transport, request, 0, soon());
   });
   expect_each_part(ends, "the peers have given up");
-  expect(changed <= kCount / 32, text(changed, " elements were written after that"));
+  expect(0 < changed && changed <= kCount / 32, text(changed, " elements were written"));
 }
 
 // Rank 1 publishes a registered offset far beyond its symmetric heap.

@@ -182,5 +182,4 @@ int main() {
                         {"waits for a free descriptor", waits_for_a_free_descriptor},
                         {"leaves nothing in forked children", leaves_nothing_in_forked_children},
                         {"refuses other users", refuses_other_users}});
-  std::puts("fd_server_test: all good");
 }

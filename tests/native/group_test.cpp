@@ -134,5 +134,4 @@ int main() {
                           {"names rank without memory", names_rank_without_memory},
                           {"detects a death", detects_a_death},
                           {"rejects forked children", rejects_forked_children}});
-  std::puts("group_test: all good");
 }

@@ -145,10 +145,10 @@ inline int count_entries(const char* folder) {
   return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
 }
 
-inline GroupSettings quick_settings() {
+inline GroupSettings quick_settings(std::chrono::milliseconds timeout = 20s) {
   GroupSettings settings;
   settings.buffer_bytes = 4096;
-  settings.timeout = 20s;
+  settings.timeout = timeout;
   return settings;
 }
 

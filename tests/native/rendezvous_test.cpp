@@ -4,12 +4,6 @@
 namespace pycollect::ipc {
 namespace {
 
-GroupSettings settings_of(std::chrono::milliseconds timeout) {
-  GroupSettings settings = quick_settings();
-  settings.timeout = timeout;
-  return settings;
-}
-
 // Ranks that never join: every other rank names them. A rank that begins later fails together with
 // the first one.
 void names_missing_ranks() {
@@ -21,7 +15,7 @@ void names_missing_ranks() {
                {{2}, 0ms, 400ms, "0.4 s; rank 0 did not arrive"},
                {{0, 2, 3}, 200ms, 1000ms, "1 s; rank 1 did not arrive"}};
   for (const auto& it : cases) {
-    const auto ends = run(4, settings_of(it.timeout), [&](RankContext& me) {
+    const auto ends = run(4, quick_settings(it.timeout), [&](RankContext& me) {
       if (std::ranges::find(it.joining, me.rank) == it.joining.end()) return std::string("absent");
       std::this_thread::sleep_for(me.rank * it.later);
       return join(me);
@@ -98,7 +92,7 @@ void lets_ranks_leave_early() {
 // A stopped rank 0 does not answer fetches, and is not dead: the others wait until the timeout.
 void waits_for_stopped_rank() {
   for (const bool goes_on : {false, true}) {
-    const auto ends = run(3, settings_of(600ms), [&](RankContext& me) {
+    const auto ends = run(3, quick_settings(600ms), [&](RankContext& me) {
       if (const pid_t rank = getpid(); me.rank == 0 && fork() == 0) {
         std::this_thread::sleep_for(goes_on ? 300ms : 1500ms);
         kill(rank, goes_on ? SIGCONT : SIGKILL);
@@ -122,5 +116,4 @@ int main() {
                         {"reports failures meanwhile", reports_failures_meanwhile},
                         {"lets ranks leave early", lets_ranks_leave_early},
                         {"waits for stopped rank", waits_for_stopped_rank}});
-  std::puts("rendezvous_test: all good");
 }

@@ -42,13 +42,6 @@ Errors launch(RankScheduler& scheduler, const Program& program) {
 ReadyCondition condition(std::function<bool()> ready) {
   return {std::move(ready), [] { return "a condition"; }};
 }
-// A wait of an hour whose time counts as over when no rank can continue.
-ReadyCondition limited(std::function<bool()> ready) {
-  ReadyCondition wait = condition(std::move(ready));
-  wait.deadline = Clock::now() + 1h;
-  wait.is_limited = true;
-  return wait;
-}
 
 // A flag that ranks wait for.
 struct Flag {
@@ -102,8 +95,10 @@ void a_stranger_counts_until_it_ends(bool acts) {
   Flag flag;
   std::atomic<bool> known = false;  // the scheduler has seen the thread
   std::jthread stranger([&] {
-    expect(!scheduler->wait(1, limited([&] { return known = true, flag.written; })),
-           "the limit was not over");
+    // A limit of an hour, which counts as over when no rank can continue.
+    ReadyCondition limited = condition([&] { return known = true, flag.written; });
+    limited.deadline = Clock::now() + 1h, limited.is_limited = true;
+    expect(!scheduler->wait(1, limited), "the limit was not over");
     std::this_thread::sleep_for(50ms);
     if (acts) flag.write(*scheduler);
   });
