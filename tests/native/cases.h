@@ -1,6 +1,7 @@
 // Random collective calls, each with its expected result: that of the same plan run by one thread
 // in the written order, in one process. Every rank generates all of it from a seed.
 #pragma once
+#include <numeric>
 #include <random>
 
 #include "../../csrc/cpu/executor.h"
@@ -74,12 +75,6 @@ inline void fill(Bytes& bytes, DType t, uint64_t seed) {
     bytes[at] = (bytes[at] & std::byte{7}) | std::byte{0x38};
 }
 
-inline std::size_t sum(const Sizes& s) {
-  std::size_t all = 0;
-  for (std::size_t n : s) all += n;
-  return all;
-}
-
 // Block sizes of a rank's call buffer, as in CollectiveRequest, and of all ranks, as in
 // PlanOffsets: one entry per rank.
 struct Blocks {
@@ -105,7 +100,8 @@ inline Blocks blocks(const Case& c, Rank r, bool output) {
 }
 
 inline Bytes initial(const Case& c, Rank r, bool output) {
-  Bytes content(sum(blocks(c, r, output).full) * item_bytes(c.dtype), std::byte{0x5a});
+  const Sizes full = blocks(c, r, output).full;
+  Bytes content(std::reduce(full.begin(), full.end()) * item_bytes(c.dtype), std::byte{0x5a});
   if (!output) fill(content, c.dtype, c.seed * 1000 + r);
   return content;
 }
@@ -120,7 +116,8 @@ inline Outcome expected(const Case& c, const std::string& algorithm) {
   std::vector<Bytes> in, out, scratch;
   const Sizes all = blocks(c, c.root, false).full;
   // Cut as in the one-process API.
-  PlanOffsets offsets(plan->plan, c.world == 1 ? Sizes{sum(all)} : all, 64 / item);
+  PlanOffsets offsets(plan->plan, c.world == 1 ? Sizes{std::reduce(all.begin(), all.end())} : all,
+                      64 / item);
   for (Rank r = 0; r < c.world; ++r) {
     if (c.world > 1) offsets.set(r, Buffer::input, blocks(c, r, false).full);
     if (c.world > 1) offsets.set(r, Buffer::output, blocks(c, r, true).full);

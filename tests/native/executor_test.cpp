@@ -136,10 +136,15 @@ void run_cases(Member& me, int cases, uint64_t seed) {
 // A request on ones, whose output is full of -1.
 struct FloatRequest {
   std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
-  CollectiveRequest request{.collective = Collective::all_reduce, .dtype = DType::f32};
-  FloatRequest(const Sizes& sent, const Sizes& received) {
-    request.input = {{{reinterpret_cast<std::byte*>(in.data()), sum(sent)}}, sent};
-    request.output = {{{reinterpret_cast<std::byte*>(out.data()), sum(received)}}, received};
+  CollectiveRequest request;
+  FloatRequest(const Sizes& sent, const Sizes& received)
+      : request{.collective = Collective::all_reduce,
+                .dtype = DType::f32,
+                .input = buffer(in, sent),
+                .output = buffer(out, received)} {}
+  static CallBuffer buffer(std::vector<float>& at, const Sizes& blocks) {
+    const std::size_t count = std::reduce(blocks.begin(), blocks.end());
+    return {{{reinterpret_cast<std::byte*>(at.data()), count}}, blocks};
   }
 };
 
