@@ -103,9 +103,8 @@ void names_too_many_open_files() {
 void waits_for_a_free_descriptor() {
   expect_in_child([] {
     std::optional<FdServer> fd_server(std::in_place, copy_of_stderr());
-    rlim_t before = 0;
     std::jthread server_lacks_descriptors([&] {
-      before = limit_descriptors(1);  // too few for `poll`, too
+      const rlim_t before = limit_descriptors(1);  // too few for `poll`, too
       std::this_thread::sleep_for(150ms);
       limit_descriptors(before);
     });

@@ -79,8 +79,8 @@ void shares_cores() {
 }
 
 constexpr std::size_t kBuffer = 64 << 10;
-constexpr Group::StagingRegions kRegions{.count = 2, .stride = kBuffer / 2, .bytes = 5'000};
-constexpr std::size_t kCommitted = 8 << 10;  // of each region: `bytes`, rounded up
+constexpr Group::StagingRegions kRegions{
+    .count = 2, .stride = kBuffer / 2, .bytes = 5'000};  // 8 KiB
 
 // Returns what this rank committed, and a complaint if it touched a page that no rank had.
 std::string commit_parts(RankContext& me) {
@@ -115,7 +115,7 @@ void ranks_commit_what_they_write() {
     for (std::size_t i = 0; i < kRegions.count; ++i)
       for (const uint64_t buffer : {0, 1}) {
         const std::size_t at = layout.staging_buffer(r, buffer) + i * kRegions.stride;
-        wanted += text(at / kPage * kPage, " ", SegmentLayout::up(at + kCommitted), " ");
+        wanted += text(at / kPage * kPage, " ", SegmentLayout::up(at + 8192), " ");
       }
     expect_equal(ends[r].result, wanted);
   }
