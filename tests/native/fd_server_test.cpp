@@ -132,7 +132,7 @@ void leaves_nothing_in_forked_children() {
   if (child == 0) {
     expect_equal(refused(id), "nothing");
     expect(::write(ready[1], "!", 1) == 1, "write");
-    for (;;) ::pause();
+    for (alarm(60);;) ::pause();
   }
   expect(::read(ready[0], &byte, 1) == 1, "the child failed");
   expect_equal(refused(id), "nothing");
