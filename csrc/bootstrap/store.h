@@ -1,5 +1,5 @@
 // Bootstrap store: keys and values that every rank of a group can write and read before the ranks
-// share memory. csrc/torch implements it with a torch Store, tests with a map.
+// share memory. csrc/torch implements it with a torch Store, tests with files.
 #pragma once
 #include <algorithm>
 #include <chrono>
