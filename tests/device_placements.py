@@ -1,6 +1,6 @@
 """Device placements: the devices of a test's ranks, so that one test covers all kinds of memory.
 
-A PlacedApi replaces the `pycollect` module in a CPU test: it moves the tensors of a call to the
+A PlacedApi stands for the `pycollect` module: it moves the tensors of a call to the
 devices, makes the call there, and copies all memory back, including the memory around views.
 PYCOLLECT_TEST_GPU_DEVICE=cpu uses the CPU in place of the GPU, which checks the tests, not the
 library.
@@ -12,7 +12,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
 STANDS_IN = not GPU.startswith("cuda")
 # Marks of tests that can also run with the CPU as stand-in; tests that cannot are marked cuda.
 MARKS = [] if STANDS_IN else [pytest.mark.cuda]
-WORLDS = (1, 2, 3, 8) if STANDS_IN else tuple(range(1, 17))
 
 
 @dataclass(frozen=True)
@@ -150,16 +148,6 @@ class PlacedApi:
             return functools.partial(self._collective, name)
         return getattr(pc, name)  # functions that move no data: algorithms, plan
 
-    def Communicator(self, devices: Any) -> PlacedApi:
-        return self
-
-    def barrier(self, devices: Any = ("cpu",)) -> None:
-        world = len(pc.devices(devices))
-        if self._placement.peer_access is None:
-            pc.barrier(self._placement.devices(world))
-        else:
-            self._placement.api(world).barrier()
-
     def _collective(self, name: str, tensors: Any, *args: Any, **options: Any) -> Any:
         placed_call, devices = PlacedCall(), self._placement.devices(len(tensors))
         on_device = [placed_call.to_device(t, d) for t, d in zip(tensors, devices, strict=True)]
@@ -232,17 +220,3 @@ def to_cpu(result: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
     filled = [g for g in result if g.numel()]
     assert len({g.untyped_storage().data_ptr() for g in filled}) == len(filled), "memory is shared"
     return [g.cpu() for g in result]
-
-
-def on_placements(module: ModuleType, placements: list[Any]) -> dict[str, Any]:
-    """Return the tests of a CPU test module, with a fixture that runs them on each placement."""
-
-    @pytest.fixture(autouse=True, params=placements)
-    def placed_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        request.param.devices(1)  # skips the test if the placement's devices are missing
-        monkeypatch.setattr(module, "pc", PlacedApi(request.param))
-        if hasattr(module, "WORLDS") and not STANDS_IN:
-            monkeypatch.setattr(module, "WORLDS", WORLDS)
-
-    tests = {name: value for name, value in vars(module).items() if name.startswith("test_")}
-    return {"placed_api": placed_api, **tests}

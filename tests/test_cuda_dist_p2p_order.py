@@ -95,18 +95,21 @@ def test_messages_are_ordered_behind_the_current_stream(pools, site):
 
 
 def completed(me: RankContext) -> list[bool]:
-    """A receive is complete when its tensor has the message, not when the copy is enqueued."""
-    x, y = values(LARGE, 3), torch.zeros(LARGE)
-    if me.rank == 0:
-        dist.barrier()
-        work = dist.isend(x, 1)
-        dist.barrier()
-        work.wait()
-        return [True]
-    work = dist.irecv(y, 0)
-    dist.barrier()
-    found = [until(work.is_completed), torch.equal(y, x)]
-    dist.barrier()
+    """A work is complete when its tensor has the message or the result, not when the copy is
+    enqueued."""
+    right, left, found = (me.rank + 1) % me.world, (me.rank - 1) % me.world, []
+    for count in (10, LARGE):
+        x, y, z = values(count, me.rank), torch.zeros(count), torch.ones(count)
+        me.site.synchronize()
+        sent, received = dist.isend(x, right), dist.irecv(y, left)
+        for work, tensor, wanted in (
+            (received, y, values(count, left)),
+            (dist.all_reduce(z, async_op=True), z, torch.full((count,), float(me.world))),
+        ):
+            done = until(work.is_completed)
+            with torch._C.DisableTorchFunction():  # which would finish the stream's work
+                found.append(done and tensor.tolist() == wanted.tolist())
+        sent.wait()
     return found
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from device_placements import several_gpus
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_ranks
 from dist_ranks import IN_PLACE, between_processes, on_one_host
-from dist_sites import EMULATED, LARGE, REAL, site_worlds, until
+from dist_sites import EMULATED, GPU, LARGE, REAL, site_worlds, until
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
@@ -276,3 +277,40 @@ def on_the_host_of_one_rank(me: RankContext) -> list[bool]:
 @between_processes("ranks that are threads make one call on all tensors")
 def test_ranks_may_mix_devices(pools, site, world):
     assert pools(world, site=site).run(on_the_host_of_one_rank) == [[True, True]] * world
+
+
+def on_all_gpus(me: RankContext) -> list[float]:
+    """all_reduce with each rank on its own GPU, in host memory, and with all ranks on one GPU."""
+    mine = torch.device("cuda", me.rank % torch.cuda.device_count())
+    xs = [torch.ones(9, device=device) for device in (mine, "cpu", GPU)]
+    for x in xs:
+        dist.all_reduce(x)
+    dist.barrier()
+    gathered: list[Any] = [None] * me.world
+    dist.all_gather_object(gathered, me.rank)
+    return [x.sum().item() for x in xs] + [sum(gathered)]
+
+
+def on_another_gpu(me: RankContext) -> bool:
+    """A call on a side stream of one GPU after a call on another GPU."""
+    placement, other = several_gpus()[:2]
+    dist.all_reduce(torch.ones(LARGE, device=placement))
+    side = torch.cuda.Stream(other)
+    with torch.cuda.stream(side):
+        x = torch.zeros(LARGE, device=other)
+        me.site.fill_later(x, float(me.rank))
+        dist.all_reduce(x)
+        y = x * 2
+    side.synchronize()
+    return bool((y == me.world * (me.world - 1)).all())
+
+
+@between_processes("ranks that are threads make one call on all tensors")
+@pytest.mark.cuda
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_gpus(pools, world):
+    pool = pools(world, site="cuda")
+    wanted = [9.0 * world] * 3 + [world * (world - 1) / 2]
+    assert pool.run(on_all_gpus) == [wanted] * world
+    if torch.cuda.device_count() > 1:
+        assert pool.run(on_another_gpu) == [True] * world

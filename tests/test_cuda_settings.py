@@ -1,6 +1,6 @@
-"""Environment settings that CUDA and torch's allocator read once, at process start.
+"""Settings of the environment that CUDA and torch's allocator read once, at process start.
 
-Each setting runs the matrix of test_cuda_sanitize.py in a new process.
+Each setting runs some tests of lists and of processes in a new process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from device_placements import MARKS, STANDS_IN
+import torch
+import torch.distributed as dist
+from dist_pool import RankContext, fresh
+from dist_sites import REAL
 
-pytestmark = [*MARKS, pytest.mark.slow]
+pytestmark = pytest.mark.cuda
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 SETTINGS = {
-    "none": {},
     "launch-blocking": BLOCKING,
     "expandable-segments": EXPANDABLE,
     "both": BLOCKING | EXPANDABLE,
@@ -27,6 +29,8 @@ SETTINGS = {
     "eager-modules": {"CUDA_MODULE_LOADING": "EAGER"},
     "one-connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
 }
+VALUES = "(test_lists and (virtual-5 or staged-5)) or (test_ranks and processes-cuda-2)"
+STREAMS = "(short and (virtual or staged)) or (replays_read and 4001)"
 
 
 def run_pytest(settings, *what):
@@ -42,15 +46,33 @@ def run_pytest(settings, *what):
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_the_reduced_matrix(settings):
-    run_pytest(settings, "tests/test_cuda_sanitize.py", "-k", "not cpu and not several")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_values_and_streams(name):
+    run_pytest(SETTINGS[name], "tests/test_matrix.py", "-k", VALUES)
+    if name in ("launch-blocking", "expandable-segments"):
+        files = ("tests/test_cuda_streams.py", "tests/test_cuda_graphs.py")
+        run_pytest(SETTINGS[name], *files, "-k", STREAMS)
 
 
-@pytest.mark.parametrize("settings", [BLOCKING, EXPANDABLE], ids=["blocking", "expandable"])
-def test_late_streams_and_graphs(settings):
-    if STANDS_IN:
-        pytest.skip("needs CUDA streams")
-    chosen = "(short and (virtual or staged)) or (replays_read and 4001)"
-    files = ("tests/test_cuda_streams.py", "tests/test_cuda_graphs.py")
-    run_pytest(settings, *files, "-k", chosen)
+def expandable(me: RankContext, at_runtime: bool) -> bool:
+    """A call with expandable segments, which torch maps piece by piece."""
+    if at_runtime:
+        set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if set_settings is None:  # the name in torch 2.11
+            set_settings = torch.cuda.memory._set_allocator_settings
+        set_settings("expandable_segments:True")
+    x = torch.ones(1 << 20)
+    segments = torch.cuda.memory.memory_snapshot()
+    assert segments, "nothing is tested"
+    assert all(segment["is_expandable"] for segment in segments)
+    dist.all_reduce(x)
+    return bool(x.eq(me.world).all())
+
+
+@pytest.mark.parametrize("site", REAL)
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", ""])
+def test_expandable_segments(name, site):
+    environ = ((name, "expandable_segments:True"),) if name else ()
+    with fresh(2, site=site, environ=environ) as pool:
+        assert pool.run(expandable, not name) == [True, True]
