@@ -35,12 +35,6 @@ def test_gradients(name: str, devices: object) -> None:
     assert gradgradcheck(call, tensors, fast_mode=True)
 
 
-@pytest.mark.parametrize("op", ["max", "prod"])
-def test_gradients_of_nonlinear_ops(op: str) -> None:
-    tensors = on_devices([torch.randn(5, dtype=torch.float64) for _ in range(2)], DEVICES[1])
-    assert gradcheck(lambda *t: tuple(autograd.all_reduce(t, op)), tensors)
-
-
 def test_gradients_are_on_the_devices_of_their_tensors() -> None:
     weight = torch.ones(3, requires_grad=True)
     copies = autograd.replicate([weight], "cuda:0*2")

@@ -36,16 +36,7 @@ def delay_stream(stream, cycles=20_000_000):
         torch.cuda._sleep(cycles)
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast"])
-def test_arrays_are_written_in_place(cupy, collective):
-    for world in (1, 2, 5):
-        values = randoms(world, (1001, 3), torch.float32)
-        arrays = arrays_of(cupy, values)
-        assert getattr(pc, collective)(arrays) is None
-        assert_same(tensors_of(cupy, arrays), expected(collective, values))
-
-
-@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
+@pytest.mark.parametrize("algorithm", [None, "two_shot"])
 def test_calls_are_ordered_with_cupys_current_stream(cupy, algorithm):
     values = randoms(3, (COUNT,), torch.int32)
     base = arrays_of(cupy, values)
@@ -66,23 +57,6 @@ def test_calls_are_ordered_with_cupys_current_stream(cupy, algorithm):
         assert_same(tensors_of(cupy, copies), [left_fold(values, "sum")] * 3)
 
 
-def test_arrays_written_on_several_streams(cupy):
-    values = randoms(3, (COUNT,), torch.int32)
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in values]
-    base = arrays_of(cupy, values)
-    arrays = [cupy.zeros_like(b) for b in base]
-    cupy.cuda.Device().synchronize()
-    for stream, a, b in zip(streams, arrays, base, strict=True):
-        with stream:
-            delay_stream(stream)
-            a[...] = b
-    torch_streams = [torch.cuda.ExternalStream(s.ptr) for s in streams]
-    pc.all_reduce(arrays, streams=torch_streams, algorithm="two_shot")
-    for stream in streams:
-        stream.synchronize()
-    assert_same(tensors_of(cupy, arrays), [left_fold(values, "sum")] * 3)
-
-
 def test_arrays_as_inputs_and_outputs(cupy):
     values = randoms(3, (60, 7), torch.float32)
     arrays = arrays_of(cupy, values)
@@ -95,14 +69,6 @@ def test_arrays_as_inputs_and_outputs(cupy):
         assert_same(tensors_of(cupy, out), wanted, f"{collective}, out")
     chunks = pc.scatter(arrays[0], "cuda:0*3")
     assert_same([c.cpu() for c in chunks], list(values[0].tensor_split(3)))
-
-
-def test_arrays_and_tensors_mixed(cupy):
-    values = randoms(3, (4_001,), torch.int32)
-    mixed = [*arrays_of(cupy, values[:1]), values[1].cuda(), *arrays_of(cupy, values[2:])]
-    pc.all_reduce(mixed)
-    got = [*tensors_of(cupy, mixed[:1]), mixed[1].cpu(), *tensors_of(cupy, mixed[2:])]
-    assert_same(got, [left_fold(values, "sum")] * 3)
 
 
 def test_an_async_work_keeps_its_arrays_alive(cupy):

@@ -1,21 +1,15 @@
-"""Failed calls leave the library usable: bad arguments, missing devices, out of memory.
-
-The table of test_arguments.py runs again with tensors on the GPU and expects the same refusals.
-"""
+"""Failed calls leave the library usable: missing devices, tensors elsewhere, out of memory."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from device_placements import GPU, MARKS, STAGED, STANDS_IN, VIRTUAL, PlacedCall, several_gpus
+from device_placements import GPU, STAGED, VIRTUAL, several_gpus
 from reference import assert_same, left_fold, randoms
-from test_arguments import CASES
 
 import pycollect as pc
 
-pytestmark = MARKS
-HERE = torch.device(GPU)
+pytestmark = pytest.mark.cuda
 
 
 def assert_calls_work():
@@ -24,58 +18,6 @@ def assert_calls_work():
         tensors = [v.to(GPU, copy=True) for v in values]
         pc.all_reduce(tensors, algorithm=algorithm)
         assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3, algorithm)
-
-
-# --- bad arguments --------------------------------------------------------------------------------
-
-
-def tensors_in(value):
-    """All tensors and arrays in the arguments, at any depth."""
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_in(v)]
-    return [value] if isinstance(value, (torch.Tensor, np.ndarray)) else []
-
-
-def on_gpu(args, placed_call):
-    """The arguments with CPU tensors and devices replaced by those of the GPU."""
-    if isinstance(args, str):
-        return args.replace("cpu", GPU)
-    if isinstance(args, torch.device):
-        return HERE
-    if isinstance(args, (list, tuple)) and not tensors_in(args):
-        return type(args)(on_gpu(a, placed_call) for a in args)
-    return placed_call.to_device(args, HERE)
-
-
-def runs_on_gpu(case):
-    """Whether the case can run on a GPU: not with NumPy arrays or a CPU communicator."""
-    call, make, _, words, _ = case.values
-    args, options = make()
-    arrays = any(isinstance(t, np.ndarray) for t in tensors_in([args, list(options.values())]))
-    return not arrays and "CPU" not in words and not hasattr(call, "__self__")
-
-
-@pytest.mark.parametrize(
-    ("call", "make", "error", "words", "async_op"), [case for case in CASES if runs_on_gpu(case)]
-)
-def test_invalid_calls_raise_before_data_moves(call, make, error, words, async_op):
-    args, options = make()
-    placed_call = PlacedCall()
-    args = [on_gpu(a, placed_call) for a in args]
-    options = {k: on_gpu(v, placed_call) for k, v in options.items()}
-    if async_op:
-        options["async_op"] = True
-    watched = [t for t in tensors_in([args, list(options.values())]) if not t.is_meta]
-    watched = [t for t in watched if t.layout == torch.strided]
-    before = [(t.untyped_storage().cpu().tolist(), t._version) for t in watched]
-    with pytest.raises(error, match=f"(?s){words}"):
-        call(*args, **options)
-    after = [(t.untyped_storage().cpu().tolist(), t._version) for t in watched]
-    assert after == before, "a refused call changed a tensor"
-
-
-def test_calls_work_after_refusals():
-    assert_calls_work()
 
 
 # --- invalid devices ------------------------------------------------------------------------------
@@ -98,28 +40,16 @@ def test_missing_devices_are_refused():
     assert_calls_work()
 
 
-def test_tensors_on_other_devices_than_the_communicators_are_refused():
-    other = "meta" if STANDS_IN else "cpu"
+@pytest.mark.parametrize("other", ["cpu", "another GPU"])
+def test_tensors_on_other_devices_than_the_communicators_are_refused(other):
+    other = other if other == "cpu" else several_gpus()[1]
     communicator = pc.Communicator([GPU] * 2)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
-        call = getattr(communicator, name)
         with pytest.raises(ValueError, match=rf"rank 1 .*{other}"):
-            call([torch.ones(3, device=GPU), torch.ones(3, device=other)])
-        with pytest.raises(ValueError, match=r"3.*2"):
-            call([torch.ones(3, device=GPU) for _ in range(3)])
+            getattr(communicator, name)([torch.ones(3, device=d) for d in (GPU, other)])
     assert_calls_work()
 
 
-@pytest.mark.cuda
-def test_tensors_on_another_gpu_than_the_communicators_are_refused():
-    first, second = several_gpus()[:2]
-    with pytest.raises(ValueError, match=f"rank 1 .*{second}"):
-        pc.Communicator([first, first]).all_reduce(
-            [torch.ones(3, device=first), torch.ones(3, device=second)]
-        )
-
-
-@pytest.mark.cuda
 def test_a_device_without_an_index_is_the_current_one():
     current = torch.device("cuda", torch.cuda.current_device())
     assert pc.Communicator(["cuda", "cuda"]).devices == [current] * 2
@@ -147,7 +77,6 @@ def little_memory():
     torch.cuda.empty_cache()
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
 def test_out_of_memory_raises_and_keeps_no_memory(placement, little_memory):
     api = placement.api(4)
@@ -163,7 +92,6 @@ def test_out_of_memory_raises_and_keeps_no_memory(placement, little_memory):
     assert [extremes(t) for t in tensors] == [(6.0, 6.0)] * 4
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("algorithm", pc.algorithms())
 def test_no_memory_for_scratch_changes_no_input(algorithm, little_memory):
     tensors = [torch.full((12 << 20,), float(r), device="cuda:0") for r in range(4)]  # 48 MiB each
@@ -174,16 +102,4 @@ def test_no_memory_for_scratch_changes_no_input(algorithm, little_memory):
     else:
         assert [extremes(t) for t in tensors] == [(6.0, 6.0)] * 4
     del tensors
-    assert_calls_work()
-
-
-@pytest.mark.cuda
-def test_out_of_memory_elsewhere_does_not_affect_calls():
-    values = randoms(3, (100_003,), torch.int32)
-    tensors = [v.cuda() for v in values]
-    work = pc.all_reduce(tensors, async_op=True)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        torch.empty(1 << 45, device="cuda:0")
-    work.wait()
-    assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3)
     assert_calls_work()

@@ -11,8 +11,8 @@ import functools
 import pytest
 import torch
 from delays import synchronize, wrong_elements
-from device_placements import CPU, GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
-from reference import IN_PLACE, assert_same, expected, left_fold, randoms
+from device_placements import GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
+from reference import IN_PLACE, assert_same, left_fold, randoms
 
 import pycollect as pc
 
@@ -54,20 +54,6 @@ def test_late_streams_change_nothing(placement, collective, algorithm, count, ro
 # --- the delays must expose missing events --------------------------------------------------------
 
 
-def test_elements_that_a_collective_does_not_write_are_counted():
-    def nothing(inputs, results, streams):
-        assert streams is None
-
-    def only_the_first(inputs, results, streams):
-        inputs[0].copy_(left_fold(inputs, "sum"))
-
-    cpus = CPU.devices(3)
-    assert wrong_elements("all_reduce", cpus, nothing, 100, 5) > 1400
-    assert 800 < wrong_elements("all_reduce", cpus, only_the_first, 100, 5) <= 1000
-    call = functools.partial(issue, pc, "all_reduce", None)
-    assert wrong_elements("all_reduce", cpus, call, 100, 5) == 0
-
-
 def without_entry(stream, inputs, results, streams):
     with torch.cuda.stream(stream):
         total = torch.stack(inputs).sum(0, dtype=torch.int32)
@@ -92,24 +78,12 @@ def without_one_entry(stream, inputs, results, streams):
     without_entry(stream, inputs, results, streams)
 
 
-def with_all(stream, inputs, results, streams):
-    for other in streams:
-        stream.wait_stream(other)
-    without_entry(stream, inputs, results, streams)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("broken", [without_entry, without_exit, without_one_entry])
 def test_the_delays_expose_a_missing_event(broken):
     devices = VIRTUAL.devices(4)
     call = functools.partial(broken, torch.cuda.Stream())
     assert wrong_elements("all_reduce", devices, call, rounds=100) > 0
-
-
-@pytest.mark.cuda
-def test_no_wrong_elements_with_all_events():
-    call = functools.partial(with_all, torch.cuda.Stream())
-    assert wrong_elements("all_reduce", VIRTUAL.devices(4), call, rounds=100) == 0
 
 
 # --- the current stream ---------------------------------------------------------------------------
@@ -173,49 +147,15 @@ def test_the_current_device_and_stream_are_unchanged():
             assert torch.cuda.current_stream() == side
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all"])
-def test_inputs_copied_to_another_layout_are_read_on_their_streams(collective):
-    values = randoms(3, (60, 60), torch.int32)
-    sides = [torch.cuda.Stream() for _ in values]
-    tensors = [torch.zeros(60, 60, dtype=torch.int32, device=GPU) for _ in values]
-    tensors[1] = tensors[1].t()  # the tensors have no common order of dimensions
-    sources = [v.to(GPU) for v in values]  # kept: freed, their memory would be overwritten at once
-    torch.cuda.synchronize()
-    for side, t, source in zip(sides, tensors, sources, strict=True):
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(20_000_000)
-            t.copy_(source)
-    got = getattr(pc, collective)(tensors, streams=sides)
-    for side in sides:
-        side.synchronize()
-    torch.cuda.synchronize()
-    assert_same([g.cpu() for g in got], expected(collective, values))
-
-
-@pytest.mark.cuda
-def test_wait_covers_async_copies_between_layouts():
-    values = randoms(1, (700, 900), torch.int32)[0]
-    src, dst = values.to(GPU), torch.zeros(900, 700, dtype=torch.int32, device=GPU).t()
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
-        work = pc.copy_(dst, src, async_op=True)
-    work.wait()
-    assert_same([dst.cpu()], [values])
-
-
 # --- invalid streams= -----------------------------------------------------------------------------
 
 
 BAD_STREAMS = [[], [None], "stream", 0, [1, 2, 3], [None, None, "side"]]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("bad", BAD_STREAMS, ids=str)
-def test_bad_streams_are_refused(device, bad):
-    tensors = [torch.full((5,), float(r), device=device) for r in range(3)]
+def test_bad_streams_are_refused(bad):
+    tensors = [torch.full((5,), float(r)) for r in range(3)]
     with pytest.raises((TypeError, ValueError), match="streams"):
         pc.all_reduce(tensors, streams=bad)
     assert [t.tolist() for t in tensors] == [[float(r)] * 5 for r in range(3)]
@@ -243,15 +183,3 @@ def test_a_stream_of_another_gpu_is_refused():
     streams = [torch.cuda.Stream(first), torch.cuda.Stream(second)]
     with pytest.raises(ValueError, match=r"streams\[1\]"):
         pc.all_reduce(tensors, streams=streams)
-
-
-@pytest.mark.cuda
-def test_one_stream_may_serve_several_ranks():
-    values = randoms(4, (1000,), torch.int32)
-    tensors = [v.to(GPU) for v in values]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    pc.all_reduce(tensors, streams=[side, None, side, None], algorithm="two_shot")
-    side.synchronize()
-    torch.cuda.synchronize()
-    assert_same([t.cpu() for t in tensors], expected("all_reduce", values))
