@@ -1,10 +1,12 @@
-"""The emulator fails where CUDA fails, and detects mistakes that CUDA would not report."""
+"""The emulator fails where CUDA fails, and detects mistakes that CUDA would not report.
+
+Otherwise tests on emulated devices would pass although the library makes such a mistake. That every
+wait, record and event of a call is missed is tested with the call (test_gpu_calls.py).
+"""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,91 +16,174 @@ import pycollect as pc
 from pycollect import _testing
 
 
-@contextmanager
-def fails(why: str) -> Iterator[None]:
-    with pytest.raises(RuntimeError, match=f"CUDA error: .*{why}"):
-        yield
-
-
 class TwoDevices:
-    """Two devices with a stream and 64 bytes each."""
+    """Two devices with a stream and 64 bytes each; device 0 is current."""
 
     def __init__(self) -> None:
         self.cuda = _testing.Emulator(2)
         self.streams = [self.cuda.stream(device) for device in range(2)]
         self.memory = [self.cuda.allocate("device", device, 64) for device in range(2)]
+        self.pageable = self.cuda.allocate("pageable", -1, 64)
 
     def launch(self, device: int, *memory: int) -> None:
         self.cuda.set_device(device)
         self.cuda.launch(self.streams[device], [(list(memory), list(memory), 64)])
+        self.cuda.set_device(0)
 
-    def order(self, first: int, second: int) -> None:
-        self.cuda.set_device(first)
-        event = self.cuda.event(first)
-        self.cuda.record(event, self.streams[first])
-        self.cuda.set_device(second)
-        self.cuda.wait(self.streams[second], event)
+    def copy(self, to: int, source: int, count: int = 64, of: tuple[int, int] = (0, 0)) -> None:
+        self.cuda.copy(self.streams[0], (to, of[0]), (source, of[1]), count)
+
+    def recorded(self, device: int = 0) -> int:
+        """An event that is recorded on the device's stream."""
+        self.cuda.set_device(device)
+        event: int = self.cuda.event(device)
+        self.cuda.record(event, self.streams[device])
+        self.cuda.set_device(0)
+        return event
+
+    def wait(self, device: int, event: int) -> None:
+        self.cuda.set_device(device)
+        self.cuda.wait(self.streams[device], event)
+        self.cuda.set_device(0)
 
 
-def test_a_new_emulator_begins_on_device_0() -> None:
-    for _ in range(5):
-        cuda = _testing.Emulator(2)
-        assert cuda.current_device() == 0
-        cuda.set_device(1)
-        del cuda  # the next one may get its address
+# --- mistakes that CUDA refuses, or that are as bad -----------------------------------------------
+
+Mistakes = dict[str, Callable[[], object]]  # the text of the error -> what raises it
 
 
-def test_work_runs_when_the_host_waits_for_it() -> None:
+def on_another_device(pair: TwoDevices) -> Mistakes:
+    cuda, stream, here = pair.cuda, pair.streams[1], (pair.memory[1], 1)
+    event, other = pair.recorded(0), pair.recorded(1)
+    destroyed = pair.recorded(0)
+    cuda.destroy(destroyed)
+    return {
+        "an event for device 1 while device 0 is current": lambda: cuda.event(1),
+        "launch on a stream of device 1 while device 0": lambda: cuda.launch(
+            stream, [([8], [8], 1)]
+        ),
+        "copy on a stream of device 1": lambda: cuda.copy(stream, here, here, 1),
+        "record on a stream of device 1": lambda: cuda.record(other, stream),
+        "wait on a stream of device 1": lambda: cuda.wait(stream, event),
+        "synchronize on a stream of device 1": lambda: cuda.synchronize(stream),
+        "query of a stream of device 1": lambda: cuda.capture_id(stream),
+        "an event of device 1 recorded on a stream of": lambda: cuda.record(other, pair.streams[0]),
+        "wait of an event that does not exist": lambda: pair.wait(0, destroyed),
+    }
+
+
+def on_wrong_memory(pair: TwoDevices) -> Mistakes:
+    stream, (at, there) = pair.streams[0], pair.memory
+
+    def launch(*rows: Any) -> Callable[[], object]:
+        return lambda: pair.cuda.launch(stream, list(rows))
+
+    return {
+        "an access beyond the end of its allocation": launch(([at], [at + 1], 64)),
+        "an address outside of all allocations": launch(([8], [8], 1)),
+        "partly overlaps another of its slices": launch(([at], [at + 1], 32)),
+        "a launch without work": launch(),
+        "kernel work without elements": launch(([at], [at], 0)),
+        "device 0 cannot access the memory of device 1": launch(([there], [there], 64)),
+        "a kernel accesses pageable memory": launch(([pair.pageable], [pair.pageable], 64)),
+        "a copy of zero bytes": lambda: pair.copy(at, at, 0),
+        "a copy names a device that does not own": lambda: pair.copy(at, at, 1, (1, 0)),
+        "between devices 0 and 1, which do not reach": lambda: pair.copy(there, at, 64, (1, 0)),
+    }
+
+
+def in_a_capture(pair: TwoDevices) -> Mistakes:
+    """Device 0's stream captures; another one has joined the capture, and is not joined to it."""
+    cuda, stream, before = pair.cuda, pair.streams[0], pair.recorded(0)
+    joined, apart = cuda.stream(0), cuda.stream(0)
+    pair.launch(1, pair.memory[1])  # loads the kernel of device 1 only
+    cuda.begin_capture(stream)
+    cuda.wait(joined, pair.recorded(0))
+    cuda.copy(joined, (pair.memory[0], 0), (pair.memory[0] + 32, 0), 32)
+    return {
+        "not permitted while a stream is capturing": lambda: cuda.synchronize(stream),
+        "a copy of pageable memory during": lambda: pair.copy(
+            pair.memory[0], pair.pageable, 64, (0, -1)
+        ),
+        "two captures at once": lambda: cuda.begin_capture(apart),
+        "load is not permitted while a stream is": lambda: pair.launch(0, pair.memory[0]),
+        "on a stream that has not joined the capture": lambda: pair.launch(1, pair.memory[1]),
+        "waits for work outside of its capture": lambda: pair.wait(0, before),
+        "began no capture": lambda: cuda.end_capture(apart),
+        "has work in the capture that was not joined": lambda: cuda.end_capture(stream),
+    }
+
+
+def after_a_capture(pair: TwoDevices) -> Mistakes:
+    pair.cuda.begin_capture(pair.streams[0])
+    within = pair.recorded(0)
+    pair.cuda.end_capture(pair.streams[0])
+    default = pair.cuda.default_stream(0)
+    return {
+        "wait for an event of a capture that has ended": lambda: pair.wait(0, within),
+        "default stream cannot be captured": lambda: pair.cuda.begin_capture(default),
+    }
+
+
+SITUATIONS = (on_another_device, on_wrong_memory, in_a_capture, after_a_capture)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda s: s.__name__)
+def test_mistakes_are_errors(situation: Callable[[TwoDevices], Mistakes]) -> None:
     pair = TwoDevices()
-    cuda, (stream, other) = pair.cuda, (pair.streams[0], pair.cuda.stream(0))
-    sources = [cuda.allocate("device", 0, 64) for _ in range(2)]
-    results = [cuda.allocate("device", 0, 64) for _ in range(2)]
-    for source, value in zip(sources, (1, 2), strict=True):
-        ctypes.memset(source, value, 64)
-    for s, result, source in zip((stream, other), results, sources, strict=True):
-        cuda.launch(s, [([result], [source], 64)])
-    poison = ctypes.string_at(pair.memory[0], 64)
-
-    def seen() -> list[bytes]:
-        return [ctypes.string_at(result, 64) for result in results]
-
-    assert seen() == [poison, poison]
-    cuda.synchronize(other)
-    assert seen() == [poison, b"\2" * 64]
-    cuda.synchronize(stream)
-    assert seen() == [b"\1" * 64, b"\2" * 64]
+    for why, mistake in situation(pair).items():
+        with pytest.raises(RuntimeError, match=f"CUDA error: .*{why}"):
+            mistake()
+        pair.cuda.set_device(0)
 
 
-def test_faults() -> None:
+# --- races ----------------------------------------------------------------------------------------
+
+
+Order = Callable[[TwoDevices, int], object]  # given an event that is recorded before both accesses
+
+
+def too_late(pair: TwoDevices, event: int) -> None:
+    pair.wait(1, event)
+    pair.cuda.record(event, pair.streams[0])
+
+
+ORDERS: dict[str, Order] = {
+    "recorded between them": lambda pair, _: pair.wait(1, pair.recorded(0)),
+    "no event": lambda pair, _: None,
+    "not recorded": lambda pair, _: pair.wait(1, pair.cuda.event(0)),
+    "recorded after the wait": too_late,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_accesses_that_no_event_orders_are_a_race(name: str) -> None:
     pair = TwoDevices()
-    pair.cuda.inject("fail", after=1)
-    pair.cuda.event(0)
-    with fails("injected failure in create_event"):
-        pair.cuda.event(0)
-    pair.cuda.event(0)  # it fails once
-    pair.cuda.inject("skip", "launch")
-    pair.launch(0, pair.memory[0])
-    assert pair.cuda.race is None
     pair.cuda.connect(1, 0)
-    pair.launch(1, pair.memory[0])
-    assert pair.cuda.race is None  # the first launch was left out
-    pair.cuda.heal()
+    before = pair.recorded(0)
     pair.launch(0, pair.memory[0])
+    ORDERS[name](pair, before)
+    pair.launch(1, pair.memory[0])
+    assert (pair.cuda.race is None) == (name == "recorded between them")
+
+
+def test_conflicting_rows_of_a_launch_are_a_race() -> None:
+    pair = TwoDevices()
+    at = pair.memory[0]
+    pair.cuda.launch(pair.streams[0], [([at], [at + 16], 16), ([at + 32], [at + 16], 16)])
+    assert pair.cuda.race is None
+    pair.cuda.launch(pair.streams[0], [([at], [at + 16], 16), ([at + 32], [at], 16)])
     assert pair.cuda.race is not None
-    with fails("only a call without a result can be left out"):
-        pair.cuda.inject("skip", "query")
 
 
-def emulated(order: str, own_thread: bool = False) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A runtime whose CPU tensors stand for a device's, and two tensors of it."""
-    fake = _testing.emulate(pc.distributed.options(), order == "eager", own_thread)
-    fake.cuda.drain_waits(False)
-    return fake, fake.empty([4]), fake.empty([4])
+# --- devices of a process group -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["late", "eager"])
 def test_the_work_of_a_caller_is_late(order: str) -> None:
-    fake, x, y = emulated(order)
+    fake = _testing.emulate(pc.distributed.options(), order == "eager", False)
+    fake.cuda.drain_waits(False)
+    x, y = fake.empty([4]), fake.empty([4])
     fake.write(x, torch.ones(4))
     event = fake.cuda.event(0)
     side = fake.cuda.stream(0, of_caller=False)
@@ -114,8 +199,9 @@ def test_the_work_of_a_caller_is_late(order: str) -> None:
 
 
 def test_races_of_a_process_group_are_violations() -> None:
-    fake, x, _ = emulated("late")
-    first, second = fake.current(), fake.cuda.stream(0)
+    fake = _testing.emulate(pc.distributed.options(), False, False)
+    fake.cuda.drain_waits(False)
+    x, first, second = fake.empty([4]), fake.current(), fake.cuda.stream(0)
     fake.write(x, torch.ones(4))
     fake.use(second)
     fake.write(x, torch.zeros(4))
@@ -125,178 +211,3 @@ def test_races_of_a_process_group_are_violations() -> None:
         fake.cuda.finish(stream)
     assert fake.cuda.violations()  # the last of this log
     assert fake.cuda.race is None
-
-
-def test_a_runtime_may_end_before_its_work() -> None:
-    for own_thread in (False, True):
-        fake, x, y = emulated("late", own_thread)
-        fake.cuda.set_pause(0.05)
-        fake.write(x, torch.ones(4))
-        fake.write(y, torch.ones(4))
-        del fake, x, y
-
-
-def test_operations_need_their_device_to_be_current() -> None:
-    pair = TwoDevices()
-    cuda, stream = pair.cuda, pair.streams[1]
-    with fails("an event for device 1 while device 0 is current"):
-        cuda.event(1)
-    cuda.set_device(1)
-    event = cuda.event(1)
-    cuda.record(event, stream)
-    cuda.set_device(0)
-    here = (pair.memory[1], 1)
-    with fails("launch on a stream of device 1 while device 0 is current"):
-        cuda.launch(stream, [([pair.memory[1]], [pair.memory[1]], 1)])
-    with fails("copy on a stream of device 1"):
-        cuda.copy(stream, here, here, 1)
-    with fails("record on a stream of device 1"):
-        cuda.record(event, stream)
-    with fails("wait on a stream of device 1"):
-        cuda.wait(stream, event)
-    with fails("synchronize on a stream of device 1"):
-        cuda.synchronize(stream)
-    with fails("query of a stream of device 1"):
-        cuda.capture_id(stream)
-    with fails("no device 2"):
-        cuda.set_device(2)
-
-
-def test_an_event_is_recorded_only_on_its_device() -> None:
-    pair = TwoDevices()
-    event = pair.cuda.event(0)
-    pair.cuda.set_device(1)
-    with fails("an event of device 0 recorded on a stream of device 1"):
-        pair.cuda.record(event, pair.streams[1])
-
-
-def test_a_wait_for_an_unrecorded_event_orders_nothing() -> None:
-    pair = TwoDevices()
-    pair.cuda.connect(1, 0)
-    pair.launch(0, pair.memory[0])
-    event = pair.cuda.event(0)
-    pair.cuda.set_device(1)
-    pair.cuda.wait(pair.streams[1], event)
-    pair.launch(1, pair.memory[0])
-    assert pair.cuda.race == (
-        "a launch on stream 2 (operation 0) and a launch on stream 3 (operation 2) access the same "
-        "memory, one of them writes, and nothing orders them"
-    )
-
-
-def test_an_event_orders_two_devices() -> None:
-    pair = TwoDevices()
-    pair.cuda.connect(1, 0)
-    pair.launch(0, pair.memory[0])
-    pair.order(0, 1)
-    pair.launch(1, pair.memory[0])
-    assert pair.cuda.race is None
-    pair.launch(0, pair.memory[0])
-    assert pair.cuda.race is not None
-
-
-def test_a_wait_is_for_the_last_record() -> None:
-    pair = TwoDevices()
-    pair.cuda.connect(1, 0)
-    event = pair.cuda.event(0)
-    pair.cuda.record(event, pair.streams[0])
-    pair.launch(0, pair.memory[0])
-    pair.cuda.set_device(1)
-    pair.cuda.wait(pair.streams[1], event)
-    pair.cuda.set_device(0)
-    pair.cuda.record(event, pair.streams[0])  # too late for the wait
-    pair.launch(1, pair.memory[0])
-    assert pair.cuda.race is not None
-    pair.cuda.set_device(0)
-    pair.cuda.destroy(event)
-    with fails("wait of an event that does not exist"):
-        pair.cuda.wait(pair.streams[0], event)
-
-
-def test_devices_access_only_reachable_memory() -> None:
-    pair = TwoDevices()
-    with fails("device 0 cannot access the memory of device 1"):
-        pair.launch(0, pair.memory[1])
-    with fails("a copy between devices 0 and 1, which do not reach each other"):
-        pair.cuda.copy(pair.streams[0], (pair.memory[1], 1), (pair.memory[0], 0), 64)
-    pair.cuda.connect(0, 1)
-    pair.launch(0, pair.memory[1])
-    pair.cuda.copy(pair.streams[0], (pair.memory[1], 1), (pair.memory[0], 0), 64)
-    pair.launch(0, pair.cuda.allocate("pinned", -1, 64))
-    with fails("a kernel accesses pageable memory"):
-        pair.launch(0, pair.cuda.allocate("pageable", -1, 64))
-
-
-def test_addresses_are_checked() -> None:
-    pair = TwoDevices()
-    stream, at = pair.streams[0], pair.memory[0]
-    with fails("an access beyond the end of its allocation"):
-        pair.cuda.launch(stream, [([at], [at + 1], 64)])
-    with fails("an address outside of all allocations"):
-        pair.cuda.launch(stream, [([8], [8], 1)])
-    with fails("partly overlaps another of its slices"):
-        pair.cuda.launch(stream, [([at], [at + 1], 32)])
-    with fails("a launch without work"):
-        pair.cuda.launch(stream, [])
-    with fails("kernel work without elements"):
-        pair.cuda.launch(stream, [([at], [at], 0)])
-    with fails("a copy of zero bytes"):
-        pair.cuda.copy(stream, (at, 0), (at, 0), 0)
-    with fails("a copy names a device that does not own the address"):
-        pair.cuda.copy(stream, (at, 1), (at, 0), 1)
-
-
-def test_conflicting_rows_of_a_launch_are_a_race() -> None:
-    pair = TwoDevices()
-    at = pair.memory[0]
-    pair.cuda.launch(pair.streams[0], [([at], [at + 16], 16), ([at + 32], [at + 16], 16)])
-    assert pair.cuda.race is None
-    pair.cuda.launch(pair.streams[0], [([at], [at + 16], 16), ([at + 32], [at], 16)])
-    assert pair.cuda.race is not None
-
-
-def test_host_waits_and_allocations_in_a_capture_fail() -> None:
-    pair = TwoDevices()
-    pageable = pair.cuda.allocate("pageable", -1, 64)
-    pair.cuda.begin_capture(pair.streams[0])
-    assert pair.cuda.capture_id(pair.streams[0])
-    with fails("not permitted while a stream is capturing"):
-        pair.cuda.synchronize(pair.streams[0])
-    with fails("a copy of pageable memory during a capture"):
-        pair.cuda.copy(pair.streams[0], (pair.memory[0], 0), (pageable, -1), 64)
-    with fails("two captures at once"):
-        pair.cuda.begin_capture(pair.streams[0])
-
-
-def test_streams_join_a_capture_by_events_and_are_joined_to_its_origin() -> None:
-    pair = TwoDevices()
-    pair.launch(1, pair.memory[1])  # loads the kernel
-    pair.cuda.begin_capture(pair.streams[0])
-    with fails("load is not permitted while a stream is capturing"):
-        pair.launch(0, pair.memory[0])
-    with fails("on a stream that has not joined the capture"):
-        pair.launch(1, pair.memory[1])
-    pair.order(0, 1)
-    pair.launch(1, pair.memory[1])
-    with fails("began no capture"):
-        pair.cuda.end_capture(pair.cuda.stream(0))
-    with fails("has work in the capture that was not joined"):
-        pair.cuda.end_capture(pair.streams[0])
-    pair.order(1, 0)
-    pair.cuda.end_capture(pair.streams[0])
-
-
-def test_events_do_not_cross_the_boundary_of_a_capture() -> None:
-    pair = TwoDevices()
-    before = pair.cuda.event(0)
-    pair.cuda.record(before, pair.streams[0])
-    with fails("the default stream cannot be captured"):
-        pair.cuda.begin_capture(pair.cuda.default_stream(0))
-    pair.cuda.begin_capture(pair.streams[0])
-    with fails("a capturing stream waits for work outside of its capture"):
-        pair.cuda.wait(pair.streams[0], before)
-    within = pair.cuda.event(0)
-    pair.cuda.record(within, pair.streams[0])
-    pair.cuda.end_capture(pair.streams[0])
-    with fails("wait for an event of a capture that has ended"):
-        pair.cuda.wait(pair.streams[0], within)
