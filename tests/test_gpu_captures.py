@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,20 +71,6 @@ def test_two_captures_one_after_the_other(gpus: Gpus) -> None:
     assert gpus.cuda.counters()["streams"] == streams + 3
 
 
-def test_scratch_and_pinned_memory_live_as_long_as_the_graph(gpus: Gpus) -> None:
-    """No allocator knows that the graph uses them: on host memory it never does."""
-    tensors = on_ranks(gpus, values(WORLD))
-    gpus.torch.connect(False)
-    before = gpus.torch.blocks_in_use()
-    with gpus.capture(gpus.stream()) as number:
-        gpus.all_reduce(tensors, algorithm="ring", peer_access=False)
-    assert gpus.torch.blocks_in_use() > before
-    assert gpus.torch.recorded() == 0
-    gpus.cuda.destroy_graph(number[0])
-    gpus.all_reduce(tensors)
-    assert gpus.torch.blocks_in_use() == before
-
-
 @contextmanager
 def captured_on_both(gpus: Gpus) -> Iterator[list[int]]:
     """Capture on two devices, from a stream of the first one."""
@@ -98,17 +84,40 @@ def captured_on_both(gpus: Gpus) -> Iterator[list[int]]:
     number.append(gpus.torch.end_capture(origin))
 
 
-@pytest.mark.parametrize("devices", [(0, 1), (1, 1)])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_memory_on_another_device_than_the_capture_lives_as_long_as_the_graph(
-    gpus: Gpus, devices: tuple[int, int], async_op: bool
-) -> None:
-    """Also if all of the call is on a device on which the capture has not begun."""
+def staged(gpus: Gpus, async_op: bool) -> Any:
+    """Scratch and pinned memory. No allocator knows that the graph uses pinned memory."""
+    gpus.torch.connect(False)
+    return gpus.all_reduce(on_ranks(gpus, values(WORLD)), algorithm="ring", peer_access=False)
+
+
+def on_devices(gpus: Gpus, devices: Sequence[int], async_op: bool) -> Any:
+    """On another device than the capture's, or on both."""
     tensors = [gpus.tensor(v, device=d) for v, d in zip(values(2), devices, strict=True)]
+    gpus.cuda.set_device(devices[0])
+    return gpus.all_gather(tensors, algorithm="ring", async_op=async_op)
+
+
+# Name -> (context of the capture, call). Torch knows nothing of a capture of another library.
+KEPT: dict[str, tuple[Any, Any]] = {
+    "staged": (lambda gpus: gpus.capture(gpus.stream()), staged),
+    "both devices": (captured_on_both, lambda gpus, a: on_devices(gpus, (0, 1), a)),
+    "another device": (captured_on_both, lambda gpus, a: on_devices(gpus, (1, 1), a)),
+    "another library": (
+        lambda gpus: gpus.capture(gpus.stream(), by_torch=False),
+        lambda gpus, a: on_devices(gpus, (0, 0), a),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "async_op"),
+    [(name, a) for name in KEPT for a in (False, True) if name != "staged" or not a],
+)
+def test_memory_lives_as_long_as_the_graph(gpus: Gpus, name: str, async_op: bool) -> None:
+    capture, call = KEPT[name]
     before = gpus.torch.blocks_in_use()
-    with captured_on_both(gpus) as number:
-        gpus.cuda.set_device(devices[0])
-        results = gpus.all_gather(tensors, algorithm="ring", async_op=async_op)
+    with capture(gpus) as number:
+        results = call(gpus, async_op)
         if async_op:
             results = results.wait()
         gpus.cuda.set_device(0)
@@ -118,7 +127,7 @@ def test_memory_on_another_device_than_the_capture_lives_as_long_as_the_graph(
     assert gpus.torch.blocks_in_use() == used > before
     assert gpus.torch.recorded() == 0  # its allocator would query an event of the capture
     gpus.cuda.destroy_graph(number[0])
-    gpus.all_reduce(tensors)
+    gpus.all_reduce(on_ranks(gpus, values(2)))
     assert gpus.torch.blocks_in_use() == before
 
 
@@ -133,21 +142,6 @@ def test_memory_of_the_graphs_pool_is_not_kept(gpus: Gpus) -> None:
             gpus.all_reduce(tensors, algorithm=algorithm, async_op=True).wait()
         gc.collect()
         assert gpus.torch.blocks_in_use() == before
-
-
-def test_memory_is_kept_if_another_library_captures(gpus: Gpus) -> None:
-    """Torch knows nothing of the capture, so no pool keeps the memory."""
-    tensors = on_ranks(gpus, values(WORLD))
-    before = gpus.torch.blocks_in_use()
-    with gpus.capture(gpus.stream(), by_torch=False) as number:
-        gpus.all_reduce(tensors, algorithm="one_shot")
-        gpus.all_gather(tensors, async_op=True, algorithm="ring").wait()
-    gc.collect()
-    assert gpus.torch.blocks_in_use() > before + WORLD  # scratch and results
-    assert gpus.torch.recorded() == 0
-    gpus.cuda.destroy_graph(number[0])
-    gpus.all_reduce(tensors)
-    assert gpus.torch.blocks_in_use() == before
 
 
 def test_a_work_is_waited_for_in_the_capture_of_its_call(gpus: Gpus) -> None:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_gpus import Array, Gpus, on_ranks, total, values
+from emulated_gpus import Gpus, on_ranks, total, values
 from torch import Tensor
 
 
 def transposed(gpus: Gpus, of: Tensor, **more: object) -> Tensor:
     """Return a tensor on a device, in column-major order."""
     return gpus.tensor(of.t().contiguous(), **more).t()  # type: ignore[arg-type]
-
-
-def test_inputs_of_unlike_layouts_are_copied_on_their_streams(gpus: Gpus) -> None:
-    of = [v.reshape(4, 16) for v in values(2, 64)]
-    streams = [gpus.stream() for _ in of]
-    first = gpus.tensor(of[0], stream=streams[0])
-    second = gpus.tensor(of[1].t().contiguous(), stream=streams[1]).t()
-    found = gpus.all_gather([first, second], streams=streams)
-    for out, s in zip(found, streams, strict=True):
-        gpus.expect(out, torch.cat(of), s)
-    gpus.check()
 
 
 def test_a_copy_between_layouts_leaves_the_current_stream(gpus: Gpus) -> None:
@@ -33,55 +22,12 @@ def test_a_copy_between_layouts_leaves_the_current_stream(gpus: Gpus) -> None:
     assert gpus.torch.current(0) == before
 
 
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_inputs_are_copied_behind_the_streams_of_other_libraries(
-    gpus: Gpus, async_op: bool
-) -> None:
-    of = [v.reshape(4, 16) for v in values(2, 64)]
-    theirs = gpus.stream()
-    array = Array(gpus, of[0], theirs)
-    found = gpus.all_gather([array, transposed(gpus, of[1])], async_op=async_op)
-    if async_op:
-        found = found.wait()
-    with gpus.on(theirs):
-        gpus.torch.write(array.memory, torch.zeros(4, 16))
-    for out in found:
-        gpus.expect(out, torch.cat(of))
-    gpus.check()
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_inputs_are_copied_behind_earlier_asynchronous_calls(gpus: Gpus, async_op: bool) -> None:
-    of = [v.reshape(4, 16) for v in values(2, 64)]
-    rows, columns = on_ranks(gpus, of), [transposed(gpus, v) for v in of]
-    works = [gpus.all_reduce(tensors, async_op=True) for tensors in (rows, columns)]
-    found = gpus.all_gather([rows[0], columns[0]], async_op=async_op)
-    if async_op:
-        found = found.wait()
-    for out in found:
-        gpus.expect(out, torch.cat([total(of)] * 2))
-    gpus.check()
-    del works
-
-
 def test_copies_of_inputs_are_freed_with_the_call(gpus: Gpus) -> None:
     of = [v.reshape(4, 16) for v in values(2, 64)]
     tensors = [gpus.tensor(of[0]), transposed(gpus, of[1])]
     before = gpus.torch.blocks_in_use()
     gpus.all_gather(tensors)
     assert gpus.torch.blocks_in_use() == before
-
-
-def test_copies_of_inputs_are_captured(gpus: Gpus) -> None:
-    of = [v.reshape(4, 16) for v in values(2, 64)]
-    tensors = [gpus.tensor(of[0]), transposed(gpus, of[1])]
-    origin = gpus.stream()
-    gpus.fork(gpus.torch.current(0), origin)
-    with gpus.capture(origin):
-        for out in gpus.all_gather(tensors):
-            gpus.expect(out, torch.cat(of))
-    gpus.check()
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -2,72 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from emulated_gpus import Array, Gpus, on_ranks, total, values
-
-
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_arrays_of_other_libraries_are_ordered_with_their_streams(
-    gpus: Gpus, async_op: bool
-) -> None:
-    of = values(2)
-    theirs = gpus.stream()
-    arrays = [Array(gpus, v, theirs) for v in of]
-    work = gpus.all_reduce(arrays, async_op=async_op)
-    if async_op:
-        work.wait()
-    for a in arrays:
-        gpus.expect(a.memory, total(of), theirs)
-    gpus.check()
-
-
-@pytest.mark.usefixtures("exchange")
-def test_memory_of_other_libraries_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
-    of = values(2)
-    theirs = gpus.stream()
-    arrays = [Array(gpus, v, theirs) for v in of]
-    work = gpus.all_reduce(arrays, async_op=True)
-    del work
-    gc.collect()
-    for a in arrays:
-        gpus.expect(a.memory, total(of), theirs)
-    gpus.check()
-
-
-def test_memory_that_torch_does_not_own_is_ordered_when_a_work_is_dropped(gpus: Gpus) -> None:
-    """Its owner, such as another process, reuses it in the order of the current stream."""
-    of = values(2)
-    tensors = [gpus.torch.empty_foreign(8, 0) for _ in of]
-    for t, v in zip(tensors, of, strict=True):
-        gpus.torch.write(t, v)
-    work = gpus.all_reduce(tensors, async_op=True)
-    del work
-    gc.collect()
-    for t in tensors:
-        gpus.expect(t, total(of))
-    gpus.check()
-
-
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("async_op", [False, True])
-def test_an_array_without_a_stream_is_ordered_with_the_current_one(
-    gpus: Gpus, async_op: bool
-) -> None:
-    """Its library has ordered its work before that stream, but the call is on named streams."""
-    of = values(2)
-    arrays = [Array(gpus, v, gpus.torch.current(0), tells=False) for v in of]
-    named = [gpus.stream() for _ in of]
-    work = gpus.all_reduce(arrays, streams=named, async_op=async_op)
-    if async_op:
-        work.wait()
-    for a in arrays:
-        gpus.expect(a.memory, total(of))
-    gpus.check()
+from emulated_gpus import Array, Gpus, on_ranks, values
 
 
 @pytest.mark.usefixtures("exchange")
@@ -100,19 +39,6 @@ def test_a_stream_in_a_capture_is_refused_outside(gpus: Gpus, tells: bool) -> No
         with pytest.raises(ValueError, match="stream of an array's library is in the capture"):
             gpus.all_reduce(arrays, streams=[named] * 2)
         assert gpus.cuda.capture_id(named) == 0
-
-
-@pytest.mark.usefixtures("exchange")
-def test_arrays_are_ordered_with_a_stream_of_the_same_capture(gpus: Gpus) -> None:
-    of = values(2)
-    origin, named = gpus.stream(), gpus.stream()
-    with gpus.capture(origin):
-        gpus.fork(origin, named)
-        arrays = [Array(gpus, v, origin, tells=False) for v in of]
-        gpus.all_reduce(arrays, streams=[named] * 2)
-        for a in arrays:
-            gpus.expect(a.memory, total(of), origin)
-    gpus.check()
 
 
 @pytest.mark.usefixtures("exchange")

@@ -48,7 +48,7 @@ class Program:
 
     gpus: Gpus
     places: list[int]  # [rank]: its device, PINNED or PAGEABLE
-    named: bool  # the ranks have streams of their own, which every call names
+    named: str  # "apart", "shared": every call names a stream for each rank, or for each device
     tensors: list[Tensor] = field(default_factory=list)
     wanted: list[Tensor] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
@@ -58,9 +58,11 @@ class Program:
 
     def __post_init__(self) -> None:
         self.wanted = [v.remainder(TINY) for v in values(len(self.places), SIZE)]
+        shared = [self.gpus.stream(device) for device in range(3)]
         for place, v in zip(self.places, self.wanted, strict=True):
             if place >= 0:
-                stream = self.gpus.stream(place) if self.named else None
+                stream = self.gpus.stream(place) if self.named == "apart" else None
+                stream = shared[place] if self.named == "shared" else stream
                 self.tensors.append(self.gpus.tensor(v, place, stream))
             else:
                 stream = None
@@ -113,8 +115,13 @@ class Program:
         for found, wanted in [*self.results, (self.tensors, self.wanted)]:
             for t, v, s in zip(found, wanted, self.streams, strict=True):
                 self.gpus.expect(t, v, s)
+        self.results.clear()
+        for s in filter(None, self.streams):
+            with self.gpus.on(s):
+                self.other_tensors()
 
 
+NAMED = st.sampled_from(["", "apart", "shared"])
 ORDERS = st.sampled_from(["late", "random", "as_issued"])  # of the streams' work
 PLACES = st.lists(st.sampled_from([0, 0, 1, 2, PINNED, PAGEABLE]), min_size=1, max_size=4).filter(
     lambda places: max(places) >= 0
@@ -124,13 +131,13 @@ PLACES = st.lists(st.sampled_from([0, 0, 1, 2, PINNED, PAGEABLE]), min_size=1, m
 @settings(max_examples=1000)
 @given(
     places=PLACES,
-    named=st.booleans(),
+    named=NAMED,
     connected=st.booleans(),
     of=st.lists(calls(), max_size=4),
     order=ORDERS,
 )
 def test_programs(
-    places: list[int], named: bool, connected: bool, of: list[Call], order: str
+    places: list[int], named: str, connected: bool, of: list[Call], order: str
 ) -> None:
     gpus = Gpus(3)
     gpus.cuda.set_order(order, len(of))
@@ -149,11 +156,11 @@ def test_programs(
 @settings(max_examples=500)
 @given(
     devices=st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=4),
-    named=st.booleans(),
+    named=NAMED,
     of=st.lists(calls(), min_size=1, max_size=3),
     order=ORDERS,
 )
-def test_captured_programs(devices: list[int], named: bool, of: list[Call], order: str) -> None:
+def test_captured_programs(devices: list[int], named: str, of: list[Call], order: str) -> None:
     gpus = Gpus(3)
     gpus.cuda.set_order(order, len(of))
     try:
@@ -180,8 +187,8 @@ def test_captured_programs(devices: list[int], named: bool, of: list[Call], orde
 
 
 def test_a_program_without_calls_expects_its_own_values() -> None:
-    gpus = Gpus(1)
-    program = Program(gpus, [0, 0], True)
+    gpus = Gpus(3)
+    program = Program(gpus, [0, 0], "apart")
     program.call(Call("all_reduce", None, True, "late"))
     program.end()
     program.wanted[0] += 1
