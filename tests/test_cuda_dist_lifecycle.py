@@ -225,23 +225,3 @@ def test_a_group_ends_beside_a_capture(site):
     with fresh(3, site=site) as pool:
         for error, left, violations in pool.run(beside_a_capture):
             assert (error.kind, left, violations) == ("", {}, []), error
-
-
-def work_outlives_group(me: RankContext) -> tuple[str, float]:
-    """Peers notice that a rank has left its group although it still holds a Work."""
-    work = dist.all_reduce(torch.ones(10), async_op=True)
-    work.wait()
-    if me.rank == FAULTY_RANK:
-        dist.destroy_process_group()
-        assert until(work.is_completed)
-        return "", 0.0
-    time.sleep(0.5)
-    begin = time.monotonic()
-    return caught(dist.all_reduce, torch.ones(10)).kind, time.monotonic() - begin
-
-
-def test_peers_notice_a_destroyed_group_whose_work_lives():
-    with fresh(2, site="eager") as pool:
-        kind, took = pool.run(work_outlives_group)[0]
-        assert kind == "PeerLost"
-        assert took < 3.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_placements import several_gpus
-from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_ranks
+from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
 from dist_ranks import IN_PLACE, between_processes, on_one_host
 from dist_sites import EMULATED, GPU, LARGE, REAL, site_worlds, until
 
@@ -126,32 +126,6 @@ def freed_while_in_use(me: RankContext, calls: int) -> list[float]:
 def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
     for differences in pools(world, site=site).run(freed_while_in_use, 40):
         assert differences == [0.0] * 40
-
-
-def coalesced(me: RankContext) -> list[float]:
-    """Coalesced calls, and results through futures, including a chained one."""
-    xs = [torch.full((n,), 1.0) for n in (3, LARGE, 0, 7)]
-    with dist._coalescing_manager(async_ops=True) as manager:
-        for x in xs:
-            dist.all_reduce(x)
-    manager.wait()
-    backend = backend_of()
-    backend._start_coalescing()
-    ys = [torch.full((n,), 1.0) for n in (3, 5)]
-    for y in ys:
-        backend.allreduce([y])
-    future = backend._end_coalescing().get_future()
-    future.wait()
-    chained = dist.all_reduce(torch.ones(5), async_op=True).get_future()
-    chained = chained.then(lambda done: [done.value()[0] * 2])
-    chained.wait()
-    return [t.sum().item() / me.world for t in (*xs, *ys, *future.value(), *chained.value())]
-
-
-@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL))
-def test_coalesced_calls_and_futures(pools, site, world):
-    for sums in pools(world, site=site).run(coalesced):
-        assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
 
 
 def in_a_callback(me: RankContext) -> list[float]:

@@ -94,17 +94,6 @@ def test_works_that_exceed_the_arguments_take_several_launches():
         ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)
 
 
-def test_gradients_of_a_small_network_are_one_launch():
-    shapes = (150, 6, 2400, 16, 48_000, 120, 10_080, 84)
-    rows = []
-    for count in shapes:
-        srcs = [lines(torch.ones(count)) for _ in range(4)]
-        rows.append(Row(srcs, srcs))
-    (one,) = launch(rows, multiprocessors=132)
-    assert one["works"] == 8
-    assert all(bool((s == 4).all()) for row in rows for s in row.srcs)
-
-
 def test_copies_and_folds_are_launched_separately():
     fold = Row([lines(torch.zeros(9))], [lines(torch.ones(9))] * 2)
     copies = [Row([lines(torch.zeros(9))], [lines(torch.ones(9))]) for _ in range(2)]
@@ -172,33 +161,28 @@ def in_place(count: int) -> Row:
     return Row(srcs, srcs)
 
 
+# Counts of rows -> least and largest number of blocks on one multiprocessor, of which 12 run at
+# once. One block more than whole waves would run alone, while the rest of the GPU waits for it.
+BLOCKS = [
+    *[(counts, 12, 12) for counts in ([90_000], [30_000] * 5, [50_000] * 12, [70_001, 20_002])],
+    ([90_000, *[64] * 5], 12, 12 + 5),  # a row smaller than a block adds one
+    ([*[64] * 5, 90_000], 12, 12 + 5),
+]
+
+
+@pytest.mark.parametrize(("counts", "least", "most"), BLOCKS)
+def test_rows_share_the_blocks_of_whole_waves(counts: list[int], least: int, most: int):
+    rows = [in_place(count) for count in counts]
+    (one,) = launch(rows, multiprocessors=1)
+    assert least <= len(one["accesses"]) <= most
+    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
+
+
 def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
     rows = [in_place(400_000), *(in_place(64) for _ in range(80))]
     (one,) = launch(rows, multiprocessors=4)
-    accesses = one["accesses"]
-    assert len(accesses) <= 4 * 12 + 80
-    assert max(accesses) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
-
-
-LARGE_ROWS = [[90_000], [30_000] * 5, [50_000] * 12, [70_001, 20_002, 40_003]]
-
-
-@pytest.mark.parametrize("counts", LARGE_ROWS)
-def test_large_rows_fill_whole_waves(counts: list[int]):
-    """One block more than whole waves would run alone, while the rest of the GPU waits for it."""
-    rows = [in_place(count) for count in counts]
-    (one,) = launch(rows, multiprocessors=1)
-    assert len(one["accesses"]) == 12
-    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_rows_smaller_than_a_block_add_one_block_each(first: bool):
-    small = [in_place(64) for _ in range(5)]
-    rows = [in_place(90_000), *small] if first else [*small, in_place(90_000)]
-    (one,) = launch(rows, multiprocessors=1)
-    assert 12 <= len(one["accesses"]) <= 12 + len(small)
-    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
+    assert len(one["accesses"]) <= 4 * 12 + 80
+    assert max(one["accesses"]) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
 
 
 def test_small_rows_have_a_thread_for_every_packet():

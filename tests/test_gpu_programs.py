@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from emulated_gpus import Gpus, Stream, values
 from hypothesis import given, settings
@@ -184,16 +183,3 @@ def test_captured_programs(devices: list[int], named: str, of: list[Call], order
         del program
     finally:
         gpus.close()
-
-
-def test_a_program_without_calls_expects_its_own_values() -> None:
-    gpus = Gpus(3)
-    program = Program(gpus, [0, 0], "apart")
-    program.call(Call("all_reduce", None, True, "late"))
-    program.end()
-    program.wanted[0] += 1
-    gpus.expect(program.tensors[0], program.wanted[0], program.streams[0])
-    with pytest.raises(AssertionError):
-        gpus.check()
-    del program
-    gpus.close()
