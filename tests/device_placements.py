@@ -73,7 +73,6 @@ def several_gpus() -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in range(count))
 
 
-CPU = Placement("cpu", ("cpu",))
 VIRTUAL = Placement("virtual", (GPU,))
 STAGED = Placement("staged", (GPU,), peer_access=False)
 MIXED = Placement("mixed", (GPU, "cpu", GPU))
