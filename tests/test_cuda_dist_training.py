@@ -18,10 +18,14 @@ BATCH, STEPS = 36, 4  # every world size divides the batch
 
 def perceptron() -> nn.Sequential:
     """A perceptron with layer sizes that no world size divides."""
-    torch.manual_seed(5)
-    return nn.Sequential(
+    net = nn.Sequential(
         nn.Linear(30, 203), nn.ReLU(), nn.Linear(203, 101), nn.ReLU(), nn.Linear(101, 10)
     )
+    made = torch.Generator().manual_seed(5)  # not torch's own, which ranks that run at once share
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=made) / 10)
+    return net
 
 
 def train(net: nn.Module, me: RankContext, ranks: Sequence[int]) -> None:

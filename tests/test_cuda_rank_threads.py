@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import test_cuda_dist_p2p as p2p
 import test_cuda_dist_streams as streams
+import test_cuda_dist_training as training
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, RankContext, fresh
+from dist_pool import OLD_TORCH, OURS, RankContext, fresh
 from dist_sites import EMULATED, REAL, sites
 from test_cuda_dist_p2p_order import completed
 
@@ -31,12 +32,40 @@ JOBS = {
 }
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of pools run at once instead of in turns."""
+    monkeypatch.setattr(threads, "launch", functools.partial(threads.launch, parallel=True))
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
-def test_ranks_that_run_at_once_follow_their_streams(site, job, monkeypatch):
-    monkeypatch.setattr(threads, "launch", functools.partial(threads.launch, parallel=True))
+def test_ranks_that_run_at_once_follow_their_streams(site, job):
     with fresh(3, site=site, ranks_as="threads") as pool:
         assert pool.run(job) == [JOBS[job]] * 3
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("site", ["", *sites(*REAL, stands_in=False)])
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (training.train_with_ddp, (0.01, True)),
+        pytest.param(
+            training.train_with_fsdp2,
+            (True,),
+            marks=pytest.mark.skipif(OLD_TORCH, reason="FSDP2 of this torch mixes dtypes"),
+        ),
+    ],
+    ids=lambda job: getattr(job, "__name__", ""),
+)
+def test_ranks_that_run_at_once_train_as_one_process(site, job, options):
+    with fresh(4, site=site, ranks_as="threads") as pool:
+        wanted = pool.run(training.train_alone)[0]
+        for found in pool.run(job, *options, seconds=100):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def cuda_calls(me: RankContext, all_reduces: int) -> Counter[str]:
