@@ -117,30 +117,6 @@ def test_a_graph_keeps_its_scratch_when_the_communicator_is_deleted():
     assert all(int((t != 7).sum()) == 0 for t in fillers), "the graph wrote into freed memory"
 
 
-def test_ranks_on_streams_that_the_capture_has_forked():
-    values = randoms(4, (10_007,), torch.int32)
-    base, tensors = [v.to("cuda:0") for v in values], empties(4, 10_007)
-    sides = [torch.cuda.Stream() for _ in range(4)]
-
-    def work():
-        main = torch.cuda.current_stream()
-        for side, t, b in zip(sides, tensors, base, strict=True):
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(50_000)
-                t.copy_(b)
-        pc.all_reduce(tensors, algorithm="two_shot", streams=sides)
-        for side in sides:
-            main.wait_stream(side)
-
-    graph, _ = capture(work)
-    for seed in range(3):
-        values = randoms(4, (10_007,), torch.int32, seed=seed)
-        write(base, values)
-        graph.replay()
-        assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
-
-
 # --- calls that are refused in a capture ----------------------------------------------------------
 
 
