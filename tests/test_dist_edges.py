@@ -185,54 +185,6 @@ def test_shutdown(ranks_as):
 
 # --- queues ---------------------------------------------------------------------------------------
 
-MANY = 3000
-
-
-def message_flood(me: RankContext) -> None:
-    """Send far more messages than any queue holds before the first receive; no Work is kept."""
-    if me.rank == 0:
-        for n in range(MANY):
-            dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
-        dist.barrier()
-    else:
-        me.be_late(0.2)
-        for tag in range(7):
-            for n in range(tag, MANY, 7):
-                x = torch.zeros(n % 300)
-                dist.recv(x, 0, tag=tag)
-                assert x.eq(n).all(), n
-        dist.barrier()
-
-
-@ours_only
-def test_many_messages_before_the_first_receive(ranks_as):
-    with fresh(2, ranks_as=ranks_as) as pool:
-        pool.run(message_flood)
-
-
-def early_receive(me: RankContext) -> None:
-    """A receive posted long before its message, with receives from any source in between."""
-    if me.rank == 0:
-        special = torch.zeros(5)
-        work = dist.irecv(special, 2, tag=9)
-        for n in range(20):
-            x = torch.zeros(50)
-            source = dist.recv(x, None, tag=1)
-            assert x.eq(source).all(), n
-        work.wait()
-        assert special.eq(2).all()
-    else:
-        if me.rank == 2:
-            dist.isend(torch.full((5,), 2.0), 0, tag=9)
-        for _ in range(10):
-            dist.send(torch.full((50,), float(me.rank)), 0, tag=1)
-    dist.barrier()
-
-
-def test_receives_from_any_source_beside_a_posted_one(ranks_as):
-    with fresh(3, ranks_as=ranks_as) as pool:
-        pool.run(early_receive)
-
 
 def many_queued_calls(me: RankContext) -> None:
     """A thousand queued collectives of large and small tensors, without any wait."""

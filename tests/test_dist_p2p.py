@@ -1,29 +1,25 @@
 """send, recv, isend and irecv: messages match by peer and tag, and progress independently.
 
 No message waits for an unrelated one, of any size: a collective, a message with another tag, or a
-message in the other direction.
+message in the other direction. Messages that do not fit their receive raise, and write nothing.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
-from reference import DTYPES, MOVED, assert_same, bits, randoms
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
+from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
 
 COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # elements: eager, one buffer, several buffers
 MIB_64 = 64 * 2**20 // 4
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
+MANY = 3000  # messages
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
@@ -31,15 +27,18 @@ def of(rank: int, count: int, tag: int = 0) -> Tensor:
 
 
 def ring(me: RankContext) -> None:
-    """Send every size around a ring; even ranks send first."""
+    """Send every size around a ring; even ranks send first. Once a small send has returned, its
+    tensor may be overwritten, although nobody receives yet."""
     to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     for count in COUNTS:
-        x, y = of(me.rank, count), torch.full((count,), -1.0)
-        if me.rank % 2 == 0:
+        x, y, is_small = of(me.rank, count), torch.full((count,), -1.0), count < 2000
+        if is_small or me.rank % 2 == 0:
             dist.send(x, to)
-            assert dist.recv(y, source) == source
-        else:
-            assert dist.recv(y, source) == source
+            x.fill_(-9)
+        if is_small:
+            dist.barrier()
+        assert dist.recv(y, source) == source
+        if not is_small and me.rank % 2 == 1:
             dist.send(x, to)
         assert_same([y], [of(source, count)], count)
 
@@ -62,32 +61,18 @@ def all_pairs(me: RankContext) -> None:
     for other in others:
         for tag in (3, 1):
             for n in range(3):
-                sends.append(dist.isend(of(me.rank, 40_000 * n + 5, tag), other, tag=tag))
+                sends.append(dist.isend(of(me.rank, 200_000 * n + 5, tag), other, tag=tag))
     for other in reversed(others):
         for tag in (1, 3):
             for n in range(3):
-                out = torch.zeros(40_000 * n + 5)
+                out = torch.zeros(200_000 * n + 5)
                 work = dist.irecv(out, other, tag=tag)
-                receives.append((work, out, of(other, 40_000 * n + 5, tag)))
+                receives.append((work, out, of(other, 200_000 * n + 5, tag)))
     for work, out, wanted in receives:
         work.wait()
         assert_same([out], [wanted])
     for work in sends:
         work.wait()
-
-
-def tags_out_of_order(me: RankContext) -> None:
-    """Receive tags in reverse order of sending; small messages, and larger than any queue."""
-    for count in (3, 400_000):
-        if me.rank == 0:
-            sends = [dist.isend(of(0, count, tag), 1, tag=tag) for tag in range(6)]
-            for work in sends:
-                work.wait()
-        else:
-            for tag in reversed(range(6)):
-                out = torch.zeros(count)
-                dist.recv(out, 0, tag=tag)
-                assert_same([out], [of(0, count, tag)], f"tag {tag}")
 
 
 def from_any_source(me: RankContext) -> None:
@@ -104,15 +89,21 @@ def from_any_source(me: RankContext) -> None:
             dist.send(of(me.rank, count), 0, tag=count)
 
 
-def any_source_asynchronously(me: RankContext) -> None:
+def from_any_source_beside_a_posted_receive(me: RankContext) -> None:
+    """The other receive was posted long before, and its message came before the others."""
+    last = me.world - 1
     if me.rank == 0:
-        out = torch.zeros(9)
-        work = dist.group.WORLD.recv_anysource([out], 5)
+        work = dist.irecv(special := torch.zeros(5), last, tag=9)
+        for n in range(10 * last):
+            source = dist.recv(x := torch.zeros(50), None, tag=1)
+            assert x.eq(source).all(), n
         work.wait()
-        assert work._source_rank() == me.world - 1
-        assert_same([out], [of(me.world - 1, 9)])
-    elif me.rank == me.world - 1:
-        dist.send(of(me.rank, 9), 0, tag=5)
+        assert special.eq(last).all()
+    else:
+        if me.rank == last:
+            dist.isend(torch.full((5,), float(last)), 0, tag=9)
+        for _ in range(10):
+            dist.send(torch.full((50,), float(me.rank)), 0, tag=1)
 
 
 def batch(me: RankContext) -> None:
@@ -220,19 +211,22 @@ def in_a_subgroup(me: RankContext) -> None:
     dist.destroy_process_group(group)
 
 
-def overwritten(me: RankContext) -> None:
-    """Once a send has returned, its tensor may be overwritten, although nobody receives yet."""
-    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-    for count in (1, 1000):
-        x, y = of(me.rank, count), torch.full((count,), -1.0)
-        dist.send(x, to)
-        x.fill_(-9)
-        dist.barrier()
-        dist.recv(y, source)
-        assert_same([y], [of(source, count)], count)
+def message_flood(me: RankContext) -> None:
+    """Send far more messages than any queue holds before the first receive; no Work is kept."""
+    if me.rank == 0:
+        for n in range(MANY):
+            dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
+    elif me.rank == 1:
+        me.be_late(0.2)
+        for tag in range(7):
+            for n in range(tag, MANY, 7):
+                x = torch.zeros(n % 300)
+                dist.recv(x, 0, tag=tag)
+                assert x.eq(n).all(), n
+    dist.barrier()
 
 
-JOBS = (overwritten, ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
+JOBS = (ring, all_pairs, from_any_source, from_any_source_beside_a_posted_receive, batch, dtypes)
 JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",
@@ -248,6 +242,98 @@ def test_messages(pools, world, job):
     pools(world).run(job)
 
 
-@pytest.mark.parametrize("job", [both_ways, tags_out_of_order], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [both_ways, message_flood], ids=lambda job: job.__name__)
 def test_messages_between_two_ranks(pools, job):
     pools(2).run(job)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def mismatched(me: RankContext, sent: Tensor, out: Tensor, to_itself: bool) -> list[Caught]:
+    """A message of rank 0 to rank 1, or of each rank to itself; the next one arrives."""
+    to, source = (me.rank, me.rank) if to_itself else (1, 0)
+    before, good = out.clone(), torch.zeros(4)
+
+    def exchange(x: Tensor, y: Tensor) -> list[Caught]:
+        works = [dist.isend(x, to, tag=7)] if me.rank == source else []
+        works += [dist.irecv(y, source, tag=7)] if me.rank == to else []
+        return [caught(work.wait) for work in works]
+
+    errors = exchange(sent, out)
+    assert torch.equal(out, before)
+    dist.all_reduce(torch.ones(3))
+    assert not any(error.kind for error in exchange(torch.arange(4.0), good))
+    assert good.tolist() == [0, 1, 2, 3] or me.rank != to
+    return errors
+
+
+MISMATCHES = {
+    "smaller": (torch.ones(8), torch.zeros(7)),
+    "much smaller": (torch.ones(400_000), torch.zeros(3)),
+    "dtype": (torch.ones(8), torch.zeros(8, dtype=torch.int32)),
+    "moved dtype": (torch.ones(8, dtype=torch.uint16), torch.zeros(8, dtype=torch.bfloat16)),
+    "moved dtypes": (
+        torch.ones(600_000, dtype=torch.float8_e8m0fnu),
+        torch.zeros(600_000, dtype=torch.float8_e4m3fnuz),
+    ),
+    "empty": (torch.ones(8), torch.zeros(0)),
+    "larger": (torch.ones(8), torch.zeros(9)),
+    "from empty": (torch.ones(0), torch.zeros(3)),
+}
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} breaks the connection, or ignores the dtypes")
+@pytest.mark.parametrize("to_itself", [False, True])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_mismatched_messages_raise(pools, kind, to_itself):
+    sent, out = MISMATCHES[kind]
+    found = pools(2).run(mismatched, sent, out, to_itself)
+    (sender, *_), (*_, receiver) = found[0], found[0 if to_itself else 1]
+    assert receiver.kind == "ValueError", receiver
+    assert "rank 0 " in receiver.text, receiver
+    large = sent.numel() > 1000
+    assert sender.kind == "ValueError" or (not sender.kind and not large), sender
+    words = map(short, (sent.dtype, out.dtype)) if "dtype" in kind else map(in_bytes, (sent, out))
+    assert all(word in receiver.text for word in words), receiver
+
+
+def in_bytes(x: Tensor) -> str:
+    return f"{x.numel() * x.element_size()} bytes"
+
+
+def wrong_peers(me: RankContext) -> list[Caught]:
+    return [
+        caught(dist.send, torch.ones(2), me.world),
+        caught(dist.recv, torch.ones(2), me.world),
+        caught(dist.send, torch.ones(2), me.rank),
+        caught(dist.recv, torch.zeros(1).expand(3), (me.rank + 1) % me.world),
+        caught(dist.recv, torch.ones(2), (me.rank + 1) % me.world, tag=-1),
+        caught(dist.isend, torch.ones(2), me.rank, tag=-1),
+        caught(dist.irecv, torch.zeros(1).expand(3), me.rank),
+    ]
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} accepts some of them")
+def test_invalid_messages_raise(pools):
+    for errors in pools(2).run(wrong_peers):
+        assert all("ValueError" in e.kinds for e in errors), errors
+
+
+def late_sender(me: RankContext) -> tuple[Caught, float] | None:
+    if me.rank != 0:
+        time.sleep(1.5)
+        return None
+    work = dist.irecv(torch.zeros(3), 1)
+    start = time.monotonic()
+    error = caught(work.wait, datetime.timedelta(seconds=0.3))
+    return error, error.when - start
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error")
+def test_a_wait_with_a_timeout():
+    with fresh(2) as pool:
+        (error, seconds), _ = pool.run(late_sender)
+    assert "Timeout" in error.kinds, error
+    assert "rank 1" in error.text, error
+    assert 0.2 < seconds < 1.3

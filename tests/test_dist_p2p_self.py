@@ -16,10 +16,8 @@ from dist_pool import (
     OURS,
     Caught,
     Pool,
-    Pools,
     RankContext,
     caught,
-    pools_of_a_module,
     started_jobs,
 )
 from dist_ranks import staged
@@ -29,11 +27,6 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not OURS, reason="does not connect a rank to itself")
 COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # elements: eager, one buffer, several buffers
 DEVICES = ("late", "eager")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
@@ -133,36 +126,6 @@ def test_receives_from_any_source(pools):
     assert pools(3).run(beside_others) == [[0, 2], [0, 1], [1, 2]]
 
 
-def mismatched(me: RankContext, sent: Tensor, out: Tensor) -> list[Caught]:
-    before = out.clone()
-    works = [dist.isend(sent, me.rank), dist.irecv(out, me.rank)]
-    errors = [caught(work.wait) for work in works]
-    assert torch.equal(out, before)
-    y = torch.zeros(9)
-    good = [dist.irecv(y, me.rank), dist.isend(of(1, 9), me.rank)]
-    for work in good:
-        work.wait()
-    assert_same([y], [of(1, 9)])
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("sent", "out"),
-    [
-        (torch.ones(8), torch.zeros(7)),
-        (torch.ones(400_000), torch.zeros(3)),
-        (torch.ones(400_000), torch.zeros(400_000, dtype=torch.int32)),
-        (torch.ones(400_000, dtype=torch.uint16), torch.zeros(400_000, dtype=torch.int16)),
-        (torch.ones(0), torch.zeros(3)),
-    ],
-    ids=["smaller", "much smaller", "dtype", "moved dtype", "empty"],
-)
-def test_mismatched_messages_raise(pools, sent, out):
-    for sender, receiver in pools(2).run(mismatched, sent, out):
-        assert receiver.kind == "ValueError", receiver
-        assert sender.kind == ("ValueError" if sent.numel() > 1000 else ""), sender
-
-
 def unmatched(me: RankContext, how: str) -> Caught:
     if me.rank != 0:
         time.sleep(1.5)  # so that the timeout of rank 0 expires first
@@ -192,17 +155,3 @@ def test_unmatched_messages_time_out(unmatched_jobs, how, world):
     for error in unmatched_jobs[world][how].results():
         assert error.kind == "Timeout", error
         assert f"rank {absent} did not arrive" in error.text
-
-
-def invalid_messages(me: RankContext) -> list[Caught]:
-    return [
-        caught(dist.send, torch.ones(2), me.rank),
-        caught(dist.isend, torch.ones(2), me.rank, tag=-1),
-        caught(dist.irecv, torch.zeros(1).expand(3), me.rank),
-    ]
-
-
-def test_invalid_messages_raise(pools):
-    for errors in pools(2).run(invalid_messages):
-        assert all({"ValueError", "TypeError"} & set(e.kinds) for e in errors), errors
-        assert not any("itself" in e.text for e in errors), errors
