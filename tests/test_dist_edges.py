@@ -1,4 +1,4 @@
-"""Edge cases seen by users: options that differ, groups destroyed with work in flight, full queues.
+"""Edge cases seen by users: options that differ, a backend that is shut down twice, full queues.
 
 Every job has its own processes.
 """
@@ -22,7 +22,6 @@ from dist_pool import (
     fresh,
 )
 from dist_ranks import HOSTS, THREADS
-from faults import DESTROYED
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
 
@@ -140,28 +139,7 @@ def test_an_option_changed_to_an_unknown_word_raises():
     assert "hosts is 'exactly'; allowed are " in error.text, error
 
 
-# --- destroying groups ----------------------------------------------------------------------------
-
-
-def destroy_with_calls_in_flight(me: RankContext, kind: str) -> float:
-    """Destroy the group with calls in flight, which the peers join or ("unmatched") never join."""
-    works = [dist.all_reduce(torch.ones(400_000), async_op=True) for _ in range(10)]
-    if kind == "unmatched" and me.rank == 0:
-        works.append(dist.irecv(torch.ones(3), 1))
-        works.append(dist.isend(torch.ones(3_000_000), 1))
-        works.append(dist.all_reduce(torch.ones(3), async_op=True))
-    if kind == "unmatched" and me.rank == 1:
-        time.sleep(0.5)  # leaves after rank 0 has started calls that cannot complete
-    start = time.monotonic()
-    dist.destroy_process_group()
-    return time.monotonic() - start
-
-
-@ours_only
-@pytest.mark.parametrize("kind", ["matched", "unmatched"])
-def test_destroy_with_calls_in_flight(kind, ranks_as):
-    with fresh(2, ranks_as=ranks_as) as pool:
-        assert max(pool.run(destroy_with_calls_in_flight, kind)) < DESTROYED
+# --- ends and queues ------------------------------------------------------------------------------
 
 
 def shut_down(me: RankContext) -> Caught:
@@ -181,9 +159,6 @@ def test_shutdown(ranks_as):
     with fresh(2, ranks_as=ranks_as) as pool:
         for error in pool.run(shut_down):
             assert error.kind, "nothing was raised"
-
-
-# --- queues ---------------------------------------------------------------------------------------
 
 
 def many_queued_calls(me: RankContext) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Pools, RankContext, caught
 from dist_ranks import between_processes
 from reference import assert_same, randoms
 from torch import Tensor
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.skipif(not OURS, reason="the operators call groups of p
 WORLD = 3
 OPS = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 BITS = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 @pytest.fixture
@@ -92,19 +86,6 @@ def moves(me: RankContext, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e8m0fnu])
 def test_moves(pool: Any, dtype: torch.dtype) -> None:
     pool.run(moves, dtype)
-
-
-def subgroup(me: RankContext) -> None:
-    group = dist.new_group([0, 2], backend="pycollect")
-    if me.rank != 1:
-        x = torch.tensor([1.0 + me.rank])
-        torch.ops.pycollect.group_all_reduce_(x, "sum", group.group_name)
-        assert x.item() == 4
-    dist.destroy_process_group(group)
-
-
-def test_subgroups(pool: Any) -> None:
-    pool.run(subgroup)
 
 
 def gradients(me: RankContext) -> None:

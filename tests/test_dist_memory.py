@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
 from dist_ranks import between_processes
 from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
@@ -22,11 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric memory")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -7,13 +7,13 @@ has ended, on whichever thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OURS, RankContext
 from freed_memory import changes_of_freed_memory
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -22,11 +22,6 @@ SECONDS = 0.3  # how late a rank is
 # Between hosts, the group has another group move its data, whose operations are none of the user's.
 BACKENDS = ("pycollect:", "gloo:", "nccl:")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def x(*shape: int) -> torch.Tensor:

@@ -6,23 +6,18 @@ Results are compared with gloo or with a single process; of pycollect only the b
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OLD_TORCH, OURS, RankContext
 from dist_ranks import slow_on_processes
 from torch import Tensor, nn
 
 STEPS = 3
 WORLD = 3
 pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -179,6 +174,7 @@ def dtensor(me: RankContext) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (me.world,))
+    assert dist.get_backend(mesh.get_group()) == BACKEND
     whole = torch.arange(35.0).view(7, 5)
     for first in (Shard(0), Shard(1), Replicate()):
         for second in (Shard(0), Shard(1), Replicate()):
@@ -193,18 +189,6 @@ def dtensor(me: RankContext) -> None:
     same = [torch.zeros(8, 9) for _ in range(me.world)]
     dist.all_gather(same, product.full_tensor())
     assert all(torch.equal(s, same[0]) for s in same)
-
-
-def tensor_parallel(me: RankContext) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel as tp
-
-    mesh = init_device_mesh("cpu", (me.world,))
-    x = batch(0, 0)[0]
-    model, wanted = net(), net()
-    plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
-    tp.parallelize_module(model[:3], mesh, plan)
-    close([model(x)], [wanted(x)])
 
 
 def divided_classes(me: RankContext) -> None:
@@ -367,8 +351,8 @@ def checkpoint_in_background(me: RankContext) -> None:
 
 
 JOBS: tuple[Callable[[RankContext], None], ...]
-JOBS = (fsdp1, fsdp2, fsdp2_checkpointed, dtensor, tensor_parallel, divided_classes, functional)
-JOBS += (pipeline, checkpoint)
+JOBS = (fsdp1, fsdp2, fsdp2_checkpointed, dtensor, divided_classes, functional, pipeline)
+JOBS += (checkpoint,)
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="FSDP2 of this torch mixes dtypes")
@@ -392,14 +376,3 @@ def test_checkpoint_in_background(pools):
 @pytest.mark.parametrize("job", [hsdp, sharded_in_two_dimensions], ids=lambda job: job.__name__)
 def test_sharded_in_two_dimensions(pools, job):
     pools(4).run(job, seconds=60)
-
-
-def test_backend_of_the_mesh(pools):
-    pools(WORLD).run(backend_of_a_mesh)
-
-
-def backend_of_a_mesh(me: RankContext) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (me.world,))
-    assert dist.get_backend(mesh.get_group()) == BACKEND
