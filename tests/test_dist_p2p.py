@@ -1,5 +1,7 @@
 """send, recv, isend and irecv: messages match by peer and tag, and progress independently.
 
+A rank may send to itself, except by torch's blocking calls.
+
 No message waits for an unrelated one, of any size: a collective, a message with another tag, or a
 message in the other direction. Messages that do not fit their receive raise, and write nothing.
 """
@@ -9,11 +11,13 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
+from dist_pool import BACKEND, OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
+from dist_ranks import staged
 from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
 
@@ -23,7 +27,17 @@ MANY = 3000  # messages
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
-    return torch.arange(count, dtype=torch.float32) + 1000 * rank + 17 * tag
+    return torch.arange(count, dtype=torch.float32) % 1009 + 2000 * rank + 17 * tag
+
+
+def peers_of(me: RankContext) -> list[int]:
+    return [r for r in range(me.world) if OURS or r != me.rank]
+
+
+def start_receive(y: Tensor, source: int | None) -> dist.Work:
+    if source is None:  # torch's blocking recv would raise if the message is the rank's own
+        return dist.group.WORLD.recv_anysource([y], 0)
+    return dist.irecv(y, source)
 
 
 def ring(me: RankContext) -> None:
@@ -56,22 +70,21 @@ def both_ways(me: RankContext) -> None:
 
 def all_pairs(me: RankContext) -> None:
     """All pairs of ranks exchange three messages on each of two tags, ordered within each tag."""
-    others = [r for r in range(me.world) if r != me.rank]
     sends, receives = [], []
-    for other in others:
+    for other in peers_of(me):
         for tag in (3, 1):
             for n in range(3):
                 sends.append(dist.isend(of(me.rank, 200_000 * n + 5, tag), other, tag=tag))
-    for other in reversed(others):
+    for other in reversed(peers_of(me)):
         for tag in (1, 3):
             for n in range(3):
                 out = torch.zeros(200_000 * n + 5)
                 work = dist.irecv(out, other, tag=tag)
                 receives.append((work, out, of(other, 200_000 * n + 5, tag)))
-    for work, out, wanted in receives:
+    for work, out, wanted in reversed(receives):
         work.wait()
         assert_same([out], [wanted])
-    for work in sends:
+    for work in reversed(sends):
         work.wait()
 
 
@@ -107,20 +120,15 @@ def from_any_source_beside_a_posted_receive(me: RankContext) -> None:
 
 
 def batch(me: RankContext) -> None:
-    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-    for count in (4, 200_000):
-        out = [torch.zeros(count), torch.zeros(count)]
-        ops = [
-            dist.P2POp(dist.irecv, out[0], source),
-            dist.P2POp(dist.isend, of(me.rank, count), to),
-        ]
-        ops += [dist.P2POp(dist.isend, of(me.rank, count, 1), source)]
-        ops += [dist.P2POp(dist.irecv, out[1], to)]
-        if me.world == 2:  # between two ranks, messages match by their order in each direction
-            ops = [ops[0], ops[1], ops[3], ops[2]]
-        for work in dist.batch_isend_irecv(ops):
+    for count, peers in itertools.product((4, 200_000), [peers_of(me), *[[me.rank]] * OURS]):
+        outs = {peer: torch.zeros(count) for peer in peers}
+        ops = [dist.P2POp(dist.isend, of(me.rank, count, peer), peer) for peer in peers]
+        ops += [dist.P2POp(dist.irecv, y, peer) for peer, y in outs.items()]
+        for work in dist.batch_isend_irecv(ops[::-1] if me.rank % 2 else ops):
             work.wait()
-        assert_same(out, [of(source, count), of(to, count, 1)])
+        for peer, y in outs.items():
+            assert_same([y], [of(peer, count, me.rank)], (count, peer))
+    dist.barrier()  # runs at once, because the batch has ended its coalescing
 
 
 def dtypes(me: RankContext) -> None:
@@ -183,16 +191,34 @@ def collectives_past_messages(me: RankContext) -> None:
 
 
 def polled(me: RankContext) -> None:
-    """is_completed() becomes true without any call of wait()."""
-    out = torch.zeros(300_000)
-    if me.rank > 1:
-        return
-    works = [dist.isend(of(me.rank, 300_000), 1 - me.rank), dist.irecv(out, 1 - me.rank)]
+    """Messages complete without any call of wait(): is_completed() becomes true, and futures do."""
+    count, outs, works = 300_000, {peer: torch.zeros(300_000) for peer in peers_of(me)}, []
+    for peer, out in outs.items():
+        works += [dist.isend(of(me.rank, count), peer), dist.irecv(out, peer)]
     limit = time.monotonic() + 10
     while not all(work.is_completed() for work in works):
         assert time.monotonic() < limit, [work.is_completed() for work in works]
         time.sleep(0.001)
-    assert_same([out], [of(1 - me.rank, 300_000)])
+    for peer, out in outs.items():
+        assert_same([out], [of(peer, count)])
+        received, sent = dist.irecv(out, peer), dist.isend(of(me.rank, count, 1), peer)
+        assert_same(received.get_future().wait(), [of(peer, count, 1)])
+        sent.get_future().wait()
+
+
+def to_itself(me: RankContext) -> None:
+    """Send or receive first, strided at either end, from the rank or any source."""
+    for count, (out, into), sends, source in itertools.product(
+        COUNTS, [(1, 1), (2, 1), (1, 3)], [True, False], [me.rank, None]
+    ):
+        x = of(me.rank, out * count)[::out]
+        y = torch.full((into * count,), -1.0)[::into]
+        works = [dist.isend(x, me.rank)] if sends else [start_receive(y, source)]
+        works += [start_receive(y, source)] if sends else [dist.isend(x, me.rank)]
+        for work in works:
+            work.wait()
+        assert works[sends]._source_rank() == me.rank
+        assert_same([y], [x], (count, out, into, sends, source))
 
 
 def in_a_subgroup(me: RankContext) -> None:
@@ -226,25 +252,55 @@ def message_flood(me: RankContext) -> None:
     dist.barrier()
 
 
-JOBS = (ring, all_pairs, from_any_source, from_any_source_beside_a_posted_receive, batch, dtypes)
-JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
+ALSO_ALONE = (all_pairs, batch, polled, to_itself)
+JOBS = (ring, from_any_source, from_any_source_beside_a_posted_receive, dtypes)
+JOBS += (messages_past_collectives, collectives_past_messages, in_a_subgroup)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",
     polled: "makes no progress unless a thread waits",
+    to_itself: "does not connect a rank to itself",
 }
+IN_WORLDS = [(1, job) for job in ALSO_ALONE]
+IN_WORLDS += [(world, job) for world in (2, 4) for job in (*ALSO_ALONE, *JOBS)]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "job"), IN_WORLDS)
 def test_messages(pools, world, job):
-    if not OURS and job in GLOO_LACKS:
-        pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
-    pools(world).run(job)
+    if not OURS and (world == 1 or job in GLOO_LACKS):
+        pytest.skip(f"{BACKEND} {GLOO_LACKS.get(job, GLOO_LACKS[to_itself])}")
+    pools(world).run(job, seconds=40)
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} takes no device tensors")
+@pytest.mark.parametrize("job", ALSO_ALONE, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("site", staged("late", "eager"))
+def test_messages_of_devices(pools, site, job):
+    pools(2, site=site).run(job, seconds=60)
 
 
 @pytest.mark.parametrize("job", [both_ways, message_flood], ids=lambda job: job.__name__)
 def test_messages_between_two_ranks(pools, job):
     pools(2).run(job)
+
+
+def beside_others(me: RankContext) -> list[int]:
+    """Receives from any source match messages of the rank itself and of its peers."""
+    dist.send(of(me.rank, 9), (me.rank + 1) % me.world)
+    sent = dist.isend(of(me.rank, 9), me.rank)
+    sources = []
+    for _ in range(2):
+        y = torch.zeros(9)
+        work = start_receive(y, None)
+        work.wait()
+        assert_same([y], [of(work._source_rank(), 9)])
+        sources.append(work._source_rank())
+    sent.wait()
+    return sorted(sources)
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} {GLOO_LACKS[to_itself]}")
+def test_receives_from_any_source(pools):
+    assert pools(3).run(beside_others) == [[0, 2], [0, 1], [1, 2]]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -337,3 +393,35 @@ def test_a_wait_with_a_timeout():
     assert "Timeout" in error.kinds, error
     assert "rank 1" in error.text, error
     assert 0.2 < seconds < 1.3
+
+
+def unmatched(me: RankContext, how: str) -> Caught:
+    if me.rank != 0:
+        time.sleep(1.5)  # so that the timeout of rank 0 expires first
+        return caught(dist.barrier)
+    if how == "irecv":
+        return caught(dist.irecv(torch.zeros(3), 0).wait)
+    if how == "irecv from any source":
+        return caught(start_receive(torch.zeros(3), None).wait)
+    return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
+
+
+UNMATCHED = ("irecv", "irecv from any source", "isend")
+
+
+@pytest.fixture(scope="module")
+def unmatched_jobs() -> Iterator[dict[int, dict[str, Pool]]]:
+    jobs = {how: (unmatched, how) for how in UNMATCHED}
+    for alone in started_jobs(jobs, 1, timeout=1.0):
+        for pairs in started_jobs(jobs, 2, timeout=1.0):
+            yield {1: alone, 2: pairs}
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} {GLOO_LACKS[to_itself]}")
+@pytest.mark.parametrize("how", UNMATCHED)
+@pytest.mark.parametrize("world", [1, 2])
+def test_unmatched_messages_time_out(unmatched_jobs, how, world):
+    absent = 1 if world == 2 and how == "irecv from any source" else 0
+    for error in unmatched_jobs[world][how].results():
+        assert error.kind == "Timeout", error
+        assert f"rank {absent} did not arrive" in error.text
