@@ -31,6 +31,7 @@ BAD = {
     "expanded": lambda: dist.all_gather([torch.zeros(1).expand(3), torch.zeros(3)], ones(3)),
     "tag": lambda: dist.isend(ones(), 1 - dist.get_rank(), tag=-1),
     "bit operation": lambda: dist.reduce(ones(), 0, dist.ReduceOp.BXOR),
+    "sparse": lambda: dist.group.WORLD.allreduce([torch.sparse_coo_tensor([[9]], [1.0], (9,))]),
     "splits": lambda: dist.all_to_all_single(ones(4), ones(4), [1, 2], [2, 2]),
 }
 

@@ -8,15 +8,14 @@ message in the other direction. Messages that do not fit their receive raise, an
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
+from dist_jobs import JobPool
+from dist_pool import BACKEND, OURS, Caught, RankContext, Spec, caught, check_side_by_side
 from dist_ranks import staged
 from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
@@ -376,25 +375,6 @@ def test_invalid_messages_raise(pools):
         assert all("ValueError" in e.kinds for e in errors), errors
 
 
-def late_sender(me: RankContext) -> tuple[Caught, float] | None:
-    if me.rank != 0:
-        time.sleep(1.5)
-        return None
-    work = dist.irecv(torch.zeros(3), 1)
-    start = time.monotonic()
-    error = caught(work.wait, datetime.timedelta(seconds=0.3))
-    return error, error.when - start
-
-
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error")
-def test_a_wait_with_a_timeout():
-    with fresh(2) as pool:
-        (error, seconds), _ = pool.run(late_sender)
-    assert "Timeout" in error.kinds, error
-    assert "rank 1" in error.text, error
-    assert 0.2 < seconds < 1.3
-
-
 def unmatched(me: RankContext, how: str) -> Caught:
     if me.rank != 0:
         time.sleep(1.5)  # so that the timeout of rank 0 expires first
@@ -406,22 +386,15 @@ def unmatched(me: RankContext, how: str) -> Caught:
     return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
 
 
-UNMATCHED = ("irecv", "irecv from any source", "isend")
-
-
-@pytest.fixture(scope="module")
-def unmatched_jobs() -> Iterator[dict[int, dict[str, Pool]]]:
-    jobs = {how: (unmatched, how) for how in UNMATCHED}
-    for alone in started_jobs(jobs, 1, timeout=1.0):
-        for pairs in started_jobs(jobs, 2, timeout=1.0):
-            yield {1: alone, 2: pairs}
-
-
 @pytest.mark.skipif(not OURS, reason=f"{BACKEND} {GLOO_LACKS[to_itself]}")
-@pytest.mark.parametrize("how", UNMATCHED)
-@pytest.mark.parametrize("world", [1, 2])
-def test_unmatched_messages_time_out(unmatched_jobs, how, world):
-    absent = 1 if world == 2 and how == "irecv from any source" else 0
-    for error in unmatched_jobs[world][how].results():
-        assert error.kind == "Timeout", error
-        assert f"rank {absent} did not arrive" in error.text
+def test_unmatched_messages_to_itself_time_out():
+    def check(key: tuple[str, int], pool: JobPool) -> None:
+        absent = 1 if key == ("irecv from any source", 2) else 0
+        for error in pool.results():
+            assert error.kind == "Timeout", error
+            assert f"rank {absent} did not arrive" in error.text
+
+    hows = ("irecv", "irecv from any source", "isend")
+    check_side_by_side(
+        (((h, w), Spec(w, timeout=1.0), unmatched, (h,)) for h in hows for w in (1, 2)), check
+    )
