@@ -1,12 +1,11 @@
 """Data-parallel training on top of the backend: DDP in its forms, Join, hooks, the ZeRO optimizer.
 
 Each run trains on the backend and, between processes, on gloo, and compares every parameter.
-Threads have the bits of processes. Of pycollect only the backend name is used.
+Of pycollect only the backend name is used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Pools, RankContext, pools_of_a_module
-from dist_ranks import PROCESSES, THREADS, slow_on_processes
+from dist_ranks import slow_on_processes
 from reference import assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,12 +26,6 @@ pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def pools(ranks_as: str) -> Iterator[Pools]:
     yield from pools_of_a_module(ranks_as=ranks_as, second_backend="gloo")
-
-
-@pytest.fixture(scope="module")
-def pools_of_both() -> Iterator[Pools]:
-    with contextlib.closing(Pools()) as pools:
-        yield pools
 
 
 class Net(nn.Module):
@@ -246,15 +239,3 @@ def test_training(pools, name):
 
 def test_forms_of_ddp_train_as_one_process(pools):
     pools(3).run(as_one_process, seconds=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_threads_train_with_the_bits_of_processes(pools_of_both, name):
-    torch.set_num_threads(1)  # as in the processes
-    threads, processes = (
-        pools_of_both(3, ranks_as=kind).run(trained, name, seconds=40)
-        for kind in (THREADS, PROCESSES)
-    )
-    for ours, wanted in zip(threads, processes, strict=True):
-        assert_same(ours, wanted, "bits")

@@ -88,34 +88,21 @@ def all_pairs(me: RankContext) -> None:
 
 
 def from_any_source(me: RankContext) -> None:
-    for count in (5, 300_001):
-        if me.rank == 0:
-            seen = set()
-            for _ in range(1, me.world):
-                out = torch.zeros(count)
-                source = dist.recv(out, None, tag=count)
-                assert_same([out], [of(source, count)])
-                seen.add(source)
-            assert seen == set(range(1, me.world))
-        else:
-            dist.send(of(me.rank, count), 0, tag=count)
-
-
-def from_any_source_beside_a_posted_receive(me: RankContext) -> None:
-    """The other receive was posted long before, and its message came before the others."""
+    """Beside a receive that was posted long before, and whose message came before the others."""
     last = me.world - 1
-    if me.rank == 0:
-        work = dist.irecv(special := torch.zeros(5), last, tag=9)
-        for n in range(10 * last):
-            source = dist.recv(x := torch.zeros(50), None, tag=1)
-            assert x.eq(source).all(), n
-        work.wait()
-        assert special.eq(last).all()
-    else:
-        if me.rank == last:
-            dist.isend(torch.full((5,), float(last)), 0, tag=9)
-        for _ in range(10):
-            dist.send(torch.full((50,), float(me.rank)), 0, tag=1)
+    for count in (50, 300_001):
+        if me.rank == 0:
+            work, sources = dist.irecv(special := torch.zeros(5), last, tag=9), []
+            for _ in range(10 * last):
+                sources.append(dist.recv(x := torch.zeros(count), None, tag=count))
+                assert_same([x], [of(sources[-1], count)])
+            assert sorted(sources) == sorted(10 * [*range(1, me.world)])
+            work.wait()
+            assert_same([special], [of(last, 5)])
+        elif me.rank == last:
+            dist.isend(of(last, 5), 0, tag=9)
+        for _ in range(10 * (me.rank > 0)):
+            dist.send(of(me.rank, count), 0, tag=count)
 
 
 def batch(me: RankContext) -> None:
@@ -252,8 +239,8 @@ def message_flood(me: RankContext) -> None:
 
 
 ALSO_ALONE = (all_pairs, batch, polled, to_itself)
-JOBS = (ring, from_any_source, from_any_source_beside_a_posted_receive, dtypes)
-JOBS += (messages_past_collectives, collectives_past_messages, in_a_subgroup)
+JOBS = (ring, from_any_source, dtypes, in_a_subgroup)
+JOBS += (messages_past_collectives, collectives_past_messages)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",
     polled: "makes no progress unless a thread waits",

@@ -57,16 +57,6 @@ def waited(me: RankContext) -> None:
         assert_same(work.result(), [summed(me.world, count)])
 
 
-def completes_unwaited(me: RankContext) -> None:
-    """Works complete without wait(): polling is_completed() is enough."""
-    works = [(x := of(me.rank, n), dist.all_reduce(x, async_op=True)) for n in SIZES]
-    limit = time.monotonic() + 10
-    while not all(work.is_completed() for _, work in works):
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    assert_same([x for x, _ in works], [summed(me.world, n) for n in SIZES])
-
-
 def completes_without_the_caller(me: RankContext) -> None:
     """A call completes on rank 0, which neither polls nor waits: its peers need its part."""
     x = of(me.rank, 300_000)
@@ -299,44 +289,6 @@ def threads(me: RankContext) -> None:
         dist.destroy_process_group(group)
 
 
-def threads_of_one_group(me: RankContext) -> None:
-    """One thread calls, others wait and poll: a Work can be used in any thread."""
-    works = [dist.all_reduce(of(me.rank, 20_000), async_op=True) for _ in range(40)]
-    failed: list[object] = []
-
-    def wait(some: list[dist.Work]) -> None:
-        try:
-            for work in some:
-                work.is_completed()
-                work.wait()
-        except BaseException as error:
-            failed.append(error)
-
-    in_threads([lambda k=k: wait(works[k::3]) for k in range(3)])
-    assert not failed, failed
-
-
-def messages_and_collectives(me: RankContext) -> None:
-    """send and recv in one thread, and collectives of the same group in another."""
-    other = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-
-    def talk() -> None:
-        for n in range(30):
-            out = torch.zeros(3000)
-            work = dist.isend(of(me.rank, 3000), other[0], tag=n)
-            dist.recv(out, other[1], tag=n)
-            work.wait()
-            assert_same([out], [of(other[1], 3000)])
-
-    def reduce() -> None:
-        for _ in range(30):
-            x = of(me.rank, 5000)
-            dist.all_reduce(x)
-            assert_same([x], [summed(me.world, 5000)])
-
-    in_threads([talk, reduce])
-
-
 def in_threads(bodies: list[Callable[[], None]]) -> None:
     errors: list[BaseException] = []
 
@@ -355,9 +307,8 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-JOBS = (waited, completes_unwaited, completes_without_the_caller, futures, kept_alive, sequence)
-JOBS += (in_order, cycle, threads, threads_of_one_group)
-JOBS += (messages_and_collectives, calls_of_callbacks, coalesced_calls_of_callbacks)
+JOBS = (waited, completes_without_the_caller, futures, kept_alive, sequence, in_order, cycle)
+JOBS += (threads, calls_of_callbacks, coalesced_calls_of_callbacks)
 JOBS += (callback_waits_for_a_later_call, callbacks_of_two_groups)
 GLOO_LACKS = {
     sequence: "counts otherwise",
@@ -369,25 +320,14 @@ TURNS = between_processes("while a rank sleeps, no other has its turn")
 MARKS = {completes_without_the_caller: TURNS, callback_waits_for_a_later_call: TURNS}
 
 
-def in_worlds(worlds: tuple[int, ...], *jobs: Callable[[RankContext], None]) -> list[Any]:
-    """pytest parameters (world, job)."""
-    marks = {(w, job): [MARKS[job]] for w in worlds for job in jobs if job in MARKS and w > 1}
-    return [
-        pytest.param(w, job, marks=marks.get((w, job), []), id=f"{w}-{job.__name__}")
-        for w in worlds
-        for job in jobs
-    ]
+IN_WORLDS = [pytest.param(3, job, marks=MARKS.get(job, [])) for job in JOBS]
+IN_WORLDS += [(world, job) for world in (1, 8) for job in (waited, futures, threads)]
 
 
-@pytest.mark.parametrize(("world", "job"), in_worlds((3,), *JOBS))
+@pytest.mark.parametrize(("world", "job"), IN_WORLDS)
 def test_work(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
-    pools(world).run(job)
-
-
-@pytest.mark.parametrize(("world", "job"), in_worlds((1, 8), waited, futures, threads))
-def test_one_and_eight_ranks(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
