@@ -135,6 +135,7 @@ def value(number: int, count: int = 5) -> Tensor:
 
 
 HOW_CALLBACKS_CALL = ("now", "later", "waits", "waits for the future", "nested")
+HOW_CALLBACKS_CALL += ("coalesced",)
 
 
 def calls_of_callbacks(me: RankContext) -> None:
@@ -166,6 +167,11 @@ def calls_of_callbacks(me: RankContext) -> None:
 def called(me: RankContext, number: int, how: str) -> tuple[Tensor, Any]:
     """Start an all_reduce of a number, which is 1000 times as much on the next rank."""
     x = value(number * 1000**me.rank)
+    if how == "coalesced":
+        with dist._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(value(9))
+            dist.all_reduce(x)
+        return x, manager
     return x, dist.all_reduce(x, async_op=how != "now")
 
 
@@ -179,28 +185,6 @@ def call(me: RankContext, number: int, how: str, results: list[tuple[Tensor, int
         work.get_future().wait()
     elif how == "nested":
         work.get_future().then(lambda f: call(me, number + 1, "now", results))
-
-
-def coalesced_calls_of_callbacks(me: RankContext) -> None:
-    for n in range(20):
-        xs = [value(k) for k in range(3)]
-        works = []
-
-        def call(f, xs=xs, works=works) -> None:
-            with dist._coalescing_manager(async_ops=True) as manager:
-                for x in xs:
-                    dist.all_reduce(x)
-            works.append(manager)
-
-        y = value(n)
-        future = dist.all_reduce(y, async_op=True).get_future().then(call)
-        if (n + me.rank) % 2:
-            me.be_late(0.001)
-        z = value(9)
-        dist.all_reduce(z)
-        future.wait()
-        works[0].wait()
-        assert_same([y, z, *xs], [me.world * value(k) for k in (n, 9, 0, 1, 2)])
 
 
 def callback_waits_for_a_later_call(me: RankContext) -> None:
@@ -308,13 +292,12 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
 
 
 JOBS = (waited, completes_without_the_caller, futures, kept_alive, sequence, in_order, cycle)
-JOBS += (threads, calls_of_callbacks, coalesced_calls_of_callbacks)
+JOBS += (threads, calls_of_callbacks)
 JOBS += (callback_waits_for_a_later_call, callbacks_of_two_groups)
 GLOO_LACKS = {
     sequence: "counts otherwise",
     in_order: "runs two collectives of a group at once",
     calls_of_callbacks: "lets calls of callbacks change places",
-    coalesced_calls_of_callbacks: "lets calls of callbacks change places",
 }
 TURNS = between_processes("while a rank sleeps, no other has its turn")
 MARKS = {completes_without_the_caller: TURNS, callback_waits_for_a_later_call: TURNS}
