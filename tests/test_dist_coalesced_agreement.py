@@ -298,13 +298,16 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
     return found
 
 
-def test_a_device_failure_during_a_later_call(pools, ranks_as):
-    """Some failures hit only the second call: all ranks get the reason, and stay in step."""
+def test_a_device_failure_at_any_time(pools, ranks_as):
+    """Early failures refuse the whole block. Some hit only the second call. All ranks get the reason,
+    and stay in step."""
     why = "" if ranks_as == THREADS else "rank 0 refused all_reduce: "
     most = 20 if ranks_as == THREADS else 12  # threads use more events
     first, second = pools(2, site="eager").run(device_fails, most)
     failures = [(raised.text, value) for raised, value in second if raised.kind]
     assert any(value == 2 for _, value in failures), "no failure hit the second call"
+    early = [value for of_rank in (first, second) for _, value in of_rank[:2]]
+    assert early == [1.0] * 4, "a call of a refused block ran"
     assert all(f"{why}CUDA error: injected failure" in text for text, _ in failures)
     assert all(raised.kind for raised, _ in first)
 
