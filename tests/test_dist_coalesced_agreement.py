@@ -299,8 +299,8 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
 
 
 def test_a_device_failure_at_any_time(pools, ranks_as):
-    """Early failures refuse the whole block. Some hit only the second call. All ranks get the reason,
-    and stay in step."""
+    """Early failures refuse the whole block, later ones only the second call. All ranks get the
+    reason, and stay in step."""
     why = "" if ranks_as == THREADS else "rank 0 refused all_reduce: "
     most = 20 if ranks_as == THREADS else 12  # threads use more events
     first, second = pools(2, site="eager").run(device_fails, most)

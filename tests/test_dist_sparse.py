@@ -5,14 +5,16 @@ Also DDP with sparse gradients. Errors are those of all ranks, and nothing is wr
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import assert_in_step
-from dist_pool import OURS, Caught, RankContext, caught
-from dist_ranks import quick_on_hosts
+from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_ranks import between_processes, quick_on_hosts
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -357,3 +359,25 @@ def test_ranks_that_differ_raise_on_all_ranks(pools, name, odd):
     for rank, error in enumerate(pools(WORLD).run(disagree, odd, name)):
         assert "ValueError" in error.kinds, (rank, error)
         assert UNLIKE[name][1] in error.text, (rank, error)
+
+
+def with_an_absent_rank(me: RankContext, dies: bool) -> Caught | None:
+    """The peers wait for the numbers of entries, which is not the call that the error names."""
+    dist.all_reduce(plain())
+    if me.rank == 1:
+        os._exit(0) if dies else time.sleep(1.5)
+        return None
+    return caught(dist.all_reduce, plain())
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@between_processes("a rank that is a thread cannot die alone")
+def test_an_absent_rank_is_an_error(ranks_as, dies):
+    with fresh(WORLD, ranks_as=ranks_as, timeout=0.5) as pool:
+        pool.begin(with_an_absent_rank, dies)
+        outcomes = pool.collect_outcomes()
+    for rank in (0, 2):
+        error = outcomes[rank].value
+        assert error.kind in ("Timeout", "PeerLost"), error
+        assert "all_reduce #" in error.text
+        assert "rank 1" in error.text
