@@ -179,6 +179,15 @@ def own_torch_state() -> Iterator[None]:
     set_thread_count(count)
 
 
+@pytest.fixture(scope="module")
+def pools(ranks_as: str) -> Iterator[Any]:
+    """The pools of a module's ranks, by world size: the same jobs run on threads, on processes and
+    on several hosts. A module whose pools all have other options has a fixture of its own."""
+    from dist_pool import pools_of_a_module
+
+    yield from pools_of_a_module(ranks_as=ranks_as)
+
+
 @pytest.fixture
 def gpus() -> Iterator[Any]:
     """Two emulated GPUs."""

@@ -1,34 +1,29 @@
-"""Every form of collective call in torch.distributed: lists, splits, coalesced, aliased.
+"""Forms of calls in torch.distributed: lists, splits, coalesced, objects, and tensors that are
+unlike on the ranks, or overlap.
 
-Each job runs on every rank of a pool and compares with the equivalent plain torch.
-test_matrix.py covers the product of dtypes, ops and sizes.
+test_matrix.py covers the product of dtypes, ops, sizes and layouts.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught
 from dist_ranks import slow_on_processes
-from reference import BITS_OF, MOVED, assert_same, randoms
+from reference import BITS_OF, LAYOUTS, MOVED, assert_same, place, randoms
 from torch import Tensor
 
 N = 5
 LARGE = 200_001  # elements; takes several pieces
 
 
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
-
-
 def of(rank: int, count: int = N, first: int = 0) -> Tensor:
     """A rank's input: elements differ from each other and between ranks."""
-    return torch.arange(first, first + count, dtype=torch.float32) + 1000 * rank
+    return torch.arange(first, first + count, dtype=torch.float32) + 1_000_000 * rank
 
 
 def summed(world: int, count: int = N, first: int = 0) -> Tensor:
@@ -40,7 +35,7 @@ def same(actual: object, wanted: object) -> None:
     assert_same(*as_lists)
 
 
-# --- lists ----------------------------------------------------------------------------------------
+# --- lists and splits -----------------------------------------------------------------------------
 
 
 def all_gather_uneven(me: RankContext) -> None:
@@ -50,31 +45,20 @@ def all_gather_uneven(me: RankContext) -> None:
         same(out, [of(r, scale * r) for r in range(me.world)])
 
 
-def all_gather_into_other_shapes(me: RankContext) -> None:
-    out = [torch.zeros(2, 3) for _ in range(me.world)]
-    dist.all_gather(out, of(me.rank, 6).view(2, 3).t().contiguous().t())
-    same(out, [of(r, 6).view(2, 3) for r in range(me.world)])
-
-
 def all_gather_stacked(me: RankContext) -> None:
     out = torch.zeros(me.world, 2, 3)
     dist.all_gather_into_tensor(out, of(me.rank, 6).view(2, 3))
     same(list(out), [of(r, 6).view(2, 3) for r in range(me.world)])
 
 
-def gather_uneven(me: RankContext) -> None:
+def roots_uneven(me: RankContext) -> None:
     for root in range(me.world):
-        out = [torch.zeros(r + 1) for r in range(me.world)] if me.rank == root else None
-        dist.gather(of(me.rank, me.rank + 1), out, root)
-        same(out or [], [of(r, r + 1) for r in range(me.world)] if out else [])
-
-
-def scatter_uneven(me: RankContext) -> None:
-    for root in range(me.world):
-        out = torch.zeros(me.rank + 1)
         parts = [of(root, r + 1) for r in range(me.world)] if me.rank == root else None
-        dist.scatter(out, parts, root)
+        dist.scatter(out := torch.zeros(me.rank + 1), parts, root)
         same(out, of(root, me.rank + 1))
+        gathered = [torch.zeros(r + 1) for r in range(me.world)] if me.rank == root else None
+        dist.gather(of(me.rank, me.rank + 1), gathered, root)
+        same(gathered or [], [of(r, r + 1) for r in range(me.world)] if gathered else [])
 
 
 def all_to_all_uneven(me: RankContext) -> None:
@@ -86,32 +70,21 @@ def all_to_all_uneven(me: RankContext) -> None:
 
 
 def all_to_all_splits(me: RankContext) -> None:
-    sizes = [[(s * r) % 4 for r in range(me.world)] for s in range(me.world)]
-    sent, received = sizes[me.rank], [sizes[s][me.rank] for s in range(me.world)]
-    for columns in (1, LARGE // 8):
-        rows = [of(s, sum(sizes[s]) * columns).view(-1, columns) for s in range(me.world)]
+    """Uneven splits; splits of which only rank 0's for the last rank is not empty; and even ones,
+    of which one list may be omitted."""
+    ranks, last = range(me.world), me.world - 1
+    for sizes, columns in (
+        ([[(s * r) % 4 for r in ranks] for s in ranks], 1),
+        ([[(s * r) % 4 for r in ranks] for s in ranks], LARGE // 8),
+        ([[LARGE * (s == 0 and r == last) for r in ranks] for s in ranks], 1),
+        ([[2] * me.world] * me.world, 3),
+    ):
+        sent, received = sizes[me.rank], [sizes[s][me.rank] for s in ranks]
+        rows = [of(s, sum(sizes[s]) * columns).view(-1, columns) for s in ranks]
         out = torch.zeros(sum(received), columns)
-        dist.all_to_all_single(out, rows[me.rank].clone(), received, sent)
-        parts = [rows[s].split(sizes[s])[me.rank] for s in range(me.world)]
-        same(out, torch.cat(parts))
-
-
-def all_to_all_one_sided_splits(me: RankContext) -> None:
-    """One of the two split lists may be omitted when the splits are even."""
-    out = torch.zeros(2 * me.world)
-    dist.all_to_all_single(out, of(me.rank, 2 * me.world), None, [2] * me.world)
-    same(out, torch.cat([of(s, 2, 2 * me.rank) for s in range(me.world)]))
-
-
-def only_one_sends(me: RankContext) -> None:
-    """Nearly empty splits: rank 0 sends to the last rank, all other splits are empty."""
-    last = me.world - 1
-    sent, received = [0] * me.world, [0] * me.world
-    sent[last] = LARGE if me.rank == 0 else 0
-    received[0] = LARGE if me.rank == last else 0
-    out = torch.zeros(sum(received))
-    dist.all_to_all_single(out, of(me.rank, sum(sent)), received, sent)
-    same(out, of(0, LARGE) if me.rank == last else torch.zeros(0))
+        given = None if columns == 3 else received
+        dist.all_to_all_single(out, rows[me.rank].clone(), given, sent)
+        same(out, torch.cat([rows[s].split(sizes[s])[me.rank] for s in ranks]))
 
 
 def dtypes_that_only_move(me: RankContext) -> None:
@@ -136,16 +109,6 @@ def dtypes_that_only_move(me: RankContext) -> None:
             dist.all_reduce(x)
             dist.all_gather(out, mine)
         same([x, mine, *out], [summed(me.world), *[last] * (me.world + 1)])
-
-
-# --- coalesced ------------------------------------------------------------------------------------
-
-
-def all_reduce_coalesced(me: RankContext) -> None:
-    counts = (3, 0, LARGE, 1)
-    tensors = [of(me.rank, n) for n in counts]
-    dist.all_reduce_coalesced(tensors)
-    same(tensors, [summed(me.world, n) for n in counts])
 
 
 def all_gather_coalesced(me: RankContext) -> None:
@@ -178,53 +141,17 @@ def coalescing_manager(me: RankContext) -> None:
         same(parts, [summed(me.world, n, n * me.rank) for n in (2, 9)])
 
 
-def coalescing_of_a_device(me: RankContext) -> None:
-    """_coalescing_manager with a device: calls in the block start, in order, when it ends."""
-    device = torch.device("cpu")
-    x, y, z = of(me.rank), [torch.zeros(N) for _ in range(me.world)], of(me.rank, me.world)
-    with dist._coalescing_manager(device=device, async_ops=True) as manager:
-        dist.broadcast(x, me.world - 1, async_op=True)
-        dist.all_gather(y, x, async_op=True)
-        dist.all_to_all_single(torch.zeros(me.world), z, async_op=True)
-    manager.wait()
-    same([x, *y], [of(me.world - 1)] * (me.world + 1))
-    with dist._coalescing_manager(device=device):
-        dist.all_reduce(z)
-        dist.all_reduce(x)
-    same([z, x], [summed(me.world, me.world), me.world * of(me.world - 1)])
-
-
-# --- in place -------------------------------------------------------------------------------------
-
-
-def gather_in_place(me: RankContext) -> None:
-    """All-gather whose input is the rank's own block of the output, as in FSDP."""
+def blocks_in_place(me: RankContext) -> None:
+    """Lists with the rank's own block as both input and output, in the forms that test_matrix.py
+    lacks."""
     for count in (N, LARGE):
-        whole = torch.zeros(me.world * count)
-        shards = list(whole.split(count))
-        shards[me.rank].copy_(of(me.rank, count))
-        dist.all_gather_into_tensor(whole, shards[me.rank])
-        same(shards, [of(r, count) for r in range(me.world)])
-        whole.zero_()
-        shards[me.rank].copy_(of(me.rank, count))
-        dist.all_gather(shards, shards[me.rank])
-        same(shards, [of(r, count) for r in range(me.world)])
-
-
-def reduce_scatter_in_place(me: RankContext) -> None:
-    for count in (N, LARGE):
-        whole = of(me.rank, me.world * count)
-        shard = whole.split(count)[me.rank]
-        dist.reduce_scatter_tensor(shard, whole)
-        same(shard, summed(me.world, count, me.rank * count))
+        blocks = list(torch.zeros(me.world * count).split(count))
+        blocks[me.rank].copy_(of(me.rank, count))
+        dist.all_gather(blocks, blocks[me.rank])
+        same(blocks, [of(r, count) for r in range(me.world)])
         parts = list(of(me.rank, me.world * count).split(count))
         dist.reduce_scatter(parts[me.rank], parts)
         same(parts[me.rank], summed(me.world, count, me.rank * count))
-
-
-def roots_in_place(me: RankContext) -> None:
-    """scatter and gather where the root's input block is its output block."""
-    for count in (N, LARGE):
         parts = list(of(me.rank, me.world * count).split(count))
         dist.scatter(parts[me.rank].clone() if me.rank else parts[0], None if me.rank else parts, 0)
         same(parts[0], of(me.rank, count))
@@ -271,7 +198,7 @@ def barriers(me: RankContext) -> None:
 
 
 def parameters(me: RankContext) -> None:
-    """Tensors of a model: leaves that require gradients, and views of them."""
+    """Tensors of a model: leaves that require gradients, views of them, inference tensors."""
     parameter = torch.nn.Parameter(of(me.rank).view(1, N))
     dist.broadcast(parameter, 0)
     same(parameter.detach(), of(0).view(1, N))
@@ -281,36 +208,19 @@ def parameters(me: RankContext) -> None:
     with torch.no_grad():
         dist.all_reduce(parameter[0])
     same(parameter.detach()[0], of(0) * me.world)
-
-
-def scalars(me: RankContext) -> None:
-    x = torch.tensor(float(me.rank + 1))
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    assert x.item() == me.world
-    out = [torch.zeros(()) for _ in range(me.world)]
-    dist.all_gather(out, torch.tensor(float(me.rank)))
-    assert [t.item() for t in out] == list(range(me.world))
-
-
-def inference(me: RankContext) -> None:
     with torch.inference_mode():
-        x = of(me.rank)
-        dist.all_reduce(x)
+        dist.all_reduce(x := of(me.rank))
         same(x, summed(me.world))
 
 
-JOBS = (all_gather_uneven, all_gather_into_other_shapes, all_gather_stacked, gather_uneven)
-JOBS += (scatter_uneven, all_to_all_uneven, all_to_all_splits, all_to_all_one_sided_splits)
-JOBS += (only_one_sends, dtypes_that_only_move, all_reduce_coalesced, all_gather_coalesced)
-JOBS += (coalescing_manager, coalescing_of_a_device, gather_in_place, reduce_scatter_in_place)
-JOBS += (roots_in_place, objects, barriers, parameters, scalars, inference)
+JOBS = (all_gather_uneven, all_gather_stacked, roots_uneven, all_to_all_uneven, all_to_all_splits)
+JOBS += (dtypes_that_only_move, all_gather_coalesced, coalescing_manager, blocks_in_place)
+JOBS += (objects, barriers, parameters)
 GLOO_LACKS = {
-    coalescing_of_a_device: "does not coalesce",
     dtypes_that_only_move: "has none of them",
     all_gather_uneven: "wants equal sizes",
     all_gather_stacked: "wants the ranks along the first dimension",
-    gather_uneven: "hangs after the root has raised",
-    scatter_uneven: "hangs after the root has raised",
+    roots_uneven: "hangs after the root has raised",
     all_to_all_uneven: "wants equal sizes",
 }
 
@@ -321,3 +231,112 @@ def test_form_of_call(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
     pools(world).run(job)
+
+
+# --- unlike layouts, and memory that is shared ----------------------------------------------------
+
+ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} ignores strides or refuses them")
+
+
+def different_layouts(me: RankContext) -> None:
+    """Ranks have different layouts of the same shape: elements match by index, or all refuse."""
+    for shape in ((4, 6), (300, 500)):
+        inputs = [of(r, shape[0] * shape[1]).view(shape) for r in range(me.world)]
+        x = place(inputs[me.rank], LAYOUTS[me.rank % len(LAYOUTS)])
+        error = caught(dist.all_reduce, x)
+        assert error.kind in ("", "ValueError"), error
+        same(x, inputs[me.rank] if error.kind else sum(inputs))
+        y = place(inputs[me.rank], LAYOUTS[(me.rank + 2) % len(LAYOUTS)])
+        error = caught(dist.broadcast, y, 1)
+        assert error.kind in ("", "ValueError"), error
+        same(y, inputs[me.rank if error.kind else 1])
+
+
+def repeated_inputs(me: RankContext) -> None:
+    """Inputs of stride 0, whose elements are all the same memory, are accepted."""
+    mine = torch.full((1,), float(me.rank)).expand(4, 5)
+    out = [torch.zeros(4, 5) for _ in range(me.world)]
+    dist.all_gather(out, mine)
+    same(out, [torch.full((4, 5), float(r)) for r in range(me.world)])
+    dist.reduce_scatter(part := torch.zeros(4, 5), [mine] * me.world)
+    same(part, torch.full((4, 5), float(sum(range(me.world)))))
+
+
+def half_overlapping_inputs(me: RankContext) -> None:
+    """An input that half overlaps its output at another offset: refused, or the right result."""
+    for count in (4, 100_000):
+        whole = (me.world + 1) * count
+        base = of(me.rank, whole)
+        mine, out = base[count // 2 :][:count], base[: me.world * count]
+        error = caught(dist.all_gather_into_tensor, out, mine)
+        assert error.kind in ("", "ValueError"), error
+        if not error.kind:
+            same(out, torch.cat([of(r, count, count // 2) for r in range(me.world)]))
+        base = of(me.rank, whole)
+        error = caught(dist.all_to_all_single, base[count:], base[:-count])
+        assert error.kind in ("", "ValueError"), error
+        if not error.kind:
+            same(base[count:], torch.cat([of(r, count, me.rank * count) for r in range(me.world)]))
+
+
+@ours_only
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("job", [different_layouts, repeated_inputs, half_overlapping_inputs])
+def test_memory_of_tensors(pools, world, job):
+    pools(world).run(job)
+
+
+def expanded() -> Tensor:
+    return torch.zeros(1).expand(12)
+
+
+def overlapping() -> Tensor:
+    return torch.zeros(8).as_strided((3, 4), (2, 1))
+
+
+def gathered(bad: Tensor) -> None:
+    good = [torch.zeros(bad.shape) for _ in range(dist.get_world_size() - 1)]
+    dist.all_gather([*good, bad], bad + 1)
+
+
+OUTPUTS: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "all_gather": gathered,
+    "reduce_scatter": lambda bad: dist.reduce_scatter(bad, [bad + 1] * dist.get_world_size()),
+}
+
+
+def refused_output(
+    me: RankContext, call: str, make: Callable[[], Tensor], ranks: tuple[int, ...]
+) -> Caught:
+    """A call whose output overlaps itself on some ranks; the group stays usable."""
+    error = caught(OUTPUTS[call], make() if me.rank in ranks else make().clone())
+    dist.all_reduce(x := torch.ones(3))
+    assert x.tolist() == [me.world] * 3
+    return error
+
+
+@ours_only
+@pytest.mark.parametrize("call", OUTPUTS)
+@pytest.mark.parametrize("make", [expanded, overlapping])
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_outputs_that_overlap_are_refused(pools, call, make, ranks):
+    errors = pools(3).run(refused_output, call, make, ranks)
+    for rank, error in enumerate(errors):
+        assert "ValueError" in error.kinds, f"rank {rank}: {error}"
+        assert rank in ranks or "rank 1" in error.text, error
+    assert all(".clone()" in errors[r].text for r in ranks), errors
+
+
+def shared_outputs(me: RankContext) -> list[Caught]:
+    base = torch.zeros(12)
+    error = caught(dist.all_gather, [base[:8], base[4:]], torch.ones(8))
+    assert not base.any()
+    return [error, caught(dist.broadcast, torch.eye(12).to_sparse(), 0)]
+
+
+@ours_only
+def test_outputs_that_share_memory_or_are_sparse_are_refused(pools):
+    for shared, sparse in pools(2).run(shared_outputs):
+        assert shared.kind == "ValueError", shared
+        assert sparse.kind, "nothing was raised"

@@ -1,30 +1,27 @@
 """Requests that form one call: all ranks compare all of them before the first runs.
 
-Covers the several dtypes of one call, and coalesced calls: if one differs, none runs on any rank.
+The several dtypes of one call, and coalesced calls: if one differs, none runs on any rank. If none
+does, they run in the order of their issue, and of the caller's streams. Some inputs are copied in
+when a call is issued, but not those that an earlier coalesced call still has to write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
-import signal
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
-from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
+from dist_pool import OURS, Caught, RankContext, backend_of, caught
 from dist_ranks import THREADS, between_processes, on_one_host, staged
 
 import pycollect as pc
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as):
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def coalesced_jobs(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
@@ -59,7 +56,8 @@ MISMATCHED = {
 }
 
 
-STAGED = ("", "late", "eager")  # host memory, and emulated devices
+DEVICES = ("late", "eager")
+STAGED = ("", *DEVICES)  # host memory, and emulated devices
 
 
 @pytest.mark.parametrize("case", MISMATCHED)
@@ -80,29 +78,6 @@ def test_the_rank_with_another_number_of_requests_is_named(pools):
     jobs = [[[(4, F), (4, D)]], [[(4, F), (4, L)]], [[(4, F)]]]
     for raised, _ in pools(3).run(coalesced_jobs, jobs):
         assert "rank 2 called all_reduce of 4 float32, op sum, by itself" in raised.text
-
-
-def device_fails(me: RankContext, calls: int) -> tuple[Caught, list[float]]:
-    """Rank 0's device fails when it is queried for the copies of the tensors."""
-    tensors = [torch.full((5,), float(me.rank)) for _ in range(3)]
-    backend_of()._start_coalescing()
-    for x in tensors:
-        dist.broadcast(x, 0)
-    if me.rank == 0:
-        me.fake.cuda.inject("fail", after=calls)
-    raised = caught(lambda: backend_of()._end_coalescing().wait())
-    me.fake.cuda.heal()
-    assert_in_step(me)
-    return raised, [x[0].item() for x in tensors]
-
-
-@pytest.mark.parametrize("calls", [0, 1, 2])
-def test_a_device_failure_refuses_all_coalesced_calls(pools, ranks_as, calls):
-    why = "injected failure" if ranks_as == THREADS else "rank 0 refused broadcast"
-    for rank, (raised, kept) in enumerate(pools(2, site="eager").run(device_fails, calls)):
-        assert why in raised.text or rank == 0
-        assert raised.kind
-        assert kept == [rank] * 3
 
 
 def mismatched_batch(me: RankContext, what: str) -> tuple[Caught, float]:
@@ -130,30 +105,6 @@ def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, site):
         assert raised.kind == "ValueError", raised
         assert ("room for" if what == "counts" else "part 3 of 3") in raised.text
         assert value == 1
-
-
-def valid_batch(me: RankContext) -> None:
-    """Coalesced calls run in order: each one reads the result of the previous one."""
-    last = me.world - 1.0
-    x, part, whole = (torch.full((n,), float(me.rank)) for n in (4, 2, 4 * me.world))
-    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
-        dist.broadcast(x, me.world - 1)
-        dist.barrier()
-        dist.all_gather(list(whole.chunk(me.world)), x)
-        dist.reduce(whole, 0)
-        dist.scatter(part, list(whole.split(2))[: me.world] if me.rank == 0 else None, 0)
-    assert len(manager.works) == 1
-    manager.wait()
-    assert x.tolist() == [last] * 4
-    assert whole.tolist() == [last * (me.world if me.rank == 0 else 1)] * 4 * me.world
-    assert part.tolist() == [last * me.world] * 2
-    assert_in_step(me)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("site", staged(*STAGED))
-def test_coalesced_calls_run_in_order(pools, world, site):
-    pools(world, site=site).run(valid_batch)
 
 
 # --- messages and collectives ---------------------------------------------------------------------
@@ -186,92 +137,6 @@ def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, site):
         assert "refused coalesced broadcast" in refused
         assert "must make the same call" in differ
         assert right == ["", ""]
-
-
-# --- numbers --------------------------------------------------------------------------------------
-
-
-def sequence_numbers(me: RankContext) -> int:
-    backend = backend_of()
-    before = backend._get_sequence_number_for_group()
-    for device in (None, CPU):
-
-        def body(device: torch.device | None = device) -> None:
-            with dist._coalescing_manager(device=device):
-                dist.reduce(ones(), 0)
-                dist.reduce(ones(4 + me.rank).to(torch.uint16 if me.rank else torch.int8), 0)
-
-        caught(body)
-        caught(dist.broadcast, torch.zeros(1).expand(4), 1 - me.rank)
-    return backend._get_sequence_number_for_group() - before
-
-
-def test_sequence_numbers_match_after_refusals(pools):
-    assert pools(2).run(sequence_numbers) == [6, 6]
-
-
-# --- forked children ------------------------------------------------------------------------------
-
-
-def error_in_child(call: Callable[[], object]) -> str:
-    """The error text of a call in a forked child; "nothing" without error, "hangs" after 5 s."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            text = caught(call).text
-        except BaseException as error:
-            text = type(error).__name__
-        os.write(writer, (text or "nothing").encode())
-        os._exit(0)
-    os.close(writer)
-    ready = select.select([reader], [], [], 5.0)[0]
-    text = os.read(reader, 4096).decode() if ready else "hangs"
-    os.close(reader)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return text
-
-
-def in_children(me: RankContext) -> dict[str, str]:
-    peer, backend = 1 - me.rank, backend_of()
-
-    def whole(device: torch.device | None) -> None:
-        with dist._coalescing_manager(device=device):
-            dist.all_reduce(ones())
-            dist.all_reduce(ones())
-
-    batch = [dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, ones(), peer)]
-    texts = {
-        "start": error_in_child(backend._start_coalescing),
-        "the group's list": error_in_child(lambda: whole(CPU)),
-        "torch's list": error_in_child(lambda: whole(None)),
-        "messages": error_in_child(lambda: dist.batch_isend_irecv(batch)),
-    }
-    x = torch.full((4,), 1.0 + me.rank)
-    with dist._coalescing_manager(device=CPU):  # the block belongs to the parent, also in a child
-        dist.broadcast(x, 1)
-        texts["call"] = error_in_child(lambda: dist.broadcast(x, 0))
-        texts["message"] = error_in_child(lambda: dist.isend(x, peer))
-        texts["end"] = error_in_child(backend._end_coalescing)
-        assert (
-            error_in_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
-        )
-        dist.reduce(x, 0)
-    assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()
-    assert_in_step(me)
-    return texts
-
-
-@between_processes("a rank that is a thread cannot be forked alone")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_children(pools):
-    """Calls of forked children are refused at once and have no effect on the parent."""
-    for texts in pools(2).run(in_children, seconds=60):
-        for call, text in texts.items():
-            assert "this process was forked from the one that the group belongs to" in text, call
 
 
 def message_of_results(me: RankContext) -> float:
@@ -314,3 +179,218 @@ def test_ranks_may_divide_the_same_tensors_into_calls_differently(pools):
         assert a == [18.0] * 5  # the third call sums the results of the first
         assert b == c == [6] * 5
         assert strided == [33.0] * 4
+
+
+def sequence_numbers(me: RankContext) -> int:
+    backend = backend_of()
+    before = backend._get_sequence_number_for_group()
+    for device in (None, CPU):
+
+        def body(device: torch.device | None = device) -> None:
+            with dist._coalescing_manager(device=device):
+                dist.reduce(ones(), 0)
+                dist.reduce(ones(4 + me.rank).to(torch.uint16 if me.rank else torch.int8), 0)
+
+        caught(body)
+        caught(dist.broadcast, torch.zeros(1).expand(4), 1 - me.rank)
+    return backend._get_sequence_number_for_group() - before
+
+
+def test_sequence_numbers_match_after_refusals(pools):
+    assert pools(2).run(sequence_numbers) == [6, 6]
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def filled(n: int, value: float, layout: str) -> torch.Tensor:
+    if layout == "transposed":
+        return torch.full((2, n), value).t()
+    return torch.full((n, 2), value)[:, 0] if layout == "strided" else torch.full((n,), value)
+
+
+def dependent(me: RankContext, layout: str) -> None:
+    """Each call reads the result of the previous one; the third scales a part of it."""
+    for turn in (1.0, 2.0):  # the second turn reuses memory of the first
+        total = turn * me.world * (me.world + 1) / 2
+        x = filled(6, turn * (me.rank + 1), layout)
+        whole = [torch.zeros_like(x) for _ in range(me.world)]
+        half, root = whole[-1][:3], torch.zeros_like(whole[-1][:3])
+        backend_of()._start_coalescing()
+        dist.all_reduce(x)
+        dist.all_gather(whole, x)
+        dist.all_reduce(half, dist._make_nccl_premul_sum(0.5))
+        dist.reduce(half, 0)
+        dist.barrier()
+        dist.broadcast(half, 0)
+        dist.scatter(root, [half] * me.world if me.rank == 0 else None, 0)
+        backend_of()._end_coalescing().wait()
+        assert x.unique().tolist() == [total]
+        assert all(w.unique().tolist() == [total] for w in whole[:-1])
+        assert whole[-1][3:].unique().tolist() == [total]
+        scaled = total * me.world / 2
+        assert half.unique().tolist() == root.unique().tolist() == [scaled * me.world]
+    assert_in_step(me)
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed", "strided"])
+@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("world", [1, 3])
+def test_coalesced_calls_read_results_of_earlier_ones(pools, world, site, layout):
+    pools(world, site=site).run(dependent, layout)
+
+
+def blocked_stream(me: RankContext, layout: str) -> tuple[list[float], list[float], list[str]]:
+    """Part of the second call's input is filled late, on a stream that is blocked meanwhile.
+
+    The call's tensors must still be allocated when it runs.
+    """
+    both = filled(8, 1.0, layout)
+    seen = torch.empty(8 * me.world)
+    dist.all_reduce(
+        filled(8, 1.0, layout)
+    )  # pinned memory, for which CUDA may wait for all streams
+    dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), filled(8, 1.0, layout))
+    me.fake.cuda.drain_waits(False)
+    backend_of()._start_coalescing()
+    dist.all_reduce(both[:4])
+    me.fake.cuda.finish(me.site.stream)
+    me.fake.stall(me.site.stream)
+    me.site.fill_later(both[4:], 3.0)
+    dist.all_gather(list(seen.chunk(me.world)), both)
+    dist.all_reduce(both, dist._make_nccl_premul_sum(2.0))
+    work = backend_of()._end_coalescing()
+    time.sleep(0.05)  # time for work that is wrongly not ordered behind the blocked stream
+    assert not work.is_completed()
+    me.fake.resume()
+    me.fake.cuda.drain_waits(True)
+    work.wait()
+    assert_in_step(me)
+    violations = me.fake.cuda.violations()
+    return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
+
+
+@between_processes("the streams of all ranks are stalled")
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+@pytest.mark.parametrize("site", staged(*DEVICES))
+def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
+    for seen, both, violations in pools(2, site=site).run(blocked_stream, layout):
+        assert both == [8.0, 12.0]
+        assert seen == [2.0, 3.0] * 2
+        assert violations == []
+
+
+def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
+    """Rank 0's device fails in one CUDA call of the block, each time one call later."""
+    found = []
+    for calls in range(most):
+        x, y = ones(), ones()
+        backend_of()._start_coalescing()
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        dist.broadcast(y, 1)
+        if me.rank == 0:
+            me.fake.cuda.inject("fail", after=calls)
+        raised = caught(lambda: backend_of()._end_coalescing().wait())
+        me.fake.cuda.heal()
+        assert_in_step(me)
+        found.append((raised, x[0].item()))
+    return found
+
+
+def test_a_device_failure_at_any_time(pools, ranks_as):
+    """Early failures refuse the whole block, later ones only the second call. All ranks get the
+    reason, and stay in step."""
+    why = "" if ranks_as == THREADS else "rank 0 refused all_reduce: "
+    most = 20 if ranks_as == THREADS else 12  # threads use more events
+    first, second = pools(2, site="eager").run(device_fails, most)
+    failures = [(raised.text, value) for raised, value in second if raised.kind]
+    assert any(value == 2 for _, value in failures), "no failure hit the second call"
+    early = [value for of_rank in (first, second) for _, value in of_rank[:2]]
+    assert early == [1.0] * 4, "a call of a refused block ran"
+    assert all(f"{why}CUDA error: injected failure" in text for text, _ in failures)
+    assert all(raised.kind for raised, _ in first)
+
+
+def under_another_stream(me: RankContext) -> list[float]:
+    """The block ends on another current stream than the one on which its messages were issued."""
+    x, found = torch.zeros(4), []
+    for step in (1.0, 2.0, 3.0):
+        me.site.fill_later(x, step if me.rank == 0 else -1.0)  # filled late, on the first stream
+        backend_of()._start_coalescing()
+        if me.rank == 0:
+            dist.isend(x, 1)
+        else:
+            dist.irecv(x, 0)
+        with me.site.second_stream():
+            backend_of()._end_coalescing().wait()
+            me.fake.cuda.finish(me.site.stream)
+            found += x.tolist()
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("site", staged(*DEVICES))
+def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
+    assert pools(2, site=site).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
+
+
+# --- forked children ------------------------------------------------------------------------------
+
+
+def error_in_child(call: Callable[[], object]) -> str:
+    """The error text of a call in a forked child, "nothing" without error; a child that hangs makes
+    the job hang, which its time limit ends."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "a BaseException"
+        with contextlib.suppress(BaseException):
+            text = caught(call).text or "nothing"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as file:
+        return file.read()
+
+
+def in_children(me: RankContext) -> dict[str, str]:
+    peer, backend = 1 - me.rank, backend_of()
+
+    def whole(device: torch.device | None) -> None:
+        with dist._coalescing_manager(device=device):
+            dist.all_reduce(ones())
+            dist.all_reduce(ones())
+
+    batch = [dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, ones(), peer)]
+    texts = {
+        "start": error_in_child(backend._start_coalescing),
+        "the group's list": error_in_child(lambda: whole(CPU)),
+        "torch's list": error_in_child(lambda: whole(None)),
+        "messages": error_in_child(lambda: dist.batch_isend_irecv(batch)),
+    }
+    x = torch.full((4,), 1.0 + me.rank)
+    with dist._coalescing_manager(device=CPU):  # the block belongs to the parent, also in a child
+        dist.broadcast(x, 1)
+        texts["call"] = error_in_child(lambda: dist.broadcast(x, 0))
+        texts["message"] = error_in_child(lambda: dist.isend(x, peer))
+        texts["end"] = error_in_child(backend._end_coalescing)
+        assert (
+            error_in_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
+        )
+        dist.reduce(x, 0)
+    assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert_in_step(me)
+    return texts
+
+
+@between_processes("a rank that is a thread cannot be forked alone")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children(pools):
+    """Calls of forked children are refused at once and have no effect on the parent."""
+    for texts in pools(2).run(in_children, seconds=60):
+        for call, text in texts.items():
+            assert "this process was forked from the one that the group belongs to" in text, call

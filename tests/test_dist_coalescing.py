@@ -1,28 +1,27 @@
 """Coalesced calls act as one call: either all of them run, or none runs on any rank.
 
 A refused call raises only at the end of the block, and an exception of the block leaves nothing
-behind: afterwards all ranks have taken part in the same number of the group's calls.
+behind: afterwards all ranks have taken part in the same number of the group's calls. A block is
+one thread's, and does not affect calls of other threads.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+from collections.abc import Callable
 
 import programs
 import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
-from dist_pool import OURS, Caught, RankContext, caught, pools_of_a_module
+from dist_pool import OURS, Caught, RankContext, backend_of, caught
 from dist_ranks import staged
 from torch.distributed import ReduceOp
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as):
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -32,6 +31,7 @@ BAD = {
     "expanded": lambda: dist.all_gather([torch.zeros(1).expand(3), torch.zeros(3)], ones(3)),
     "tag": lambda: dist.isend(ones(), 1 - dist.get_rank(), tag=-1),
     "bit operation": lambda: dist.reduce(ones(), 0, dist.ReduceOp.BXOR),
+    "sparse": lambda: dist.group.WORLD.allreduce([torch.sparse_coo_tensor([[9]], [1.0], (9,))]),
     "splits": lambda: dist.all_to_all_single(ones(4), ones(4), [1, 2], [2, 2]),
 }
 
@@ -68,28 +68,6 @@ def test_a_refusal_raises_on_all_ranks_at_the_end(pools, bad, where, invalid_ran
         assert set(raised.kinds) & {"TypeError", "ValueError"}, raised
         if rank != invalid_rank:
             assert f"rank {invalid_rank} refused coalesced" in raised.text
-
-
-def fast_path(me: RankContext) -> list[Caught]:
-    """torch's own coalescing of all_reduce, which makes one call to the backend."""
-    raised = []
-    for bad in (torch.zeros(3, dtype=torch.uint16), torch.zeros(1).expand(3)):
-        x = ones()
-
-        def body(x: torch.Tensor = x, bad: torch.Tensor = bad) -> None:
-            with dist._coalescing_manager():
-                dist.all_reduce(x)
-                dist.all_reduce(bad if me.rank == 0 else ones(3))
-
-        raised.append(caught(body))
-        assert x.tolist() == ones().tolist()
-        assert_in_step(me)
-    return raised
-
-
-def test_a_refusal_in_calls_coalesced_by_torch(pools):
-    for raised in pools(2).run(fast_path):
-        assert all("rank 0 refused" in r.text for r in raised), raised
 
 
 def batch(me: RankContext) -> Caught:
@@ -184,10 +162,6 @@ def exceptions_before_any_call(me: RankContext) -> None:
     assert_in_step(me)
 
 
-def test_an_exception_before_any_call_affects_no_peer(pools):
-    pools(2).run(exceptions_before_any_call)
-
-
 class Unrelated(Exception):
     """An exception of a block that has nothing to do with its calls."""
 
@@ -268,5 +242,138 @@ def alike_ops(me: RankContext) -> None:
     assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
 
-def test_coalesced_calls_have_one_op(pools):
-    pools(2).run(alike_ops)
+# --- threads --------------------------------------------------------------------------------------
+
+
+def errors_in_thread(function: Callable[[], object]) -> list[BaseException]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def threads(me: RankContext) -> None:
+    backend = backend_of()
+    x, y = (torch.full((4,), float(me.rank)) for _ in range(2))
+
+    def another() -> None:
+        backend._start_coalescing()
+        dist.broadcast(y, 1)
+        backend._end_coalescing().wait()
+
+    backend._start_coalescing()
+    dist.broadcast(x, 1)
+    assert not errors_in_thread(another)
+    assert not errors_in_thread(lambda: assert_in_step(me))  # not coalesced in that thread
+    assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
+    backend._end_coalescing().wait()
+    assert x.tolist() == [1.0] * 4
+    assert_in_step(me)
+
+
+def threads_with_lists_of_torch(me: RankContext) -> None:
+    x, y, z = (torch.full((4,), float(me.rank)) for _ in range(3))
+
+    def another() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(y)
+            dist.all_reduce(ones(2))
+
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        assert not errors_in_thread(lambda: dist.all_reduce(z))  # not coalesced in that thread
+        assert not errors_in_thread(another)
+        assert (x[0].item(), y[0].item(), z[0].item()) == (me.rank, 1.0, 1.0)
+    assert x.tolist() == [1.0] * 4
+    assert_in_step(me)
+
+
+def unfinished_blocks(me: RankContext) -> None:
+    """Unfinished blocks of ended threads do not affect later threads with a reused thread id."""
+    unfinished = [dist._coalescing_manager() for _ in range(5)]
+    for manager in unfinished:
+        assert not errors_in_thread(manager.__enter__)
+        assert not errors_in_thread(lambda: assert_in_step(me))
+    assert_in_step(me)
+    del unfinished, manager
+    gc.collect()
+    backend = backend_of()
+    for _ in range(5):
+        assert not errors_in_thread(backend._start_coalescing)
+        assert not errors_in_thread(lambda: assert_in_step(me))
+    assert_in_step(me)
+
+
+JOBS = (exceptions_before_any_call, alike_ops, threads, threads_with_lists_of_torch)
+
+
+@pytest.mark.parametrize("job", [*JOBS, unfinished_blocks], ids=lambda job: job.__name__)
+def test_other_calls_and_other_threads_are_unaffected(pools, job):
+    pools(2).run(job)
+
+
+def out_of_order(me: RankContext) -> list[Caught]:
+    backend = backend_of()
+    raised = [caught(backend._end_coalescing)]
+    x = ones()
+    backend._start_coalescing()
+    dist.broadcast(x * 0 if me.rank == 0 else x, 0)
+    raised.append(caught(backend._start_coalescing))
+    assert_in_step(me)
+    return [*raised, caught(backend._end_coalescing)]
+
+
+def test_an_end_without_a_start_and_a_start_without_an_end(pools):
+    for no_start, no_end, still_none in pools(2).run(out_of_order):
+        assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
+        assert "this thread has not started to coalesce calls" in no_start.text
+        assert "this thread has already started to coalesce calls" in no_end.text
+
+
+def end_in_another_thread(
+    me: RankContext, device: torch.device | None, closes: bool
+) -> list[Caught]:
+    """A generator suspended in a block is finished by another thread than the one that began it."""
+    raised = []
+    for with_call in (False, True):
+        group = dist.new_group([0, 1])
+        x = ones()
+
+        def suspended(group=group, x=x, with_call=with_call):
+            with dist._coalescing_manager(group, device):
+                if with_call and device is None:
+                    dist.all_reduce(x, group=group)
+                elif with_call:
+                    dist.broadcast(x, 0, group)
+                yield
+
+        if me.rank == 0:
+            suspended_block = suspended()
+            next(suspended_block)
+            errors = errors_in_thread(
+                suspended_block.close if closes else lambda it=suspended_block: next(it, None)
+            )
+            assert closes == (not errors), errors
+            assert all("must end in the thread that began them" in str(e) for e in errors)
+        raised.append(caught(dist.all_reduce, x, group=group))
+        assert raised[-1].kinds or x.tolist() == (2 * ones()).tolist()
+        dist.destroy_process_group(group)
+    assert_in_step(me)
+    return raised
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
+def test_a_block_ended_by_another_thread_raises(pools, device, closes):
+    for empty, called in pools(2).run(end_in_another_thread, device, closes):
+        assert bool(empty.kinds) == (device is not None)
+        for raised in (empty, called) if device else (called,):
+            assert "CollectiveError" in raised.kinds, raised

@@ -1,13 +1,12 @@
 """Data-parallel training on top of the backend: DDP in its forms, Join, hooks, the ZeRO optimizer.
 
-Each job trains on the backend and, between processes, on gloo, and compares every parameter.
-Threads have the bits of processes. Of pycollect only the backend name is used.
+Each run trains on the backend and, between processes, on gloo, and compares every parameter.
+Of pycollect only the backend name is used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Pools, RankContext, pools_of_a_module
-from dist_ranks import PROCESSES, THREADS, slow_on_processes
+from dist_ranks import slow_on_processes
 from reference import assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,12 +26,6 @@ pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def pools(ranks_as: str) -> Iterator[Pools]:
     yield from pools_of_a_module(ranks_as=ranks_as, second_backend="gloo")
-
-
-@pytest.fixture(scope="module")
-def pools_of_both() -> Iterator[Pools]:
-    with contextlib.closing(Pools()) as pools:
-        yield pools
 
 
 class Net(nn.Module):
@@ -73,47 +66,15 @@ def state(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in model.parameters()]
 
 
-def train(me: RankContext, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
+def train(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     """Train with DDP; ranks start with different parameters, and DDP takes those of rank 0."""
-    model = DDP(net(me.rank), process_group=group, bucket_cap_mb=0.02, **options)
+    model = DDP(net(me.rank), process_group=group, bucket_cap_mb=0.02)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for n in range(STEPS):
         optimizer.zero_grad()
         step(model, me, n).backward()
         optimizer.step()
     return state(model)
-
-
-def compare(
-    me: RankContext,
-    run: Callable[[RankContext, dist.ProcessGroup], list[Tensor]],
-    **tolerance: float,
-) -> list[Tensor]:
-    """Compare the run on the backend with that on gloo, which only processes have, and the
-    parameters of all ranks; return the parameters."""
-    ours = run(me, dist.group.WORLD)
-    assert ours
-    if me.second_group is not None:
-        for mine, other in zip(ours, run(me, me.second_group), strict=True):
-            torch.testing.assert_close(mine, other, **tolerance)
-    everybody = [None] * me.world
-    dist.all_gather_object(
-        everybody, [t.double().sum().item() for t in ours], group=me.second_group
-    )
-    assert all(e == everybody[0] for e in everybody), everybody
-    return ours
-
-
-def ddp(me: RankContext) -> list[Tensor]:
-    return compare(me, train)
-
-
-def ddp_views(me: RankContext) -> list[Tensor]:
-    return compare(me, lambda me, group: train(me, group, gradient_as_bucket_view=True))
-
-
-def ddp_static_graph(me: RankContext) -> list[Tensor]:
-    return compare(me, lambda me, group: train(me, group, static_graph=True))
 
 
 def small() -> nn.Sequential:
@@ -172,26 +133,6 @@ def unused(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def find_unused(me: RankContext) -> list[Tensor]:
-    return compare(me, unused)
-
-
-def accumulated(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
-    model = DDP(net(0), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for n in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            step(model, me, 2 * n).backward()
-        step(model, me, 2 * n + 1).backward()
-        optimizer.step()
-    return state(model)
-
-
-def no_sync(me: RankContext) -> list[Tensor]:
-    return compare(me, accumulated)
-
-
 def uneven(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     """Rank r has r more batches; DDP and ZeRO shadow the remaining calls of their peers (Join)."""
     from torch.distributed.algorithms.join import Join
@@ -200,50 +141,27 @@ def uneven(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)), process_group=group)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, process_group=group, lr=0.1
+        model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01
     )
     with Join([model, optimizer]):
         for n in range(2 + me.rank):
             optimizer.zero_grad()
             step(model, me, n).backward()
             optimizer.step()
-    return state(model)
-
-
-def join(me: RankContext) -> list[Tensor]:
-    return compare(me, uneven)
-
-
-def zero(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = DDP(net(0), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01
-    )
-    for n in range(STEPS):
-        optimizer.zero_grad()
-        step(model, me, n).backward()
-        optimizer.step()
     optimizer.consolidate_state_dict(to=0)
-    if me.rank == 0:
-        assert optimizer.state_dict()["state"]
+    assert me.rank or optimizer.state_dict()["state"]
     return state(model)
 
 
-def zero_optimizer(me: RankContext) -> list[Tensor]:
-    return compare(me, zero, rtol=1e-3, atol=1e-4)
+def power_sgd(me: RankContext, group: dist.ProcessGroup, megabytes: float) -> list[Tensor]:
+    """PowerSGD: futures of collectives that start further collectives."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-
-def hooked(
-    me: RankContext,
-    group: dist.ProcessGroup,
-    hook: Callable[..., Any],
-    given: Any,
-    megabytes: float = 0.02,
-) -> list[Tensor]:
     model = DDP(net(0), process_group=group, bucket_cap_mb=megabytes)
-    model.register_comm_hook(given, hook)
+    given = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(given, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for n in range(STEPS):
         optimizer.zero_grad()
@@ -252,46 +170,7 @@ def hooked(
     return state(model)
 
 
-def simple_hooks(me: RankContext) -> list[Tensor]:
-    """DDP communication hooks: plain, fp16 and bf16 gradients."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
-
-    def bf16(state, bucket):
-        return hooks.bf16_compress_hook(state, bucket)  # under its own name DDP requires NCCL
-
-    roughly = {"rtol": 1e-1, "atol": 1e-2}
-    found = compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
-    for hook in (hooks.fp16_compress_hook, bf16):
-        found += compare(me, lambda me, group, hook=hook: hooked(me, group, hook, group), **roughly)
-    return found
-
-
-def power_sgd_hook(me: RankContext) -> list[Tensor]:
-    """PowerSGD: futures of collectives that start further collectives. One bucket: with several,
-    gloo runs those in an order that differs between ranks."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    def run(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
-        given = powerSGD_hook.PowerSGDState(
-            group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-        )
-        return hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=25)
-
-    return compare(me, run, rtol=1e-2, atol=1e-2)
-
-
-def power_sgd_hook_of_buckets(me: RankContext) -> list[Tensor]:
-    """The same with many buckets: each one's collectives follow the one that starts them."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    group = dist.group.WORLD
-    given = powerSGD_hook.PowerSGDState(
-        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    return alike(me, hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=0.01))
-
-
-def zero_overlapped(me: RankContext) -> list[Tensor]:
+def zero_overlapped(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     """ZeRO whose steps are callbacks of the buckets' futures, and broadcast parameters."""
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -307,74 +186,40 @@ def zero_overlapped(me: RankContext) -> list[Tensor]:
             optimizer.zero_grad()
             step(model, me, n).backward()
             optimizer.step()
-        found += alike(me, [p.detach() for p in model.parameters()])
+        found += state(model)
     return found
 
 
-def alike(me: RankContext, tensors: list[Tensor]) -> list[Tensor]:
-    """Assert that all ranks have the same bits."""
-    for tensor in tensors:
+# What is trained, and how close to gloo's its parameters are; None: gloo runs the collectives that
+# callbacks start in an order that differs between ranks.
+RUNS: dict[str, tuple[Callable[..., list[Tensor]], dict[str, float] | None]] = {
+    "ddp": (train, {}),
+    "unused parameters": (unused, {}),
+    "ZeRO and Join": (uneven, {"rtol": 1e-3, "atol": 1e-4}),
+    "ZeRO, overlapped": (zero_overlapped, None),
+    "PowerSGD": (functools.partial(power_sgd, megabytes=25), {"rtol": 1e-2, "atol": 1e-2}),
+    "PowerSGD of many buckets": (functools.partial(power_sgd, megabytes=0.01), None),
+}
+
+
+def trained(me: RankContext, name: str) -> list[Tensor]:
+    """Train on the backend, and on gloo if the ranks have it; all ranks have the same bits."""
+    run, roughly = RUNS[name]
+    ours = run(me, dist.group.WORLD)
+    if me.second_group is not None and roughly is not None:
+        for mine, other in zip(ours, run(me, me.second_group), strict=True):
+            torch.testing.assert_close(mine, other, **roughly)
+    for tensor in ours:
         of_all = [torch.empty_like(tensor) for _ in range(me.world)]
         dist.all_gather(of_all, tensor)
         assert_same(of_all, [tensor] * me.world, "bits")
-    return tensors
+    return ours
 
 
-def syncs_buffers(me: RankContext) -> None:
-    """DDP broadcasts rank 0's buffers before a forward."""
-    model = DDP(net(me.rank))
-    for n in range(2):
-        step(model, me, n)
-    model.eval()
-    mean = model.module.norm.running_mean
-    model.train()
-    step(model, me, 3)
-    everybody = [torch.zeros_like(mean) for _ in range(me.world)]
-    dist.all_gather(everybody, model.module.norm.running_var.clone(), group=me.second_group)
-    assert all(torch.isfinite(t).all() for t in everybody)
+@pytest.mark.parametrize("name", RUNS)
+def test_training(pools, name):
+    assert all(pools(3).run(trained, name, seconds=40))
 
 
-def monitored(me: RankContext) -> list[Tensor]:
-    """DDP with the checks of TORCH_DISTRIBUTED_DEBUG=INFO."""
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
-    return compare(me, train)
-
-
-def averaged(me: RankContext) -> None:
-    """PeriodicModelAverager: parameters are averaged every other step."""
-    from torch.distributed.algorithms.model_averaging import averagers
-
-    model = net(me.rank)
-    averager = averagers.PeriodicModelAverager(period=2, process_group=dist.group.WORLD)
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # parameters without one are skipped
-        averager.average_parameters(model.parameters())
-    wanted = [
-        torch.stack(ps).mean(0)
-        for ps in zip(*(net(r).parameters() for r in range(me.world)), strict=True)
-    ]
-    for mine, other in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-COMPARED = (ddp, ddp_views, ddp_static_graph, find_unused, no_sync, join, zero_optimizer)
-COMPARED += (power_sgd_hook, power_sgd_hook_of_buckets, zero_overlapped, monitored, simple_hooks)
-JOBS = (*COMPARED, as_one_process, syncs_buffers, averaged)
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_training(pools, job):
-    pools(3).run(job, seconds=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", COMPARED, ids=lambda job: job.__name__)
-def test_threads_train_with_the_bits_of_processes(pools_of_both, job):
-    torch.set_num_threads(1)  # as in the processes
-    threads, processes = (
-        pools_of_both(3, ranks_as=kind).run(job, seconds=40) for kind in (THREADS, PROCESSES)
-    )
-    for ours, wanted in zip(threads, processes, strict=True):
-        assert ours
-        assert_same(ours, wanted, "bits")
+def test_forms_of_ddp_train_as_one_process(pools):
+    pools(3).run(as_one_process, seconds=40)

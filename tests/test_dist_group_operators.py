@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Pools, RankContext, caught
 from dist_ranks import between_processes
-from reference import assert_same, randoms
+from reference import assert_same, randoms, short
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -18,16 +17,6 @@ pytestmark = pytest.mark.skipif(not OURS, reason="the operators call groups of p
 WORLD = 3
 OPS = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 BITS = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
-
-
-@pytest.fixture
-def pool(pools: Pools) -> Any:
-    return pools(WORLD)
 
 
 def operators() -> tuple[Any, str]:
@@ -57,11 +46,6 @@ def reductions(me: RankContext, dtype: torch.dtype) -> None:
         assert_same([got, ops.group_reduce_scatter(x, op, group)], [wanted] * 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_reductions(pool: Any, dtype: torch.dtype) -> None:
-    pool.run(reductions, dtype)
-
-
 def moves(me: RankContext, dtype: torch.dtype) -> None:
     ops, group = operators()
     for shape in ((7,), (4, 5), (0, 3)):
@@ -87,24 +71,6 @@ def moves(me: RankContext, dtype: torch.dtype) -> None:
     got = torch.empty_like(wanted)
     ops.group_all_to_all_(got, x, group, sent, sent)
     assert_same([got, ops.group_all_to_all(x, group, sent, sent)], [wanted] * 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e8m0fnu])
-def test_moves(pool: Any, dtype: torch.dtype) -> None:
-    pool.run(moves, dtype)
-
-
-def subgroup(me: RankContext) -> None:
-    group = dist.new_group([0, 2], backend="pycollect")
-    if me.rank != 1:
-        x = torch.tensor([1.0 + me.rank])
-        torch.ops.pycollect.group_all_reduce_(x, "sum", group.group_name)
-        assert x.item() == 4
-    dist.destroy_process_group(group)
-
-
-def test_subgroups(pool: Any) -> None:
-    pool.run(subgroup)
 
 
 def gradients(me: RankContext) -> None:
@@ -141,10 +107,6 @@ def gradients(me: RankContext) -> None:
         ops.group_all_reduce_(x, "sum", group)
 
 
-def test_gradients(pool: Any) -> None:
-    pool.run(gradients)
-
-
 def gradients_of_uneven_shares(me: RankContext) -> None:
     """Even chunks of inputs that differ in length: ranks name only what they receive."""
     ops, group = operators()
@@ -157,20 +119,12 @@ def gradients_of_uneven_shares(me: RankContext) -> None:
     assert x.grad[:, 1].tolist() == wanted.tolist()
 
 
-def test_gradients_of_uneven_shares(pool: Any) -> None:
-    pool.run(gradients_of_uneven_shares)
-
-
 def forward_mode(me: RankContext) -> None:
     ops, group = operators()
     with forward_ad.dual_level():
         x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
         with pytest.raises(ValueError, match="tangent"):
             ops.group_all_reduce(x, "sum", group)
-
-
-def test_forward_mode_is_refused(pool: Any) -> None:
-    pool.run(forward_mode)
 
 
 def unused(me: RankContext) -> None:
@@ -185,11 +139,6 @@ def unused(me: RankContext) -> None:
     x = torch.ones(3)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_same([compiled(x)], [step(x)])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_graphs_keep_calls_whose_result_is_unused(pool: Any) -> None:
-    pool.run(unused)
 
 
 def compiled(me: RankContext) -> None:
@@ -220,11 +169,6 @@ def compiled(me: RankContext) -> None:
     assert_same([leaf.grad], [wanted])
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_compiled(pool: Any) -> None:
-    pool.run(compiled)
-
-
 def checked(me: RankContext) -> None:
     """Schemas and fakes: without data, results have the shapes of those with data."""
     ops, group = operators()
@@ -238,10 +182,6 @@ def checked(me: RankContext) -> None:
         (ops.group_reduce_scatter_, (part, x, "sum", group)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_checked(pool: Any) -> None:
-    pool.run(checked)
 
 
 def errors(me: RankContext) -> list[Caught]:
@@ -260,8 +200,8 @@ def errors(me: RankContext) -> list[Caught]:
     return found
 
 
-def test_errors_are_those_of_torch_distributed(pool: Any) -> None:
-    for found in pool.run(errors):
+def test_errors_are_those_of_torch_distributed(pools: Pools) -> None:
+    for found in pools(WORLD).run(errors):
         assert all(one.kind == "ValueError" for one in found), found
         assert all(words in found[1].text for words in ("max", "sum"))
 
@@ -278,10 +218,6 @@ def own_errors(me: RankContext) -> None:
     dist.barrier()
 
 
-def test_arguments_of_the_operators(pool: Any) -> None:
-    pool.run(own_errors)
-
-
 def over_gloo(me: RankContext) -> None:
     other = dist.new_group(backend="gloo")
     with pytest.raises(ValueError, match="backend gloo"):
@@ -290,6 +226,18 @@ def over_gloo(me: RankContext) -> None:
     dist.destroy_process_group(other)
 
 
-@between_processes
-def test_groups_of_other_backends_are_refused(pool: Any) -> None:
-    pool.run(over_gloo)
+JOBS: list[Any] = [
+    *((reductions, dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64)),
+    *((moves, dtype) for dtype in (torch.float32, torch.float16, torch.float8_e8m0fnu)),
+    *((job,) for job in (gradients, gradients_of_uneven_shares, forward_mode, own_errors)),
+    *((job,) for job in (unused, compiled, checked)),
+    pytest.param((over_gloo,), marks=between_processes("gloo is for processes")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "job", JOBS, ids=lambda job: "-".join([job[0].__name__, *map(short, job[1:])])
+)
+def test_operators(pools: Pools, job: tuple[Any, ...]) -> None:
+    pools(WORLD).run(*job)

@@ -6,22 +6,15 @@ next one without a wait in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import OURS, RankContext
 from dist_ranks import slow_on_processes
 from torch import Tensor
 
 SHAPE = (30, 30)
 pytestmark = pytest.mark.skipif(not OURS, reason="runs two collectives of a group at once")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def strided(x: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
 from dist_ranks import between_processes
 from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
@@ -22,11 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric memory")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -232,22 +227,9 @@ def test_buckets_of_ddp(pools):
         assert all(shared), shared
 
 
-def allocate_too_much(me: RankContext) -> str:
-    try:
-        x = by_empty(2**50, torch.uint8)
-    except (RuntimeError, ValueError, MemoryError) as error:
-        return str(error)
-    return f"got {x.shape}"
-
-
-@IN_SHARED_MEMORY
-def test_too_large_allocations_raise(pools):
-    for message in pools(2).run(allocate_too_much):
-        assert str(2**50) in message, message
-
-
 def memory_of_groups(me: RankContext) -> list[list[int]]:
-    """Bytes of shared memory of a group that is new, has made small calls, and a large one."""
+    """Bytes of shared memory of a group that is new, has made small calls, and a large one; and of
+    another after a broadcast, in which only the root has staging buffers."""
     found = []
     for _ in range(2):
         before = shared_bytes()
@@ -271,24 +253,11 @@ def memory_of_groups(me: RankContext) -> list[list[int]]:
         dist.barrier()
         sizes.append(shared_bytes() - before)
         dist.barrier()
-        found.append(sizes)
+        before = shared_bytes()
+        dist.broadcast(torch.ones(MIB), 0, group=dist.new_group())
+        dist.barrier()
+        found.append([*sizes, shared_bytes() - before])
     return found
-
-
-def broadcast_in_a_new_group(me: RankContext) -> int:
-    before = shared_bytes()
-    group = dist.new_group()
-    dist.broadcast(torch.ones(MIB), 0, group=group)
-    dist.barrier()
-    return shared_bytes() - before
-
-
-@between_processes("threads share their memory anyway")
-def test_ranks_that_stage_nothing_commit_nothing(ranks_as):
-    """In a broadcast only the root has staging buffers, 1 MiB (on several hosts 32 MiB)."""
-    with fresh(4, ranks_as=ranks_as) as pool:
-        for size in pool.run(broadcast_in_a_new_group):
-            assert size < (1.5 if ranks_as == "processes" else 20) * MIB, size
 
 
 def shared_bytes() -> int:
@@ -309,10 +278,11 @@ def target(link: Path) -> str:
 def test_memory_is_committed_when_it_is_used(world, ranks_as):
     with fresh(world, ranks_as=ranks_as) as pool:
         for sizes in pool.run(memory_of_groups, seconds=60):
-            for new, small, large in sizes:
+            for new, small, large, broadcast in sizes:
                 assert new < MIB / 4, sizes
                 assert small <= MIB, sizes
                 assert large > 2 * small, sizes
+                assert broadcast < (1.5 if ranks_as == "processes" else 20) * MIB, sizes
 
 
 def invalid_arguments(me: RankContext) -> list[Caught]:
@@ -324,16 +294,19 @@ def invalid_arguments(me: RankContext) -> list[Caught]:
         *devices,
         caught(pc.symmetric_empty, -1),
         caught(lambda: pc.symmetric_empty(3, group=gloo)),
+        caught(by_empty, 2**50, torch.uint8),
     ]
 
 
 @IN_SHARED_MEMORY
 def test_invalid_arguments_raise(pools):
-    for on_gpu, on_meta, negative, foreign in pools(2).run(invalid_arguments):
+    for on_gpu, on_meta, negative, foreign, too_much in pools(2).run(invalid_arguments):
         assert "device is 'cuda:0'; symmetric memory is host memory" in on_gpu.text
         assert "device is 'meta'; symmetric memory is host memory" in on_meta.text
         assert "no dimension may be negative" in negative.text
         assert "make the group with 'pycollect'" in foreign.text
+        assert too_much.kind in ("RuntimeError", "ValueError", "MemoryError"), too_much
+        assert str(2**50) in too_much.text
         assert {e.kind for e in (on_gpu, on_meta, negative, foreign)} == {"ValueError"}
 
 

@@ -1,45 +1,57 @@
 """send, recv, isend and irecv: messages match by peer and tag, and progress independently.
 
+A rank may send to itself, except by torch's blocking calls.
+
 No message waits for an unrelated one, of any size: a collective, a message with another tag, or a
-message in the other direction.
+message in the other direction. Messages that do not fit their receive raise, and write nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
-from reference import DTYPES, MOVED, assert_same, bits, randoms
+from dist_jobs import JobPool
+from dist_pool import BACKEND, OURS, Caught, RankContext, Spec, caught, check_side_by_side
+from dist_ranks import staged
+from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
 
 COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # elements: eager, one buffer, several buffers
 MIB_64 = 64 * 2**20 // 4
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
+MANY = 3000  # messages
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
-    return torch.arange(count, dtype=torch.float32) + 1000 * rank + 17 * tag
+    return torch.arange(count, dtype=torch.float32) % 1009 + 2000 * rank + 17 * tag
+
+
+def peers_of(me: RankContext) -> list[int]:
+    return [r for r in range(me.world) if OURS or r != me.rank]
+
+
+def start_receive(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
+    if source is None:  # torch's blocking recv would raise if the message is the rank's own
+        return dist.group.WORLD.recv_anysource([y], tag)
+    return dist.irecv(y, source, tag=tag)
 
 
 def ring(me: RankContext) -> None:
-    """Send every size around a ring; even ranks send first."""
+    """Send every size around a ring; even ranks send first. Once a small send has returned, its
+    tensor may be overwritten, although nobody receives yet."""
     to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     for count in COUNTS:
-        x, y = of(me.rank, count), torch.full((count,), -1.0)
-        if me.rank % 2 == 0:
+        x, y, is_small = of(me.rank, count), torch.full((count,), -1.0), count < 2000
+        if is_small or me.rank % 2 == 0:
             dist.send(x, to)
-            assert dist.recv(y, source) == source
-        else:
-            assert dist.recv(y, source) == source
+            x.fill_(-9)
+        if is_small:
+            dist.barrier()
+        assert dist.recv(y, source) == source
+        if not is_small and me.rank % 2 == 1:
             dist.send(x, to)
         assert_same([y], [of(source, count)], count)
 
@@ -57,79 +69,54 @@ def both_ways(me: RankContext) -> None:
 
 def all_pairs(me: RankContext) -> None:
     """All pairs of ranks exchange three messages on each of two tags, ordered within each tag."""
-    others = [r for r in range(me.world) if r != me.rank]
     sends, receives = [], []
-    for other in others:
+    for other in peers_of(me):
         for tag in (3, 1):
             for n in range(3):
-                sends.append(dist.isend(of(me.rank, 40_000 * n + 5, tag), other, tag=tag))
-    for other in reversed(others):
+                sends.append(dist.isend(of(me.rank, 200_000 * n + 5, tag), other, tag=tag))
+    for other in reversed(peers_of(me)):
         for tag in (1, 3):
             for n in range(3):
-                out = torch.zeros(40_000 * n + 5)
+                out = torch.zeros(200_000 * n + 5)
                 work = dist.irecv(out, other, tag=tag)
-                receives.append((work, out, of(other, 40_000 * n + 5, tag)))
-    for work, out, wanted in receives:
+                receives.append((work, out, of(other, 200_000 * n + 5, tag)))
+    for work, out, wanted in reversed(receives):
         work.wait()
         assert_same([out], [wanted])
-    for work in sends:
+    for work in reversed(sends):
         work.wait()
-
-
-def tags_out_of_order(me: RankContext) -> None:
-    """Receive tags in reverse order of sending; small messages, and larger than any queue."""
-    for count in (3, 400_000):
-        if me.rank == 0:
-            sends = [dist.isend(of(0, count, tag), 1, tag=tag) for tag in range(6)]
-            for work in sends:
-                work.wait()
-        else:
-            for tag in reversed(range(6)):
-                out = torch.zeros(count)
-                dist.recv(out, 0, tag=tag)
-                assert_same([out], [of(0, count, tag)], f"tag {tag}")
 
 
 def from_any_source(me: RankContext) -> None:
-    for count in (5, 300_001):
+    """Of peers and of the rank itself, beside a receive that was posted long before, and whose
+    message came before the others."""
+    last = me.world - 1
+    for count in (50, 300_001):
+        sends = [dist.isend(of(last, 5), 0, tag=9)] if me.rank == last else []
+        sends += [dist.isend(of(me.rank, count), 0, tag=count) for _ in range(10)]
         if me.rank == 0:
-            seen = set()
-            for _ in range(1, me.world):
-                out = torch.zeros(count)
-                source = dist.recv(out, None, tag=count)
-                assert_same([out], [of(source, count)])
-                seen.add(source)
-            assert seen == set(range(1, me.world))
-        else:
-            dist.send(of(me.rank, count), 0, tag=count)
-
-
-def any_source_asynchronously(me: RankContext) -> None:
-    if me.rank == 0:
-        out = torch.zeros(9)
-        work = dist.group.WORLD.recv_anysource([out], 5)
-        work.wait()
-        assert work._source_rank() == me.world - 1
-        assert_same([out], [of(me.world - 1, 9)])
-    elif me.rank == me.world - 1:
-        dist.send(of(me.rank, 9), 0, tag=5)
+            work, sources = dist.irecv(special := torch.zeros(5), last, tag=9), []
+            for _ in range(10 * me.world):
+                (received := start_receive(x := torch.zeros(count), None, count)).wait()
+                sources.append(received._source_rank())
+                assert_same([x], [of(sources[-1], count)])
+            assert sorted(sources) == sorted(10 * [*range(me.world)])
+            work.wait()
+            assert_same([special], [of(last, 5)])
+        for send in sends:
+            send.wait()
 
 
 def batch(me: RankContext) -> None:
-    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-    for count in (4, 200_000):
-        out = [torch.zeros(count), torch.zeros(count)]
-        ops = [
-            dist.P2POp(dist.irecv, out[0], source),
-            dist.P2POp(dist.isend, of(me.rank, count), to),
-        ]
-        ops += [dist.P2POp(dist.isend, of(me.rank, count, 1), source)]
-        ops += [dist.P2POp(dist.irecv, out[1], to)]
-        if me.world == 2:  # between two ranks, messages match by their order in each direction
-            ops = [ops[0], ops[1], ops[3], ops[2]]
-        for work in dist.batch_isend_irecv(ops):
+    for count, peers in itertools.product((4, 200_000), [peers_of(me), *[[me.rank]] * OURS]):
+        outs = {peer: torch.zeros(count) for peer in peers}
+        ops = [dist.P2POp(dist.isend, of(me.rank, count, peer), peer) for peer in peers]
+        ops += [dist.P2POp(dist.irecv, y, peer) for peer, y in outs.items()]
+        for work in dist.batch_isend_irecv(ops[::-1] if me.rank % 2 else ops):
             work.wait()
-        assert_same(out, [of(source, count), of(to, count, 1)])
+        for peer, y in outs.items():
+            assert_same([y], [of(peer, count, me.rank)], (count, peer))
+    dist.barrier()  # runs at once, because the batch has ended its coalescing
 
 
 def dtypes(me: RankContext) -> None:
@@ -192,16 +179,34 @@ def collectives_past_messages(me: RankContext) -> None:
 
 
 def polled(me: RankContext) -> None:
-    """is_completed() becomes true without any call of wait()."""
-    out = torch.zeros(300_000)
-    if me.rank > 1:
-        return
-    works = [dist.isend(of(me.rank, 300_000), 1 - me.rank), dist.irecv(out, 1 - me.rank)]
+    """Messages complete without any call of wait(): is_completed() becomes true, and futures do."""
+    count, outs, works = 300_000, {peer: torch.zeros(300_000) for peer in peers_of(me)}, []
+    for peer, out in outs.items():
+        works += [dist.isend(of(me.rank, count), peer), dist.irecv(out, peer)]
     limit = time.monotonic() + 10
     while not all(work.is_completed() for work in works):
         assert time.monotonic() < limit, [work.is_completed() for work in works]
         time.sleep(0.001)
-    assert_same([out], [of(1 - me.rank, 300_000)])
+    for peer, out in outs.items():
+        assert_same([out], [of(peer, count)])
+        received, sent = dist.irecv(out, peer), dist.isend(of(me.rank, count, 1), peer)
+        assert_same(received.get_future().wait(), [of(peer, count, 1)])
+        sent.get_future().wait()
+
+
+def to_itself(me: RankContext) -> None:
+    """Send or receive first, strided at either end, from the rank or any source."""
+    for count, (out, into), sends, source in itertools.product(
+        COUNTS, [(1, 1), (2, 1), (1, 3)], [True, False], [me.rank, None]
+    ):
+        x = of(me.rank, out * count)[::out]
+        y = torch.full((into * count,), -1.0)[::into]
+        works = [dist.isend(x, me.rank)] if sends else [start_receive(y, source)]
+        works += [start_receive(y, source)] if sends else [dist.isend(x, me.rank)]
+        for work in works:
+            work.wait()
+        assert works[sends]._source_rank() == me.rank
+        assert_same([y], [x], (count, out, into, sends, source))
 
 
 def in_a_subgroup(me: RankContext) -> None:
@@ -220,34 +225,148 @@ def in_a_subgroup(me: RankContext) -> None:
     dist.destroy_process_group(group)
 
 
-def overwritten(me: RankContext) -> None:
-    """Once a send has returned, its tensor may be overwritten, although nobody receives yet."""
-    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-    for count in (1, 1000):
-        x, y = of(me.rank, count), torch.full((count,), -1.0)
-        dist.send(x, to)
-        x.fill_(-9)
-        dist.barrier()
-        dist.recv(y, source)
-        assert_same([y], [of(source, count)], count)
+def message_flood(me: RankContext) -> None:
+    """Send far more messages than any queue holds before the first receive; no Work is kept."""
+    if me.rank == 0:
+        for n in range(MANY):
+            dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
+    elif me.rank == 1:
+        me.be_late(0.2)
+        for tag in range(7):
+            for n in range(tag, MANY, 7):
+                x = torch.zeros(n % 300)
+                dist.recv(x, 0, tag=tag)
+                assert x.eq(n).all(), n
+    dist.barrier()
 
 
-JOBS = (overwritten, ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
-JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
+ALSO_ALONE = (all_pairs, batch, polled, to_itself)
+JOBS = (ring, from_any_source, dtypes, in_a_subgroup)
+JOBS += (messages_past_collectives, collectives_past_messages)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",
+    **dict.fromkeys((ring, message_flood), "sends when the other rank receives"),
     polled: "makes no progress unless a thread waits",
+    **dict.fromkeys((to_itself, from_any_source), "does not connect a rank to itself"),
+}
+IN_WORLDS = [(1, job) for job in ALSO_ALONE]
+IN_WORLDS += [(world, job) for world in (2, 4) for job in (*ALSO_ALONE, *JOBS)]
+
+
+@pytest.mark.parametrize(("world", "job"), IN_WORLDS)
+def test_messages(pools, world, job):
+    if not OURS and (world == 1 or job in GLOO_LACKS):
+        pytest.skip(f"{BACKEND} {GLOO_LACKS.get(job, GLOO_LACKS[to_itself])}")
+    pools(world).run(job, seconds=40)
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} takes no device tensors")
+@pytest.mark.parametrize("job", ALSO_ALONE, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("site", staged("late", "eager"))
+def test_messages_of_devices(pools, site, job):
+    pools(2, site=site).run(job, seconds=60)
+
+
+@pytest.mark.parametrize("job", [both_ways, message_flood], ids=lambda job: job.__name__)
+def test_messages_between_two_ranks(pools, job):
+    if not OURS and job in GLOO_LACKS:
+        pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
+    pools(2).run(job)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def mismatched(me: RankContext, sent: Tensor, out: Tensor, to_itself: bool) -> list[Caught]:
+    """A message of rank 0 to rank 1, or of each rank to itself; the next one arrives."""
+    to, source = (me.rank, me.rank) if to_itself else (1, 0)
+    before, good = out.clone(), torch.zeros(4)
+
+    def exchange(x: Tensor, y: Tensor) -> list[Caught]:
+        works = [dist.isend(x, to, tag=7)] if me.rank == source else []
+        works += [dist.irecv(y, source, tag=7)] if me.rank == to else []
+        return [caught(work.wait) for work in works]
+
+    errors = exchange(sent, out)
+    assert torch.equal(out, before)
+    dist.all_reduce(torch.ones(3))
+    assert not any(error.kind for error in exchange(torch.arange(4.0), good))
+    assert good.tolist() == [0, 1, 2, 3] or me.rank != to
+    return errors
+
+
+MISMATCHES = {
+    "smaller": (torch.ones(8), torch.zeros(7)),
+    "much smaller": (torch.ones(400_000), torch.zeros(3)),
+    "dtype": (torch.ones(8), torch.zeros(8, dtype=torch.int32)),
+    "moved dtype": (torch.ones(8, dtype=torch.uint16), torch.zeros(8, dtype=torch.bfloat16)),
+    "moved dtypes": (
+        torch.ones(600_000, dtype=torch.float8_e8m0fnu),
+        torch.zeros(600_000, dtype=torch.float8_e4m3fnuz),
+    ),
+    "empty": (torch.ones(8), torch.zeros(0)),
+    "larger": (torch.ones(8), torch.zeros(9)),
+    "from empty": (torch.ones(0), torch.zeros(3)),
 }
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("world", [2, 4])
-def test_messages(pools, world, job):
-    if not OURS and job in GLOO_LACKS:
-        pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
-    pools(world).run(job)
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} breaks the connection, or ignores the dtypes")
+@pytest.mark.parametrize("to_itself", [False, True])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_mismatched_messages_raise(pools, kind, to_itself):
+    sent, out = MISMATCHES[kind]
+    found = pools(2).run(mismatched, sent, out, to_itself)
+    (sender, *_), (*_, receiver) = found[0], found[0 if to_itself else 1]
+    assert receiver.kind == "ValueError", receiver
+    assert "rank 0 " in receiver.text, receiver
+    large = sent.numel() > 1000
+    assert sender.kind == "ValueError" or (not sender.kind and not large), sender
+    words = map(short, (sent.dtype, out.dtype)) if "dtype" in kind else map(in_bytes, (sent, out))
+    assert all(word in receiver.text for word in words), receiver
 
 
-@pytest.mark.parametrize("job", [both_ways, tags_out_of_order], ids=lambda job: job.__name__)
-def test_messages_between_two_ranks(pools, job):
-    pools(2).run(job)
+def in_bytes(x: Tensor) -> str:
+    return f"{x.numel() * x.element_size()} bytes"
+
+
+def wrong_peers(me: RankContext) -> list[Caught]:
+    return [
+        caught(dist.send, torch.ones(2), me.world),
+        caught(dist.recv, torch.ones(2), me.world),
+        caught(dist.send, torch.ones(2), me.rank),
+        caught(dist.recv, torch.zeros(1).expand(3), (me.rank + 1) % me.world),
+        caught(dist.recv, torch.ones(2), (me.rank + 1) % me.world, tag=-1),
+        caught(dist.isend, torch.ones(2), me.rank, tag=-1),
+        caught(dist.irecv, torch.zeros(1).expand(3), me.rank),
+    ]
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} accepts some of them")
+def test_invalid_messages_raise(pools):
+    for errors in pools(2).run(wrong_peers):
+        assert all("ValueError" in e.kinds for e in errors), errors
+
+
+def unmatched(me: RankContext, how: str) -> Caught:
+    if me.rank != 0:
+        time.sleep(1.5)  # so that the timeout of rank 0 expires first
+        return caught(dist.barrier)
+    if how == "irecv":
+        return caught(dist.irecv(torch.zeros(3), 0).wait)
+    if how == "irecv from any source":
+        return caught(start_receive(torch.zeros(3), None).wait)
+    return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} {GLOO_LACKS[to_itself]}")
+def test_unmatched_messages_to_itself_time_out():
+    def check(key: tuple[str, int], pool: JobPool) -> None:
+        absent = 1 if key == ("irecv from any source", 2) else 0
+        for error in pool.results():
+            assert error.kind == "Timeout", error
+            assert f"rank {absent} did not arrive" in error.text
+
+    hows = ("irecv", "irecv from any source", "isend")
+    check_side_by_side(
+        (((h, w), Spec(w, timeout=1.0), unmatched, (h,)) for h in hows for w in (1, 2)), check
+    )

@@ -7,13 +7,13 @@ has ended, on whichever thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import OURS, RankContext
 from freed_memory import changes_of_freed_memory
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -22,11 +22,6 @@ SECONDS = 0.3  # how late a rank is
 # Between hosts, the group has another group move its data, whose operations are none of the user's.
 BACKENDS = ("pycollect:", "gloo:", "nccl:")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -53,7 +48,7 @@ def messages() -> None:
     dist.send(x(5), 1) if me == 0 else dist.recv(x(5))
 
 
-# What rank 0 sees, and rank 1 if it differs; gloo has no events of coalesced calls and barriers.
+# What rank 0 sees, or rank 1 of what it receives.
 EVENTS: dict[str, tuple[Callable[[], Any], list[tuple[str, list[list[int]]]]]] = {
     "all_reduce": (lambda: dist.all_reduce(x()), [("all_reduce", [[2, 3]])]),
     "reduce": (lambda: dist.reduce(x(), 0), [("reduce", [[2, 3]])]),
@@ -78,12 +73,14 @@ EVENTS: dict[str, tuple[Callable[[], Any], list[tuple[str, list[list[int]]]]]] =
         lambda: dist.all_reduce(x(), async_op=True).wait(),
         [("all_reduce", [[2, 3]])],
     ),
+    "sends": (messages, [("send", [[4]]), ("send", [[5]])]),
+    "receives": (messages, [("recv", [[4]]), ("recvAnySource", [[5]])]),
 }
 
 
-def events_of(run: Callable[[], Any], of_rank_0: bool = True) -> list[Any]:
+def events_of(run: Callable[[], Any], is_profiled: bool) -> list[Any]:
     """The events of a rank: ranks as threads have one profiler of the process."""
-    if not of_rank_0:
+    if not is_profiled:
         run()
         return []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
@@ -92,7 +89,7 @@ def events_of(run: Callable[[], Any], of_rank_0: bool = True) -> list[Any]:
 
 
 def profiled(me: RankContext, name: str) -> list[tuple[str, list, bool]]:
-    events = events_of(EVENTS[name][0], me.rank == 0)
+    events = events_of(EVENTS[name][0], me.rank == (name == "receives"))
     dist.barrier()
     return [(e.name, [s for s in e.input_shapes if s], e.is_async) for e in events]
 
@@ -100,24 +97,8 @@ def profiled(me: RankContext, name: str) -> list[tuple[str, list, bool]]:
 @pytest.mark.skipif(not OURS, reason="the names of single operations are ours")
 @pytest.mark.parametrize("name", EVENTS)
 def test_events_have_torchs_form(pools, name):
-    found = pools(WORLD).run(profiled, name)[0]
+    found = pools(WORLD).run(profiled, name)[name == "receives"]
     assert found == [(f"pycollect:{event}", shapes, True) for event, shapes in EVENTS[name][1]]
-
-
-def messages_of(me: RankContext) -> list[tuple[str, list, bool]]:
-    found = []
-    for profiled in range(me.world):
-        events = events_of(messages, me.rank == profiled)
-        dist.barrier()
-        found += [(e.name, e.input_shapes, e.is_async) for e in events]
-    return found
-
-
-def test_messages(pools):
-    sender, receiver = pools(WORLD).run(messages_of)
-    assert sender == [(f"{BACKEND}:send", [[4]], True), (f"{BACKEND}:send", [[5]], True)]
-    assert receiver[0] == (f"{BACKEND}:recv", [[4]], True)
-    assert receiver[1] == (f"{BACKEND}:recvAnySource", [[5]], True)
 
 
 def warm_up(me: RankContext) -> None:

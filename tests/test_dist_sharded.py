@@ -6,23 +6,18 @@ Results are compared with gloo or with a single process; of pycollect only the b
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import BACKEND, OLD_TORCH, OURS, RankContext
 from dist_ranks import slow_on_processes
 from torch import Tensor, nn
 
 STEPS = 3
 WORLD = 3
 pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -115,32 +110,6 @@ def fsdp2(me: RankContext) -> None:
     torch.testing.assert_close(train(half, me), losses, rtol=0.1, atol=0.1)
 
 
-def fsdp2_checkpointed(me: RankContext) -> None:
-    """The backward pass computes the activations again, which gathers the parameters again."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.utils.checkpoint import checkpoint
-
-    model, wanted = fully_shard(net()), net()
-    (sum(loss_of(wanted, rank, 0) for rank in range(me.world)) / me.world).backward()
-    x, y = batch(me.rank, 0)
-    out = checkpoint(lambda x: model(nn.functional.dropout(x, 0.0)), x, use_reentrant=False)
-    nn.functional.mse_loss(out, y).backward()
-    close([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in wanted.parameters()])
-
-
-def hsdp(me: RankContext) -> None:
-    """HSDP: sharded within pairs and replicated across them, with subgroups of both kinds."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    losses, parameters = train_alone(me)
-    model = net()
-    fully_shard(model, mesh=mesh)
-    close(train(model, me), losses)
-    close([p.full_tensor().detach() for p in model.parameters()], parameters)
-
-
 def even_net() -> nn.Sequential:
     """A network whose layers can be divided between two ranks."""
     torch.manual_seed(0)
@@ -179,6 +148,7 @@ def dtensor(me: RankContext) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (me.world,))
+    assert dist.get_backend(mesh.get_group()) == BACKEND
     whole = torch.arange(35.0).view(7, 5)
     for first in (Shard(0), Shard(1), Replicate()):
         for second in (Shard(0), Shard(1), Replicate()):
@@ -193,40 +163,6 @@ def dtensor(me: RankContext) -> None:
     same = [torch.zeros(8, 9) for _ in range(me.world)]
     dist.all_gather(same, product.full_tensor())
     assert all(torch.equal(s, same[0]) for s in same)
-
-
-def tensor_parallel(me: RankContext) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import parallel as tp
-
-    mesh = init_device_mesh("cpu", (me.world,))
-    x = batch(0, 0)[0]
-    model, wanted = net(), net()
-    plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
-    tp.parallelize_module(model[:3], mesh, plan)
-    close([model(x)], [wanted(x)])
-
-
-def divided_classes(me: RankContext) -> None:
-    """The loss of logits of which each rank has those of some classes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor import parallel as tp
-
-    torch.manual_seed(0)
-    x, target, classifier = torch.randn(6, 10), torch.arange(6), nn.Linear(10, 4 * me.world)
-    loss = nn.functional.cross_entropy(classifier(x), target)
-    wanted = [loss.detach(), *torch.autograd.grad(loss, list(classifier.parameters()))]
-    colwise = tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    model = tp.parallelize_module(classifier, init_device_mesh("cpu", (me.world,)), colwise)
-    for _ in range(STEPS):
-        model.zero_grad()
-        with tp.loss_parallel():
-            dist.barrier()
-            loss = nn.functional.cross_entropy(model(x), target)
-            loss.backward()
-        grads = [p.grad.full_tensor() for p in model.parameters()]
-        close([loss.full_tensor().detach(), *grads], wanted)
 
 
 def functional(me: RankContext) -> None:
@@ -367,8 +303,7 @@ def checkpoint_in_background(me: RankContext) -> None:
 
 
 JOBS: tuple[Callable[[RankContext], None], ...]
-JOBS = (fsdp1, fsdp2, fsdp2_checkpointed, dtensor, tensor_parallel, divided_classes, functional)
-JOBS += (pipeline, checkpoint)
+JOBS = (fsdp1, fsdp2, dtensor, functional, pipeline, checkpoint)
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="FSDP2 of this torch mixes dtypes")
@@ -389,17 +324,5 @@ def test_checkpoint_in_background(pools):
     pools(WORLD).run(checkpoint_in_background, seconds=60)
 
 
-@pytest.mark.parametrize("job", [hsdp, sharded_in_two_dimensions], ids=lambda job: job.__name__)
-def test_sharded_in_two_dimensions(pools, job):
-    pools(4).run(job, seconds=60)
-
-
-def test_backend_of_the_mesh(pools):
-    pools(WORLD).run(backend_of_a_mesh)
-
-
-def backend_of_a_mesh(me: RankContext) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (me.world,))
-    assert dist.get_backend(mesh.get_group()) == BACKEND
+def test_sharded_in_two_dimensions(pools):
+    pools(4).run(sharded_in_two_dimensions, seconds=60)

@@ -1,16 +1,18 @@
 """all_reduce of sparse tensors: exact in rank order, whatever the numbers of entries of the ranks.
 
-Also DDP with sparse gradients. The errors are in test_dist_sparse_errors.py.
+Also DDP with sparse gradients. Errors are those of all ranks, and nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_in_step import assert_in_step
+from dist_pool import OURS, Caught, RankContext, caught, fresh
 from dist_ranks import between_processes, quick_on_hosts
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
 from torch import Tensor, nn
@@ -23,11 +25,6 @@ pytestmark = [
     quick_on_hosts,
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def sparse(
@@ -55,6 +52,10 @@ CASES: dict[str, Callable[[int, torch.dtype], Tensor]] = {
     "no sparse dimension": lambda r, t: sparse(r, (5,), 0, 2 - r, t),
     "no entries": lambda r, t: sparse(r, (8,), 1, 0, t),
     "a dimension of size 0": lambda r, t: sparse(r, (0, 3), 1, 0, t),
+    # A rank without an entry adds nothing, not +0.0.
+    "zeros of rank 1": lambda r, t: torch.sparse_coo_tensor(
+        [[2] * (r == 1)], torch.tensor([-0.0] * (r == 1)).to(t), (4,)
+    ),
     "one entry for all": lambda r, t: sparse(r, (1, 70_000), 1, 1, t),
     "values that are not contiguous": lambda r, t: torch.sparse_coo_tensor(
         torch.arange(6).view(1, 6).flip(1), randoms(1, (4, 6), t, seed=r)[0].t(), (6, 4)
@@ -132,32 +133,6 @@ def test_float8_must_be_coalesced(pools, dtype):
         assert "coalesce" in refused.text
 
 
-def as_torch(me: RankContext, dtype: torch.dtype) -> None:
-    """Without narrow floats, the bits of torch's additions of coalesced tensors, one by one."""
-    parts = [sparse(r, (40, 3), 1, 30 + r, dtype).coalesce() for r in range(me.world)]
-    wanted = parts[0]
-    for part in parts[1:]:
-        wanted = (wanted + part).coalesce()
-    check(reduce(parts[me.rank]), (wanted.indices(), wanted.values()), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=short)
-def test_sums_are_those_of_torch(pools, dtype):
-    pools(WORLD).run(as_torch, dtype)
-
-
-def signs_of_zero(me: RankContext) -> list[float]:
-    """Only rank 1 has an entry, -0.0; a rank without one adds nothing, not +0.0."""
-    t = torch.sparse_coo_tensor([[2]] if me.rank == 1 else [[]], [-0.0] * (me.rank == 1), (4,))
-    dist.all_reduce(t)
-    return t.values().tolist()
-
-
-def test_a_missing_entry_adds_nothing(pools):
-    for values in pools(WORLD).run(signs_of_zero):
-        assert [str(v) for v in values] == ["-0.0"]
-
-
 def large(me: RankContext) -> None:
     """Many pieces through the staging buffers."""
     inputs = [sparse(r, (3000, 400), 1, 400 + 300 * r, torch.float32) for r in range(me.world)]
@@ -220,13 +195,6 @@ def in_order(me: RankContext) -> None:
     check(t, total([first] * me.world), "twice")
 
 
-def listed(me: RankContext) -> None:
-    tensors = [of(me.rank, 1), of(me.rank, 2)]
-    dist.all_reduce_coalesced(tensors)
-    for seed, t in enumerate(tensors, 1):
-        check(t, total(everybody(me, seed)), seed)
-
-
 def with_dense(me: RankContext) -> None:
     """Values are read before a dense tensor of the same call, with their memory, is written."""
     values = torch.full((2,), float(me.rank + 1))
@@ -266,7 +234,7 @@ def one_rank(me: RankContext) -> None:
     check(t, total([of(me.rank)]), "alone")
 
 
-WAYS = (asynchronous, in_a_block, listed, with_dense, parameter, old_values, one_rank, in_order)
+WAYS = (asynchronous, in_a_block, with_dense, parameter, old_values, one_rank, in_order)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -319,17 +287,95 @@ def test_ddp_with_sparse_gradients(pools):
         assert_same(other, first, "ranks have different bits")
 
 
-def with_gloo(me: RankContext) -> None:
-    """Two ranks: every order of two terms has the same bits, so gloo's gradients are ours."""
-    found = []
-    for group in (dist.group.WORLD, me.second_group):
-        model = DDP(Words(), process_group=group)
-        found.append(gradients(model, words(me.rank)))
-    assert_same(*([g.to_dense() for g in gradients] for gradients in found))
-    assert torch.equal(found[0][0].indices(), found[1][0].indices())
+# --- errors ---------------------------------------------------------------------------------------
 
 
-@between_processes("gloo is for processes")
-def test_ddp_has_the_gradients_of_gloo(ranks_as):
-    for pools in pools_of_a_module(ranks_as=ranks_as, second_backend="gloo"):
-        pools(2).run(with_gloo)
+def plain(**options: bool) -> Tensor:
+    return torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (12,), **options)
+
+
+UNLIKE: dict[str, tuple[Callable[[], None], str]] = {
+    "a dense tensor": (lambda: dist.all_reduce(torch.ones(12)), "in sparse tensors"),
+    "dense counts": (lambda: dist.all_reduce(torch.ones(1, dtype=torch.int64)), "sparse"),
+    "counts of an all_gather": (
+        lambda: dist.all_gather_into_tensor(torch.zeros(WORLD).long(), torch.zeros(1).long()),
+        "all_gather",
+    ),
+    "another size": (
+        lambda: dist.all_reduce(torch.sparse_coo_tensor([[1]], [1.0], (13,))),
+        "of 13 float32",
+    ),
+    "another shape": (
+        lambda: dist.all_reduce(torch.sparse_coo_tensor([[1], [1]], [1.0], (3, 4))),
+        "shapes",
+    ),
+    "other sparse dimensions": (
+        lambda: dist.all_reduce(torch.sparse_coo_tensor([[0]], torch.ones(1, 12), (1, 12))),
+        "shapes",
+    ),
+    "another dtype": (lambda: dist.all_reduce(plain().double()), "of 12 float64"),
+    "another op": (lambda: dist.all_reduce(plain(), dist.ReduceOp.AVG), "op avg"),
+    "a refused op": (lambda: dist.all_reduce(plain(), dist.ReduceOp.MAX), "sum and avg"),
+    "a factor": (
+        lambda: dist.all_reduce(plain(), dist._make_nccl_premul_sum(2.0)),
+        "PREMUL_SUM",
+    ),
+    "another number": (lambda: dist.all_reduce_coalesced([plain(), plain()]), "2 tensors"),
+    "an index out of range": (
+        lambda: dist.all_reduce(torch.sparse_coo_tensor([[12]], [1.0], (12,))),
+        "the index 12",
+    ),
+    "a negative index": (lambda: dist.all_reduce(bad(-1)), "the index -1"),
+    "false order": (
+        lambda: dist.all_reduce(
+            torch.sparse_coo_tensor([[3, 1]], [1.0, 2.0], (12,), is_coalesced=True)
+        ),
+        "not sorted",
+    ),
+    "the same twice": (lambda: dist.all_reduce_coalesced([plain()] * 2), "twice"),
+    "another call": (lambda: dist.barrier(), "barrier"),
+}
+
+
+def bad(index: int) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[index]]), [1.0], (12,), check_invariants=False)
+
+
+def disagree(me: RankContext, odd: int, name: str) -> Caught:
+    mine = plain()
+    error = caught(UNLIKE[name][0]) if me.rank == odd else caught(dist.all_reduce, mine)
+    assert not mine.is_coalesced()
+    assert mine._values().tolist() == [1, 2]
+    assert_in_step(me)
+    dist.all_reduce(mine)
+    assert mine.values().tolist() == [me.world, 2 * me.world]
+    return error
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_differ_raise_on_all_ranks(pools, name, odd):
+    for rank, error in enumerate(pools(WORLD).run(disagree, odd, name)):
+        assert "ValueError" in error.kinds, (rank, error)
+        assert UNLIKE[name][1] in error.text, (rank, error)
+
+
+def with_an_absent_rank(me: RankContext, dies: bool) -> Caught | None:
+    """The peers wait for the numbers of entries, which is not the call that the error names."""
+    dist.all_reduce(plain())
+    if me.rank != 1:
+        return caught(dist.all_reduce, plain())
+    return os._exit(0) if dies else None  # absent until the pool is closed
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@between_processes("a rank that is a thread cannot die alone")
+def test_an_absent_rank_is_an_error(ranks_as, dies):
+    with fresh(WORLD, ranks_as=ranks_as, timeout=0.5) as pool:
+        pool.begin(with_an_absent_rank, dies)
+        outcomes = pool.collect_outcomes()
+    for rank in (0, 2):
+        error = outcomes[rank].value
+        assert error.kind in ("Timeout", "PeerLost"), error
+        assert "all_reduce #" in error.text
+        assert "rank 1" in error.text

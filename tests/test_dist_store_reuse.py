@@ -96,23 +96,6 @@ def test_groups_of_different_sizes_on_one_store(pools):
     pools(3).run(groups_of_different_sizes)
 
 
-def subgroups(me: RankContext) -> None:
-    """Subgroups of changing size on one store, as under torchrun, whose store outlives groups."""
-    store = dist.FileStore(f"{me.folder}/agent", me.world)
-    for ranks in ([0, 1], [0, 1, 2], [1, 2]):
-        dist.init_process_group("pycollect", store=store, rank=me.rank, world_size=me.world)
-        group = dist.new_group(ranks)
-        if me.rank in ranks:
-            x = torch.ones(10)
-            dist.all_reduce(x, group=group)
-            assert x.eq(len(ranks)).all()
-        dist.destroy_process_group()
-
-
-def test_a_subgroup_whose_size_changes_with_the_next_initialization(pools):
-    pools(3).run(subgroups)
-
-
 def one_after_the_other(me: RankContext) -> None:
     """Make and shut down 30 groups on one store, without synchronisation in between."""
     import pycollect

@@ -10,7 +10,7 @@ import datetime
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +21,16 @@ from dist_pool import (
     OLD_TORCH,
     OURS,
     Caught,
-    Pools,
     RankContext,
     backend_of,
     caught,
     fresh,
-    pools_of_a_module,
 )
 from dist_ranks import between_processes
 from reference import assert_same
 from torch import Tensor
 
 SIZES = (1, 5_000, 400_000)
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def of(rank: int, count: int = 5) -> Tensor:
@@ -62,16 +55,6 @@ def waited(me: RankContext) -> None:
         assert work.wait(datetime.timedelta(seconds=1)) is True  # a second wait returns at once
         assert_same([x], [summed(me.world, count)])
         assert_same(work.result(), [summed(me.world, count)])
-
-
-def completes_unwaited(me: RankContext) -> None:
-    """Works complete without wait(): polling is_completed() is enough."""
-    works = [(x := of(me.rank, n), dist.all_reduce(x, async_op=True)) for n in SIZES]
-    limit = time.monotonic() + 10
-    while not all(work.is_completed() for _, work in works):
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    assert_same([x for x, _ in works], [summed(me.world, n) for n in SIZES])
 
 
 def completes_without_the_caller(me: RankContext) -> None:
@@ -147,31 +130,12 @@ def in_order(me: RankContext) -> None:
         torch.testing.assert_close(x, wanted[me.rank])
 
 
-def mixed_order(me: RankContext) -> None:
-    """A synchronous call runs after earlier asynchronous ones; some ranks are late."""
-    for n in range(10):
-        if me.rank == n % me.world:
-            me.be_late(0.01)
-        x = torch.full((1000,), float(me.rank))
-        work = dist.broadcast(x, 0, async_op=True)
-        dist.all_reduce(x)
-        assert x.eq(0).all()
-        work.wait()
-
-
-def many(me: RankContext) -> None:
-    tensors = [torch.full((17,), float(n)) for n in range(500)]
-    works = [dist.all_reduce(t, async_op=True) for t in tensors]
-    for work in works[::-1]:
-        work.wait()
-    assert [t[0].item() for t in tensors] == [n * me.world for n in range(500)]
-
-
 def value(number: int, count: int = 5) -> Tensor:
     return torch.full((count,), float(number))
 
 
 HOW_CALLBACKS_CALL = ("now", "later", "waits", "waits for the future", "nested")
+HOW_CALLBACKS_CALL += ("coalesced",)
 
 
 def calls_of_callbacks(me: RankContext) -> None:
@@ -203,6 +167,11 @@ def calls_of_callbacks(me: RankContext) -> None:
 def called(me: RankContext, number: int, how: str) -> tuple[Tensor, Any]:
     """Start an all_reduce of a number, which is 1000 times as much on the next rank."""
     x = value(number * 1000**me.rank)
+    if how == "coalesced":
+        with dist._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(value(9))
+            dist.all_reduce(x)
+        return x, manager
     return x, dist.all_reduce(x, async_op=how != "now")
 
 
@@ -216,28 +185,6 @@ def call(me: RankContext, number: int, how: str, results: list[tuple[Tensor, int
         work.get_future().wait()
     elif how == "nested":
         work.get_future().then(lambda f: call(me, number + 1, "now", results))
-
-
-def coalesced_calls_of_callbacks(me: RankContext) -> None:
-    for n in range(20):
-        xs = [value(k) for k in range(3)]
-        works = []
-
-        def call(f, xs=xs, works=works) -> None:
-            with dist._coalescing_manager(async_ops=True) as manager:
-                for x in xs:
-                    dist.all_reduce(x)
-            works.append(manager)
-
-        y = value(n)
-        future = dist.all_reduce(y, async_op=True).get_future().then(call)
-        if (n + me.rank) % 2:
-            me.be_late(0.001)
-        z = value(9)
-        dist.all_reduce(z)
-        future.wait()
-        works[0].wait()
-        assert_same([y, z, *xs], [me.world * value(k) for k in (n, 9, 0, 1, 2)])
 
 
 def callback_waits_for_a_later_call(me: RankContext) -> None:
@@ -326,44 +273,6 @@ def threads(me: RankContext) -> None:
         dist.destroy_process_group(group)
 
 
-def threads_of_one_group(me: RankContext) -> None:
-    """One thread calls, others wait and poll: a Work can be used in any thread."""
-    works = [dist.all_reduce(of(me.rank, 20_000), async_op=True) for _ in range(40)]
-    failed: list[object] = []
-
-    def wait(some: list[dist.Work]) -> None:
-        try:
-            for work in some:
-                work.is_completed()
-                work.wait()
-        except BaseException as error:
-            failed.append(error)
-
-    in_threads([lambda k=k: wait(works[k::3]) for k in range(3)])
-    assert not failed, failed
-
-
-def messages_and_collectives(me: RankContext) -> None:
-    """send and recv in one thread, and collectives of the same group in another."""
-    other = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-
-    def talk() -> None:
-        for n in range(30):
-            out = torch.zeros(3000)
-            work = dist.isend(of(me.rank, 3000), other[0], tag=n)
-            dist.recv(out, other[1], tag=n)
-            work.wait()
-            assert_same([out], [of(other[1], 3000)])
-
-    def reduce() -> None:
-        for _ in range(30):
-            x = of(me.rank, 5000)
-            dist.all_reduce(x)
-            assert_same([x], [summed(me.world, 5000)])
-
-    in_threads([talk, reduce])
-
-
 def in_threads(bodies: list[Callable[[], None]]) -> None:
     errors: list[BaseException] = []
 
@@ -382,40 +291,26 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-JOBS = (waited, completes_unwaited, completes_without_the_caller, futures, kept_alive, sequence)
-JOBS += (in_order, mixed_order, many, cycle, threads, threads_of_one_group)
-JOBS += (messages_and_collectives, calls_of_callbacks, coalesced_calls_of_callbacks)
+JOBS = (waited, completes_without_the_caller, futures, kept_alive, sequence, in_order, cycle)
+JOBS += (threads, calls_of_callbacks)
 JOBS += (callback_waits_for_a_later_call, callbacks_of_two_groups)
 GLOO_LACKS = {
     sequence: "counts otherwise",
     in_order: "runs two collectives of a group at once",
     calls_of_callbacks: "lets calls of callbacks change places",
-    coalesced_calls_of_callbacks: "lets calls of callbacks change places",
-    mixed_order: "runs two collectives of a group at once",
 }
 TURNS = between_processes("while a rank sleeps, no other has its turn")
 MARKS = {completes_without_the_caller: TURNS, callback_waits_for_a_later_call: TURNS}
 
 
-def in_worlds(worlds: tuple[int, ...], *jobs: Callable[[RankContext], None]) -> list[Any]:
-    """pytest parameters (world, job)."""
-    marks = {(w, job): [MARKS[job]] for w in worlds for job in jobs if job in MARKS and w > 1}
-    return [
-        pytest.param(w, job, marks=marks.get((w, job), []), id=f"{w}-{job.__name__}")
-        for w in worlds
-        for job in jobs
-    ]
+IN_WORLDS = [pytest.param(3, job, marks=MARKS.get(job, [])) for job in JOBS]
+IN_WORLDS += [(world, job) for world in (1, 8) for job in (waited, futures, threads)]
 
 
-@pytest.mark.parametrize(("world", "job"), in_worlds((3,), *JOBS))
+@pytest.mark.parametrize(("world", "job"), IN_WORLDS)
 def test_work(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
-    pools(world).run(job)
-
-
-@pytest.mark.parametrize(("world", "job"), in_worlds((1, 8), waited, futures, many, threads))
-def test_one_and_eight_ranks(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
