@@ -106,8 +106,7 @@ def without_waiting_threads(me: RankContext) -> list[int]:
 
 
 JOBS = (ends_in_different_memory, futures, without_waiting_threads)
-JOBS_OF_HOSTS = (on_host.all_pairs, on_host.from_any_source, on_host.batch)
-JOBS_OF_HOSTS += (on_host.tags_out_of_order, on_host.collectives_past_messages)
+JOBS_OF_HOSTS = (*on_host.ALSO_ALONE, on_host.from_any_source, on_host.collectives_past_messages)
 
 
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from dist_jobs import JobPool
 from dist_pool import BACKEND, OURS, Caught, RankContext, Spec, caught, check_side_by_side
-from dist_ranks import staged
 from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
 
@@ -258,13 +257,6 @@ def test_messages(pools, world, job):
     if not OURS and (world == 1 or job in GLOO_LACKS):
         pytest.skip(f"{BACKEND} {GLOO_LACKS.get(job, GLOO_LACKS[to_itself])}")
     pools(world).run(job, seconds=40)
-
-
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} takes no device tensors")
-@pytest.mark.parametrize("job", ALSO_ALONE, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("site", staged("late", "eager"))
-def test_messages_of_devices(pools, site, job):
-    pools(2, site=site).run(job, seconds=60)
 
 
 @pytest.mark.parametrize("job", [both_ways, message_flood], ids=lambda job: job.__name__)
