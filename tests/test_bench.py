@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -243,7 +244,19 @@ def test_wrong_numbers_are_counted_and_fail_the_run(name, tmp_path, capfd, monke
     set_wrong(monkeypatch, tmp_path)
     status = run(command)
     assert status not in (0, MISSED)
-    assert says in f"{capfd.readouterr().out}{status}"
+    output, errors = capfd.readouterr()
+    assert says in f"{output}{status}", output + errors
+
+
+def test_the_last_result_is_read_although_another_rank_has_ended():
+    pool = WorkerPool.__new__(WorkerPool)
+    (ended, its_end), (answers, sender) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    pool._ranks = [ended, answers]
+    its_end.close()
+    sender.send("result")
+    assert pool.result() == "result"
+    with pytest.raises(RuntimeError, match="a rank ended without an answer"):
+        pool.result()
 
 
 # What fails, the run, its exit status, and words of a line about what was measured nevertheless.

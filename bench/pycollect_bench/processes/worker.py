@@ -42,6 +42,7 @@ def _work(job: PoolJob, rank: int, parent: Connection[Any, Any]) -> None:
         result = run_case(case, ranks, (*job.ours, *job.peers), job.effort, number)
         if rank == 0:
             parent.send(result)
+    dist.barrier()  # a rank that ends before rank 0 has sent its result counts as failed
     dist.destroy_process_group()
 
 

@@ -168,10 +168,11 @@ class WorkerPool:
                 try:
                     answer = rank.recv()
                 except (EOFError, ConnectionResetError):
-                    raise RuntimeError("a rank ended without an answer") from None
+                    continue  # it may have ended after rank 0 has sent the last result
                 if isinstance(answer, Failure):
                     raise RuntimeError(answer.text)
                 return answer
+            raise RuntimeError("a rank ended without an answer")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
