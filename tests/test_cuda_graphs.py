@@ -70,6 +70,20 @@ def test_replays_read_current_values(placement, collective, algorithm, count):
             assert_same([r.cpu() for r in results], expected(collective, values), why)
 
 
+def test_coalesced_lists_in_a_graph():
+    shapes = [(20, 1, 3, 3), (20,), (801, 128), (), (0, 3), (10,)]
+    lists = [[torch.zeros(s, device="cuda:0") for s in shapes] for _ in range(4)]
+    graph, _ = capture(lambda: pc.all_reduce_coalesced(lists, "avg"))
+    for seed in range(3):
+        columns = [randoms(4, s, torch.float32, seed=seed + i) for i, s in enumerate(shapes)]
+        for mine, values in zip(lists, zip(*columns, strict=True), strict=True):
+            write(mine, values)
+        graph.replay()
+        for i, column in enumerate(columns):
+            wanted = [left_fold(column, "avg")] * 4
+            assert_same([mine[i].cpu() for mine in lists], wanted, f"tensor {i}", "avg")
+
+
 def test_a_call_can_be_captured_without_an_earlier_run():
     for algorithm in (None, *pc.algorithms()):
         tensors = empties(7, 12_345)  # no other test here uses this world size
