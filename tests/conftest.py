@@ -21,7 +21,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import dist_ranks
+import sites
 import torch
 
 from pycollect._thread_count import new_threads_restored, set_thread_count
@@ -71,7 +71,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)
-    config.pluginmanager.register(dist_ranks)
+    config.pluginmanager.register(sites)
     if config.option.markexpr == QUICK:  # deselected below instead, where slow tests are counted
         config.option.markexpr = ""
         config.stash[LEFT_OUT] = 0, 0
@@ -177,15 +177,6 @@ def own_torch_state() -> Iterator[None]:
         yield
     torch.random.set_rng_state(generator)
     set_thread_count(count)
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Any]:
-    """The pools of a module's ranks, by world size: the same jobs run on threads, on processes and
-    on several hosts. A module whose pools all have other options has a fixture of its own."""
-    from dist_pool import pools_of_a_module
-
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, OLD_TORCH, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
-from dist_sites import is_real
 from dist_threads import ThreadPool
+from sites import is_real
 
 GPU_SECONDS = 180.0  # limit on a GPU, where the first job creates a CUDA context in each process
 _DUMP_SECONDS = 0.5  # time for the stacks of a hung rank to arrive in its log file
@@ -143,6 +143,20 @@ class Pools:
             self.made[key] = pool_of(key)
         return self.made[key]
 
+    @property
+    def ranks_as(self) -> str:
+        """What the ranks are: a kind of sites.py."""
+        return self._always["ranks_as"]  # type: ignore[no-any-return]
+
+    def fresh(self, world: int, **spec: Any) -> Any:
+        """A pool of this kind used by one test, for jobs that break the pool."""
+        return fresh(world, **(self._always | spec))
+
+    def check_sites(self) -> None:
+        """Assert that no emulated device was used in a wrong way."""
+        for spec, pool in self.made.items():
+            assert not pool.usable or pool.run(_violations) == [[]] * spec.world
+
     def close(self) -> None:
         for pool in self.made.values():
             pool.close()
@@ -168,25 +182,6 @@ def caught(call: Callable[..., Any], *args: Any, **options: Any) -> Caught:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return Caught(kinds, str(error), time.monotonic())
     return Caught((), "", time.monotonic())
-
-
-def pools_of_a_module(**always: Any) -> Iterator[Pools]:
-    """Body of a fixture that yields Pools; `always` holds options common to all specs."""
-    with contextlib.closing(Pools(**always)) as pools:
-        yield pools
-
-
-def pools_of_sites() -> Iterator[Pools]:
-    """Body of a fixture that yields Pools and asserts at the end that no site saw a violation."""
-    yield from pools_of_ranks("processes")
-
-
-def pools_of_ranks(ranks_as: str) -> Iterator[Pools]:
-    """Like `pools_of_sites`, for both kinds of ranks."""
-    for pools in pools_of_a_module(ranks_as=ranks_as):
-        yield pools
-        for spec, pool in pools.made.items():
-            assert not pool.usable or pool.run(_violations) == [[]] * spec.world
 
 
 def _violations(me: RankContext) -> list[str]:

@@ -11,13 +11,11 @@ import time
 import traceback
 from typing import Any
 
-import dist_sites
+import devices
 import torch
 import torch.distributed as dist
-from dist_ranks import HOSTS, PLACEMENTS
+from sites import BACKEND, HOSTS, ON_HOSTS, OURS  # noqa: F401
 
-BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # "gloo" checks the harness
-OURS = BACKEND == "pycollect"
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # lacks some features
 
 
@@ -31,14 +29,14 @@ class Spec:
     environ: tuple[tuple[str, str], ...] = ()
     second_backend: str | None = None  # of a second group of the same ranks, for comparison
     group: bool = True  # False: the job creates the default group itself
-    site: str = ""  # site of the tensors (dist_sites.py); "" is host memory
-    ranks_as: str = "processes"  # or "threads", or "hosts": processes placed by PLACEMENTS
+    site: str = ""  # site of the tensors (sites.py); "" is host memory
+    ranks_as: str = "processes"  # or "threads", or "hosts": processes placed by ON_HOSTS
     placement: str = ""  # a letter per rank: ranks with equal letters are on one host; "": all are
 
     @property
     def host_of(self) -> str:
         """The placement; empty if all ranks are on this host."""
-        return self.placement or (PLACEMENTS[self.world] if self.ranks_as == HOSTS else "")
+        return self.placement or (ON_HOSTS[self.world] if self.ranks_as == HOSTS else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class RankContext:
     spec: Spec
     folder: str  # the pool's folder, shared by all ranks
     second_group: Any = None  # the group of Spec.second_backend
-    site: Any = dist_sites.HOST
+    site: Any = devices.HOST
 
     @property
     def world(self) -> int:
@@ -62,7 +60,7 @@ class RankContext:
 
     def start(self, name: str, site: Any = None, **options: Any) -> Any:
         """Initialise the default group on a new site, and return the site."""
-        site = site or dist_sites.of(self.spec.site)
+        site = site or devices.of(self.spec.site)
         self.init(name, pg_options=site.options, **options)
         return site
 
@@ -135,5 +133,5 @@ def begin(me: RankContext) -> RankContext:
         import pycollect
 
         pycollect.log.configure()  # again: the import ran before the environment was set
-    me = dataclasses.replace(me, site=dist_sites.of(me.spec.site))
+    me = dataclasses.replace(me, site=devices.of(me.spec.site))
     return me.with_groups() if me.spec.group else me

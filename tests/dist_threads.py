@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, Outcome, RankContext, Spec
-from dist_thread_sites import of_ranks
+from thread_devices import of_ranks
 
 
 class ThreadPool(JobPool):

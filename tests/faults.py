@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import LARGE
 from dist_pool import Caught, Outcome, RankContext, backend_of, caught
 from dist_rank import Spec
-from dist_ranks import THREADS
-from dist_sites import LARGE, is_real
+from sites import THREADS, is_real
 from torch import Tensor
 
 WORLD = 3

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import cpu_by_default
 from dist_pool import OURS, RankContext
-from dist_sites import cpu_by_default
 from emulated_gpus import Gpus
 from matrix import (
     INSIDE,

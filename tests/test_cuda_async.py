@@ -10,8 +10,8 @@ import gc
 
 import pytest
 import torch
-from device_placements import PLACEMENTS
 from reference import COLLECTIVES, IN_PLACE, assert_same, expected, randoms
+from sites import PLACEMENTS
 
 import pycollect as pc
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_placements import GPU, MARKS, STANDS_IN, several_gpus
 from reference import assert_same, expected, place, randoms
+from sites import GPU, ON_GPU, STANDS_IN, several_gpus
 
 import pycollect as pc
 
-pytestmark = MARKS
+pytestmark = ON_GPU
 
 # One row, fewer rows than ranks, uneven chunks, and more than any staging buffer holds.
 SHAPES = [(1, 3), (3, 5), (1001, 7), (70_001, 3)] + [(9_000_001, 2)] * (not STANDS_IN)

@@ -21,17 +21,15 @@ from dist_pool import (
     caught,
     check_side_by_side,
     fresh,
-    pools_of_sites,
 )
-from dist_ranks import IN_PLACE, between_processes
 from faults import FAULTY_RANK, NOTICE_SECONDS
+from sites import IN_PLACE, THREADS, not_on
 from test_cuda_dist_p2p import LARGE, values
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    between_processes(IN_PLACE),
+    not_on(THREADS, IN_PLACE),
 ]
-pools = pytest.fixture(pools_of_sites, scope="module")
 SMALL = 1000  # elements of a message of which a sender keeps no buffer between the ranks
 
 
@@ -109,8 +107,8 @@ def sender_fails(me: RankContext) -> tuple[Caught, bool]:
 
 
 @pytest.mark.parametrize(("job", "faulty_rank"), [(receiver_fails, 1), (sender_fails, 0)])
-def test_a_device_failure_of_one_end_affects_no_peer(job, faulty_rank, ranks_as):
-    with fresh(2, site="late", ranks_as=ranks_as) as pool:
+def test_a_device_failure_of_one_end_affects_no_peer(job, faulty_rank, pools):
+    with pools.fresh(2, site="late") as pool:
         errors, right = zip(*pool.run(job), strict=True)
         assert "injected failure" in errors[faulty_rank].text
         assert not errors[1 - faulty_rank].kind, errors
@@ -153,7 +151,7 @@ CALLS = range(8)
 MIN_CALLS = {0: 1 + 1 + 1 + 2, 1: 1 + 1 + 1 + 1}
 
 
-def test_every_failing_cuda_call(ranks_as):
+def test_every_failing_cuda_call(pools):
     """The end with the failing device raises; the other end gets its data, or an error in time."""
 
     def check(key: tuple[int, int], pool: JobPool) -> None:
@@ -166,7 +164,7 @@ def test_every_failing_cuda_call(ranks_as):
         assert after >= MIN_CALLS[end] or errors[end].kind, "nothing failed"
 
     # Some jobs wait for the timeout, which must suffice to bootstrap.
-    spec = Spec(2, site="late", timeout=4.0, ranks_as=ranks_as)
+    spec = Spec(2, site="late", timeout=4.0, ranks_as=pools.ranks_as)
     check_side_by_side(
         (((end, after), spec, failing, (end, after)) for end in (0, 1) for after in CALLS), check
     )
@@ -187,8 +185,8 @@ def wait_with_timeout(me: RankContext) -> tuple[Caught, bool]:
 
 
 @pytest.mark.parametrize("site", ["late", "eager"])
-def test_the_timeout_of_one_wait(site, ranks_as):
-    with fresh(2, site=site, ranks_as=ranks_as) as pool:
+def test_the_timeout_of_one_wait(site, pools):
+    with pools.fresh(2, site=site) as pool:
         for error, right in pool.run(wait_with_timeout):
             assert error.kinds, error
             assert "0.3" in error.text or "300" in error.text, error
@@ -219,8 +217,8 @@ DESTROY_LIMITS = {"received": 3.0, "unmatched": 12.0, "stalled": 12.0}
     "how",
     ["received", *(pytest.param(how, marks=pytest.mark.slow) for how in list(DESTROY_LIMITS)[1:])],
 )
-def test_destroy_with_messages_in_flight(how, ranks_as):
-    with fresh(2, site="late", ranks_as=ranks_as) as pool:
+def test_destroy_with_messages_in_flight(how, pools):
+    with pools.fresh(2, site="late") as pool:
         (first, sender, _), (second, receiver, right) = pool.run(destroyed, how, seconds=60.0)
     assert max(first, second if how != "received" else 0) < DESTROY_LIMITS[how]
     assert right == (how == "received")

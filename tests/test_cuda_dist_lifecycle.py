@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import LARGE, until
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh
-from dist_sites import EMULATED, GPU, LARGE, REAL, sites, until
 from faults import FAULTY_RANK, publish, wait_published
+from sites import EMULATED, GPU, REAL, sites
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 MIB = 1 << 20

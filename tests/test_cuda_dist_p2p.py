@@ -11,13 +11,12 @@ import pytest
 import test_dist_p2p as on_host
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
-from dist_ranks import between_processes
-from dist_sites import EMULATED, REAL, site_worlds, sites, until
+from devices import until
+from dist_pool import OURS, Caught, RankContext, caught
+from sites import EMULATED, REAL, THREADS, not_on, site_worlds, sites
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_ranks, scope="module")
 MIB = (1 << 20) // 4  # float32 elements
 LARGE = 3 * MIB + 3  # elements; more than the buffers between two ranks
 
@@ -117,7 +116,7 @@ JOBS_OF_HOSTS = (*on_host.ALSO_ALONE, on_host.from_any_source, on_host.collectiv
         pytest.param(
             on_host.dtypes,
             id="dtypes",
-            marks=between_processes("torch copies between layouts where the emulator does not see"),
+            marks=not_on(THREADS, "torch copies between layouts where the emulator does not see"),
         ),
     ],
 )

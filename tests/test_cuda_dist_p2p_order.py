@@ -9,14 +9,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, RankContext, fresh, pools_of_ranks
-from dist_ranks import between_processes
-from dist_sites import EMULATED, REAL, sites, until
+from devices import until
+from dist_pool import OURS, RankContext
 from faults import publish, wait_published
+from sites import EMULATED, REAL, THREADS, not_on, sites
 from test_cuda_dist_p2p import LARGE, finish, values
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_ranks, scope="module")
 
 
 def messages_in_order(me: RankContext) -> list[float]:
@@ -42,7 +41,7 @@ def messages_in_order(me: RankContext) -> list[float]:
     return found
 
 
-@between_processes("the emulator takes a small message from the host for one from a device")
+@not_on(THREADS, "the emulator takes a small message from the host for one from a device")
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
 def test_messages_do_not_overtake(pools, site):
     assert pools(3, site=site).run(messages_in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
@@ -132,7 +131,7 @@ def reused_on_another_stream(me: RankContext) -> list[bool]:
 
 
 LATE = (*sites("late", *REAL, stands_in=False),
-        pytest.param("eager", marks=between_processes("late streams expose more")))  # fmt: skip
+        pytest.param("eager", marks=not_on(THREADS, "late streams expose more")))  # fmt: skip
 
 
 @pytest.mark.parametrize("job", [behind_the_stream, completed, reused_on_another_stream],
@@ -178,7 +177,7 @@ def late_receiving_stream(me: RankContext) -> bool:
     return not early and torch.equal(y, x)
 
 
-@between_processes("a receiver's stream is stalled")
+@not_on(THREADS, "a receiver's stream is stalled")
 @pytest.mark.parametrize("site", sites("late", *REAL, stands_in=False))
 def test_a_late_receiving_stream_blocks_no_host(pools, site):
     assert pools(2, site=site).run(late_receiving_stream) == [True, True]
@@ -205,8 +204,8 @@ def beside_a_collective(me: RankContext) -> bool:
     return not early and (me.rank != 1 or torch.equal(y, x))
 
 
-@between_processes("the stream of one rank is stalled")
+@not_on(THREADS, "the stream of one rank is stalled")
 @pytest.mark.parametrize("site", EMULATED)
-def test_a_message_waits_for_no_collective(site, ranks_as):
-    with fresh(3, site=site, ranks_as=ranks_as) as pool:
+def test_a_message_waits_for_no_collective(site, pools):
+    with pools.fresh(3, site=site) as pool:
         assert pool.run(beside_a_collective) == [True] * 3

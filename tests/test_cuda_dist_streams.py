@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device_placements import several_gpus
-from dist_pool import OURS, Caught, RankContext, caught, pools_of_ranks
-from dist_ranks import IN_PLACE, between_processes, on_one_host
-from dist_sites import EMULATED, GPU, LARGE, REAL, site_worlds, until
+from devices import LARGE, until
+from dist_pool import OURS, Caught, RankContext, caught
+from sites import EMULATED, GPU, HOSTS, IN_PLACE, REAL, THREADS, not_on, several_gpus, site_worlds
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors"),
-    on_one_host("tests what precedes and follows the exchange"),
+    not_on(HOSTS, "tests what precedes and follows the exchange"),
 ]
-pools = pytest.fixture(pools_of_ranks, scope="module")
 
 
 def earlier_stream_work(me: RankContext) -> list[bool]:
@@ -144,7 +142,7 @@ def in_a_callback(me: RankContext) -> list[float]:
     return (x + y).unique().tolist()
 
 
-@between_processes("a callback runs in the turn of the rank that completes the call")
+@not_on(THREADS, "a callback runs in the turn of the rank that completes the call")
 @pytest.mark.parametrize("site", EMULATED)
 def test_a_call_in_a_callback(pools, site):
     assert pools(2, site=site).run(in_a_callback) == [[10.0]] * 2
@@ -219,7 +217,7 @@ def traced(me: RankContext, async_op: bool) -> list[list[str]]:
     return found
 
 
-@between_processes(IN_PLACE)
+@not_on(THREADS, IN_PLACE)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_order_of_staging_operations(pools, async_op):
     there = ["copy_ caller", "record caller", "done caller"]
@@ -248,7 +246,7 @@ def on_the_host_of_one_rank(me: RankContext) -> list[bool]:
 
 
 @pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
-@between_processes("ranks that are threads make one call on all tensors")
+@not_on(THREADS, "ranks that are threads make one call on all tensors")
 def test_ranks_may_mix_devices(pools, site, world):
     assert pools(world, site=site).run(on_the_host_of_one_rank) == [[True, True]] * world
 
@@ -279,7 +277,7 @@ def on_another_gpu(me: RankContext) -> bool:
     return bool((y == me.world * (me.world - 1)).all())
 
 
-@between_processes("ranks that are threads make one call on all tensors")
+@not_on(THREADS, "ranks that are threads make one call on all tensors")
 @pytest.mark.cuda
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_gpus(pools, world):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from dist_pool import OURS, RankContext, fresh, pools_of_ranks
-from dist_sites import EMULATED, REAL, cpu_by_default, sites
+from devices import cpu_by_default
+from dist_pool import OURS, RankContext, fresh
+from sites import EMULATED, REAL, sites
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-pools = pytest.fixture(pools_of_ranks, scope="module")
 BATCH, STEPS = 36, 4  # every world size divides the batch
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_placements import GPU, STAGED, VIRTUAL, several_gpus
 from reference import assert_same, left_fold, randoms
+from sites import GPU, STAGED, VIRTUAL, several_gpus
 
 import pycollect as pc
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from device_placements import SEVERAL, STAGED, VIRTUAL, several_gpus
 from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
+from sites import SEVERAL, STAGED, VIRTUAL, several_gpus
 
 import pycollect as pc
 

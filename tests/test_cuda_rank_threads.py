@@ -17,7 +17,7 @@ import test_cuda_dist_training as training
 import torch
 import torch.distributed as dist
 from dist_pool import OLD_TORCH, OURS, RankContext, fresh
-from dist_sites import EMULATED, REAL, sites
+from sites import EMULATED, REAL, sites
 from test_cuda_dist_p2p_order import completed
 
 import pycollect as pc

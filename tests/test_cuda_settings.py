@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import RankContext, fresh
-from dist_sites import REAL
+from sites import REAL
 
 pytestmark = pytest.mark.cuda
 

@@ -11,8 +11,8 @@ import functools
 import pytest
 import torch
 from delays import synchronize, wrong_elements
-from device_placements import GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
 from reference import IN_PLACE, assert_same, left_fold, randoms
+from sites import GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
 
 import pycollect as pc
 

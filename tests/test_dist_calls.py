@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, RankContext, caught
-from dist_ranks import slow_on_processes
 from reference import BITS_OF, LAYOUTS, MOVED, assert_same, place, randoms
+from sites import slow_on_processes
 from torch import Tensor
 
 N = 5

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught
-from dist_ranks import THREADS, between_processes, on_one_host, staged
+from sites import HOSTS, THREADS, not_on, sites
 
 import pycollect as pc
 
@@ -62,7 +62,7 @@ STAGED = ("", *DEVICES)  # host memory, and emulated devices
 
 @pytest.mark.parametrize("case", MISMATCHED)
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("site", sites(*STAGED))
 def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped, site):
     one, two, words = MISMATCHED[case]
     results = pools(2, site=site).run(coalesced_jobs, [two, one] if swapped else [one, two])
@@ -73,7 +73,7 @@ def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped
     assert words in results[0][0].text
 
 
-@on_one_host("names a rank of the first host whose ranks differ")
+@not_on(HOSTS, "names a rank of the first host whose ranks differ")
 def test_the_rank_with_another_number_of_requests_is_named(pools):
     jobs = [[[(4, F), (4, D)]], [[(4, F), (4, L)]], [[(4, F)]]]
     for raised, _ in pools(3).run(coalesced_jobs, jobs):
@@ -99,7 +99,7 @@ def mismatched_batch(me: RankContext, what: str) -> tuple[Caught, float]:
 
 
 @pytest.mark.parametrize("what", ["counts", "sizes"])
-@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("site", sites(*STAGED))
 def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, site):
     for raised, value in pools(2, site=site).run(mismatched_batch, what):
         assert raised.kind == "ValueError", raised
@@ -131,7 +131,7 @@ def mixed(me: RankContext) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("site", sites(*STAGED))
 def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, site):
     for refused, differ, *right in pools(2, site=site).run(mixed):
         assert "refused coalesced broadcast" in refused
@@ -157,7 +157,7 @@ def message_of_results(me: RankContext) -> float:
     return got[0].item()
 
 
-@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("site", sites(*STAGED))
 def test_coalesced_messages_are_sent_after_the_collectives(pools, site):
     assert pools(2, site=site).run(message_of_results) == [0.0, 2.0**16]
 
@@ -234,7 +234,7 @@ def dependent(me: RankContext, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "transposed", "strided"])
-@pytest.mark.parametrize("site", staged(*STAGED))
+@pytest.mark.parametrize("site", sites(*STAGED))
 @pytest.mark.parametrize("world", [1, 3])
 def test_coalesced_calls_read_results_of_earlier_ones(pools, world, site, layout):
     pools(world, site=site).run(dependent, layout)
@@ -270,9 +270,9 @@ def blocked_stream(me: RankContext, layout: str) -> tuple[list[float], list[floa
     return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
-@between_processes("the streams of all ranks are stalled")
+@not_on(THREADS, "the streams of all ranks are stalled")
 @pytest.mark.parametrize("layout", ["dense", "strided"])
-@pytest.mark.parametrize("site", staged(*DEVICES))
+@pytest.mark.parametrize("site", sites(*DEVICES))
 def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, site, layout):
     for seen, both, violations in pools(2, site=site).run(blocked_stream, layout):
         assert both == [8.0, 12.0]
@@ -298,11 +298,11 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
     return found
 
 
-def test_a_device_failure_at_any_time(pools, ranks_as):
+def test_a_device_failure_at_any_time(pools):
     """Early failures refuse the whole block, later ones only the second call. All ranks get the
     reason, and stay in step."""
-    why = "" if ranks_as == THREADS else "rank 0 refused all_reduce: "
-    most = 20 if ranks_as == THREADS else 12  # threads use more events
+    why = "" if pools.ranks_as == THREADS else "rank 0 refused all_reduce: "
+    most = 20 if pools.ranks_as == THREADS else 12  # threads use more events
     first, second = pools(2, site="eager").run(device_fails, most)
     failures = [(raised.text, value) for raised, value in second if raised.kind]
     assert any(value == 2 for _, value in failures), "no failure hit the second call"
@@ -330,7 +330,7 @@ def under_another_stream(me: RankContext) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("site", staged(*DEVICES))
+@pytest.mark.parametrize("site", sites(*DEVICES))
 def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
     assert pools(2, site=site).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
 
@@ -387,7 +387,7 @@ def in_children(me: RankContext) -> dict[str, str]:
     return texts
 
 
-@between_processes("a rank that is a thread cannot be forked alone")
+@not_on(THREADS, "a rank that is a thread cannot be forked alone")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
     """Calls of forked children are refused at once and have no effect on the parent."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught
-from dist_ranks import staged
+from sites import sites
 from torch.distributed import ReduceOp
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
@@ -121,7 +121,7 @@ def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caug
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("site", staged("", "late"))
+@pytest.mark.parametrize("site", sites("", "late"))
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
 def test_an_exception_of_the_block_raises_on_all_ranks(pools, device, site, calls):
     first, *others = pools(3, site=site).run(body_fails, device, calls)

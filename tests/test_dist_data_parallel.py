@@ -7,25 +7,24 @@ Of pycollect only the backend name is used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Pools, RankContext, pools_of_a_module
-from dist_ranks import slow_on_processes
+from dist_pool import RankContext
 from reference import assert_same
+from sites import slow_on_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 STEPS = 4
-pytestmark = [slow_on_processes, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as, second_backend="gloo")
+pytestmark = [
+    slow_on_processes,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.pools_with(second_backend="gloo"),
+]
 
 
 class Net(nn.Module):

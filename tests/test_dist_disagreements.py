@@ -7,7 +7,7 @@ arguments, its peers raise, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,23 +18,16 @@ from dist_pool import (
     OLD_TORCH,
     OURS,
     Caught,
-    Pools,
     RankContext,
     caught,
-    pools_of_a_module,
 )
-from dist_ranks import between_processes
+from sites import THREADS, not_on
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong results where ranks disagree"
 )
 WORLD = 3
 MAX = dist.ReduceOp.MAX
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def ones(count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -314,7 +307,7 @@ def with_child(me: RankContext) -> list[str]:
     return texts
 
 
-@between_processes("a rank that is a thread cannot be forked alone")
+@not_on(THREADS, "a rank that is a thread cannot be forked alone")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
     for texts in pools(2).run(with_child):

@@ -22,7 +22,7 @@ from dist_pool import (
     caught,
     fresh,
 )
-from dist_ranks import HOSTS, THREADS
+from sites import HOSTS, THREADS
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
 
@@ -53,16 +53,16 @@ def with_an_algorithm(me: RankContext, name: str) -> torch.Tensor:
 
 @ours_only
 @pytest.mark.parametrize("name", ["fused", "ring", "host_chain"])
-def test_an_algorithm_is_for_the_collectives_that_have_it(name, ranks_as):
+def test_an_algorithm_is_for_the_collectives_that_have_it(name, pools):
     """With the order of its sums, which shows on one host."""
     import pycollect as pc
 
     wanted = [torch.full((9,), value) for value in IN_ANOTHER_ORDER]
     pc.all_reduce(wanted, algorithm=name)
     assert torch.equal(wanted[0], torch.zeros(9)) == (name != "ring")
-    with fresh(3, group=False, ranks_as=ranks_as) as pool:
+    with pools.fresh(3, group=False) as pool:
         found = pool.run(with_an_algorithm, name)
-    if ranks_as != HOSTS:
+    if pools.ranks_as != HOSTS:
         assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
 
 
@@ -123,8 +123,8 @@ def shut_down(me: RankContext) -> Caught:
 
 
 @ours_only
-def test_shutdown(ranks_as):
-    with fresh(2, ranks_as=ranks_as) as pool:
+def test_shutdown(pools):
+    with pools.fresh(2) as pool:
         for error in pool.run(shut_down):
             assert error.kind, "nothing was raised"
 
@@ -139,8 +139,8 @@ def many_queued_calls(me: RankContext) -> None:
 
 
 @ours_only
-def test_a_barrier_runs_after_all_earlier_calls(ranks_as):
-    with fresh(3, ranks_as=ranks_as) as pool:
+def test_a_barrier_runs_after_all_earlier_calls(pools):
+    with pools.fresh(3) as pool:
         pool.run(many_queued_calls)
 
 

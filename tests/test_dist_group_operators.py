@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Pools, RankContext, caught
-from dist_ranks import between_processes
 from reference import assert_same, randoms, short
+from sites import THREADS, not_on
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -231,7 +231,7 @@ JOBS: list[Any] = [
     *((moves, dtype) for dtype in (torch.float32, torch.float16, torch.float8_e8m0fnu)),
     *((job,) for job in (gradients, gradients_of_uneven_shares, forward_mode, own_errors)),
     *((job,) for job in (unused, compiled, checked)),
-    pytest.param((over_gloo,), marks=between_processes("gloo is for processes")),
+    pytest.param((over_gloo,), marks=not_on(THREADS, "gloo is for processes")),
 ]
 
 

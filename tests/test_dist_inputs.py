@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext
-from dist_ranks import slow_on_processes
+from sites import slow_on_processes
 from torch import Tensor
 
 SHAPE = (30, 30)

@@ -21,24 +21,17 @@ from dist_pool import (
     BACKEND,
     OURS,
     Caught,
-    Pools,
     RankContext,
     backend_of,
     caught,
     fresh,
-    pools_of_a_module,
     started_jobs,
 )
-from dist_ranks import between_processes
 from dist_resources import open_resources
+from sites import THREADS, not_on
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature")
-
-
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
 
 
 def assert_all_reduce(world: int, group: dist.ProcessGroup | None = None) -> None:
@@ -155,9 +148,9 @@ def init_again_and_again(me: RankContext, port: int, seconds: float) -> None:
 
 @ours_only
 @pytest.mark.parametrize("seconds", [0, 0.1], ids=["at once", "late"])
-@between_processes("threads have no store that ends")
-def test_groups_one_after_the_other_at_one_port(seconds, ranks_as):
-    with fresh(3, group=False, ranks_as=ranks_as) as pool:
+@not_on(THREADS, "threads have no store that ends")
+def test_groups_one_after_the_other_at_one_port(seconds, pools):
+    with pools.fresh(3, group=False) as pool:
         pool.run(init_again_and_again, free_port(), seconds, seconds=120)
 
 
@@ -182,8 +175,8 @@ def stores_that_stay(me: RankContext, port: int) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_init_methods(tmp_path, world, ranks_as):
-    with fresh(world, group=False, ranks_as=ranks_as) as pool:
+def test_init_methods(tmp_path, world, pools):
+    with pools.fresh(world, group=False) as pool:
         for number, how in enumerate(("env", "tcp", "file", "hash") * 2):
             file, port = f"{tmp_path}/store_{number}", f"127.0.0.1:{free_port()}"
             pool.run(init_group, how, file if how == "file" else port)
@@ -203,8 +196,8 @@ def init_for_devices(me: RankContext, backend: str) -> list[Caught]:
 
 
 @pytest.mark.parametrize("backend", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
-def test_backends_by_device(backend, ranks_as):
-    with fresh(2, group=False, backend=BACKEND, ranks_as=ranks_as) as pool:
+def test_backends_by_device(backend, pools):
+    with pools.fresh(2, group=False, backend=BACKEND) as pool:
         pool.run(init_for_devices, backend)
 
 
@@ -424,8 +417,8 @@ def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:
 
 
 @ours_only
-def test_calls_on_a_destroyed_group_raise(ranks_as):
-    with fresh(2, ranks_as=ranks_as) as pool:
+def test_calls_on_a_destroyed_group_raise(pools):
+    with pools.fresh(2) as pool:
         for direct, front in pool.run(use_destroyed_group):
             assert direct.kind, direct
             assert front.kind == "ValueError", front

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from devices import cpu_by_default
 from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
-from dist_ranks import between_processes
-from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
+from sites import PROCESSES, THREADS, not_on
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -157,7 +157,7 @@ def allocate_and_free(me: RankContext, make: Make) -> None:
     dist.barrier()
 
 
-IN_SHARED_MEMORY = between_processes("threads share all memory, so the group has no heap")
+IN_SHARED_MEMORY = not_on(THREADS, "threads share all memory, so the group has no heap")
 JOBS = [
     *(views, reuse_after_calls),
     *(pytest.param(job, marks=IN_SHARED_MEMORY) for job in (ordinary, allocate_and_free)),
@@ -273,16 +273,16 @@ def target(link: Path) -> str:
         return ""
 
 
-@between_processes("threads share their memory anyway")
+@not_on(THREADS, "threads share their memory anyway")
 @pytest.mark.parametrize("world", [2, 8])
-def test_memory_is_committed_when_it_is_used(world, ranks_as):
-    with fresh(world, ranks_as=ranks_as) as pool:
+def test_memory_is_committed_when_it_is_used(world, pools):
+    with pools.fresh(world) as pool:
         for sizes in pool.run(memory_of_groups, seconds=60):
             for new, small, large, broadcast in sizes:
                 assert new < MIB / 4, sizes
                 assert small <= MIB, sizes
                 assert large > 2 * small, sizes
-                assert broadcast < (1.5 if ranks_as == "processes" else 20) * MIB, sizes
+                assert broadcast < (1.5 if pools.ranks_as == PROCESSES else 20) * MIB, sizes
 
 
 def invalid_arguments(me: RankContext) -> list[Caught]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import datetime
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from dist_pool import OURS, Pools, RankContext, pools_of_a_module
-from dist_ranks import between_processes
+from dist_pool import OURS, RankContext
 from dist_soak_calls import GroupRank
 from dist_soak_steps import KINDS, SYMMETRIC_CALLS, Pending, begin_step, choose
+from sites import THREADS, not_on
 from thread_programs import PARALLEL
 
 from pycollect import threads
@@ -64,12 +63,7 @@ def run_programs(me: RankContext, seeds: range) -> None:
             raise AssertionError(f"seed {seed}, {me.world} ranks") from error
 
 
-@pytest.fixture(scope="module")
-def pools(ranks_as: str) -> Iterator[Pools]:
-    yield from pools_of_a_module(ranks_as=ranks_as)
-
-
-@between_processes("threads run each program in a launch of its own")
+@not_on(THREADS, "threads run each program in a launch of its own")
 @pytest.mark.parametrize(
     "seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.slow)], ids=["some", "more"]
 )

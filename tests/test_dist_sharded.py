@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OLD_TORCH, OURS, RankContext
-from dist_ranks import slow_on_processes
+from sites import slow_on_processes
 from torch import Tensor, nn
 
 STEPS = 3

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import assert_in_step
-from dist_pool import OURS, Caught, RankContext, caught, fresh
-from dist_ranks import between_processes, quick_on_hosts
+from dist_pool import OURS, Caught, RankContext, caught
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
+from sites import THREADS, not_on, quick_on_hosts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -369,9 +369,9 @@ def with_an_absent_rank(me: RankContext, dies: bool) -> Caught | None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-@between_processes("a rank that is a thread cannot die alone")
-def test_an_absent_rank_is_an_error(ranks_as, dies):
-    with fresh(WORLD, ranks_as=ranks_as, timeout=0.5) as pool:
+@not_on(THREADS, "a rank that is a thread cannot die alone")
+def test_an_absent_rank_is_an_error(pools, dies):
+    with pools.fresh(WORLD, timeout=0.5) as pool:
         pool.begin(with_an_absent_rank, dies)
         outcomes = pool.collect_outcomes()
     for rank in (0, 2):

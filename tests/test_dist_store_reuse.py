@@ -19,21 +19,19 @@ from dist_pool import (
     OURS,
     Caught,
     Pool,
-    Pools,
     RankContext,
     caught,
-    pools_of_a_module,
     started_jobs,
 )
+from sites import PROCESSES, only_on
 
-pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs"),
+    only_on(PROCESSES, "makes its groups itself"),
+    pytest.mark.pools_with(group=False),
+]
 SHORT_TIMEOUT = 1.0  # timeout in seconds of attempts that must fail
 LONE_TIMEOUT = 0.2  # timeout in seconds of a rank without peers
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(group=False)
 
 
 def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:

@@ -24,10 +24,9 @@ from dist_pool import (
     RankContext,
     backend_of,
     caught,
-    fresh,
 )
-from dist_ranks import between_processes
 from reference import assert_same
+from sites import THREADS, not_on
 from torch import Tensor
 
 SIZES = (1, 5_000, 400_000)
@@ -299,7 +298,7 @@ GLOO_LACKS = {
     in_order: "runs two collectives of a group at once",
     calls_of_callbacks: "lets calls of callbacks change places",
 }
-TURNS = between_processes("while a rank sleeps, no other has its turn")
+TURNS = not_on(THREADS, "while a rank sleeps, no other has its turn")
 MARKS = {completes_without_the_caller: TURNS, callback_waits_for_a_later_call: TURNS}
 
 
@@ -330,11 +329,11 @@ def late_callback(me: RankContext) -> Caught:
     return error
 
 
-@between_processes("ranks that take turns have one order")
-def test_a_callback_that_came_too_late_is_named(ranks_as):
+@not_on(THREADS, "ranks that take turns have one order")
+def test_a_callback_that_came_too_late_is_named(pools):
     if not OURS:
         pytest.skip(f"{BACKEND} does not notice it")
-    with fresh(3, ranks_as=ranks_as) as pool:
+    with pools.fresh(3) as pool:
         errors = pool.run(late_callback)
     assert all(error.kind == "ValueError" for error in errors), errors
     assert any("callback is added before the next call is made" in e.text for e in errors), errors

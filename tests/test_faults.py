@@ -28,7 +28,6 @@ from dist_pool import (
     caught,
     check_side_by_side,
 )
-from dist_sites import sites
 from faults import (
     ASLEEP,
     AT_ONCE,
@@ -49,6 +48,7 @@ from faults import (
     seconds,
     wait_published,
 )
+from sites import sites
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} has no exception type for it, hangs, or does not name the rank"

@@ -6,25 +6,24 @@ needs more runs; all hosts must cut the data into the same pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import OURS, RankContext
+from sites import PROCESSES, only_on
 
 from pycollect.distributed import options
 
-pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's"),
+    only_on(PROCESSES, "names its own hosts"),
+]
 
 PLACEMENTS = ("abbb", "aaaab", "abcca", "abbcccc")
 QUICK = "abbb"
 COUNTS = (1, 40, 375, 5000)  # elements of 4 bytes; 375 fit into one run on some hosts only
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
 
 
 def data(rank: int, count: int) -> torch.Tensor:

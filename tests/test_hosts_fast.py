@@ -6,17 +6,19 @@ the left folds of their ranks, rounded once. What does not depend on the order h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Pools, RankContext, pools_of_a_module
+from dist_pool import OURS, RankContext
 from reference import short
+from sites import PROCESSES, only_on
 
 from pycollect.distributed import options
 
-pytestmark = pytest.mark.skipif(not OURS, reason="the option is pycollect's")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason="the option is pycollect's"),
+    only_on(PROCESSES, "names its own hosts"),
+]
 
 PLACEMENTS = ("aabb", "aab", "abb", "abab", "abca", "abcd", "aabbcc", "aaaabbbb")
 QUICK = ("aab", "abab")
@@ -24,11 +26,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 # Bytes that go along with the agreement, and the least that two hosts add in this order; elements.
 MESSAGE, OF_TWO, LARGE = 32 * 1024, 512 * 1024, 300_000
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
 
 
 def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -21,19 +21,18 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
-from dist_sites import Emulated
+from devices import Emulated
+from dist_pool import OURS, Caught, RankContext, caught, fresh
 from faults import NOTICE_SECONDS, publish, wait_published
+from sites import PROCESSES, only_on
 
-pytestmark = pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's"),
+    only_on(PROCESSES, "names its own hosts"),
+]
 
 ROUNDS = 20  # of each tag
 SIZES = (2, 100_000, 200_000)  # elements, by tag: eager, eager, and past the rings
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
 
 
 def send_all(me: RankContext) -> None:

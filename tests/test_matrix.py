@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from device_placements import PLACEMENTS, PlacedApi
-from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, backend_of, caught, pools_of_ranks
-from dist_ranks import KINDS, THREADS
-from dist_sites import cpu_by_default, sites
+from devices import cpu_by_default
+from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, backend_of, caught
 from matrix import LARGE, Case, difference, drawn, every, every_fold, modelled, zeros
 from matrix_sites import EmulatedLists, Lists, Rank, differs_from_gloo, rank_differs
+from placed_api import PlacedApi
 from reference import COMPLEX, DTYPES, MOVED, NARROW, as_bits, left_fold, short
+from sites import PLACEMENTS, PROCESSES, only_on, sites
 
 OF = "ranks" if OURS else "gloo"  # the cases that the tested backend defines
 _MOST = 12  # largest number of reported failures
@@ -70,40 +70,51 @@ def test_every_case_of_lists(site: Callable[[], Lists], of: str, dtype: torch.dt
 # --- ranks: a thread or a process each, through torch.distributed ---------------------------------
 
 # Hosts of equal and of unequal sizes, one rank per host, and ranks that are not consecutive.
-HOSTS = ("a", "ab", "abb", "aba", "aabb", "abab", "abbc", "abca", "abcd", "aaaaaabb", "abcdabcd")
-QUICK_HOSTS = ("abb", "aabb", "abca")
+PLACEMENTS_ON_HOSTS = (
+    "a",
+    "ab",
+    "abb",
+    "aba",
+    "aabb",
+    "abab",
+    "abbc",
+    "abca",
+    "abcd",
+    "aaaaaabb",
+    "abcdabcd",
+)
+QUICK = ("abb", "aabb", "abca")
 
 
 def of_ranks(ranks_as: str, world: int, site: str = "", *, slow: bool = False, **more: Any) -> Any:
-    """A pytest parameter: the options of a pool."""
+    """pytest parameters (pools, options): the kind of ranks, and the options of a pool."""
     name = "-".join([ranks_as, *[site] * bool(site), more.get("placement", str(world))])
     options = {"world": world, "ranks_as": ranks_as, "site": site, **more}
     marks = [pytest.mark.slow] * slow + (sites(site)[0].marks if site else [])
-    return pytest.param(options, id=name, marks=marks)
+    return pytest.param(ranks_as, options, id=name, marks=marks)
 
 
 RANKS = [
     *[of_ranks("threads", world, slow=world == 8) for world in (1, 2, 3, 4, 8)],
     *[of_ranks("processes", world, slow=world != 3) for world in (1, 2, 3, 4, 8)],
-    *[of_ranks("processes", len(p), placement=p, slow=p not in QUICK_HOSTS) for p in HOSTS * OURS],
+    *[
+        of_ranks("processes", len(p), placement=p, slow=p not in QUICK)
+        for p in PLACEMENTS_ON_HOSTS * OURS
+    ],
     *[of_ranks(k, 3, "late") for k in ("threads", "processes")],
     *[of_ranks(k, w, "late", slow=True) for k in ("threads", "processes") for w in (1, 2)],
     *[of_ranks(k, 3, "eager") for k in ("threads", "processes")],
     of_ranks("processes", 8, "eager", slow=True),
     *[of_ranks(k, w, "cuda", slow=w == 8) for k in ("threads", "processes") for w in (2, 4, 8)],
 ]
-RANKS = [p for p in RANKS if p.values[0]["ranks_as"] in KINDS]
-RANKS = [
-    p for p in RANKS if OURS or not (p.values[0]["site"] or p.values[0]["ranks_as"] == THREADS)
-]
+RANKS = [p for p in RANKS if OURS or (p.values[0] == PROCESSES and not p.values[1]["site"])]
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_ranks("processes")
+def run_by(ranks: list[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("pools", "options"), ranks, indirect=["pools"], scope="module")
 
 
-@pytest.mark.parametrize("options", RANKS)
+@run_by(RANKS)
 def test_ranks(pools: Pools, options: dict[str, Any]) -> None:
     cases = drawn(OF, zlib.crc32(repr(options).encode()))
     assert len(cases) > 300
@@ -114,21 +125,17 @@ def _report(of_ranks: list[list[str]]) -> None:
     report(f"rank {rank}: {why}" for rank, wrong in enumerate(of_ranks) for why in wrong)
 
 
+EVERY_CASE = ("threads-3", "processes-3", "processes-abca", "processes-late-3")
+
+
 @pytest.mark.slow
 @ALL_DTYPES
-@pytest.mark.parametrize(
-    "options",
-    [
-        p
-        for p in RANKS
-        if p.id in ("threads-3", "processes-3", "processes-abca", "processes-late-3")
-    ],
-)
+@run_by([p for p in RANKS if p.id in EVERY_CASE])
 def test_every_case_of_ranks(pools: Pools, options: dict[str, Any], dtype: torch.dtype) -> None:
     _report(pools(**options).run(rank_differs, list(every(OF, dtype)), seconds=120))
 
 
-@pytest.mark.skipif("processes" not in KINDS, reason="gloo has no ranks that are threads")
+@only_on(PROCESSES, "gloo has no other ranks")
 @pytest.mark.parametrize(
     "world", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 8))]
 )
@@ -165,9 +172,7 @@ def premultiplied(me: RankContext) -> list[str]:
 
 
 @pytest.mark.skipif(not OURS, reason=f"{BACKEND} refuses PREMUL_SUM")
-@pytest.mark.parametrize(
-    "options", [p for p in RANKS if p.values[0]["world"] in (1, 3) or "cuda" in p.id]
-)
+@run_by([p for p in RANKS if p.values[1]["world"] in (1, 3) or "cuda" in p.id])
 def test_premul_sum(pools: Pools, options: dict[str, Any]) -> None:
     _report(pools(**options).run(premultiplied, seconds=60))
 
@@ -203,7 +208,7 @@ def undefined_reductions(me: RankContext) -> list[str]:
 
 
 @pytest.mark.skipif(not OURS, reason=f"{BACKEND} raises RuntimeError, or computes wrong results")
-@pytest.mark.parametrize("options", [p for p in RANKS if p.values[0]["world"] == 3])
+@run_by([p for p in RANKS if p.values[1]["world"] == 3])
 def test_undefined_reductions_raise(pools: Pools, options: dict[str, Any]) -> None:
     _report(pools(**options).run(undefined_reductions))
 
@@ -234,14 +239,14 @@ def mismatched_calls(me: RankContext) -> tuple[list[Caught], float]:
     return errors, y.sum().item()
 
 
-ON_DEVICES = [p for p in RANKS if p.values[0]["site"] and p.values[0]["world"] in (2, 3, 4)]
+ON_DEVICES = [p for p in RANKS if p.values[1]["site"] and p.values[1]["world"] in (2, 3, 4)]
 ON_DEVICES = [  # the CPU does not stand in for a GPU
     pytest.param(*p.values, id=p.id, marks=[*p.marks, *[pytest.mark.cuda] * ("cuda" in p.id)])
     for p in ON_DEVICES
 ]
 
 
-@pytest.mark.parametrize("options", ON_DEVICES)
+@run_by(ON_DEVICES)
 def test_host_and_device_memory_in_one_call_is_refused(
     pools: Pools, options: dict[str, Any]
 ) -> None:

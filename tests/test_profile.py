@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_placements import GPU, MARKS
+from sites import GPU, ON_GPU
 from torch.profiler import ProfilerActivity, profile
 
 import pycollect as pc
@@ -45,7 +45,7 @@ def names_of(run):
     return [e.name for e in recorded.events() if e.name.startswith("pycollect::")]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=ON_GPU)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_have_a_named_range(name, device):
     assert names_of(lambda: CALLS[name](device)) == [f"pycollect::{name}"]
@@ -57,7 +57,7 @@ def test_operators_have_a_named_range():
     assert names == ["pycollect::all_reduce_", "pycollect::all_reduce"]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=ON_GPU)])
 def test_async_calls_have_a_named_range(device):
     tensors = ones(device, count=100_000)
     assert names_of(lambda: pc.all_reduce(tensors, async_op=True).wait()) == [

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Pools, RankContext, pools_of_a_module
+from dist_pool import Pools, RankContext
+from sites import PROCESSES, only_on
 from test_train_processes import alone, assert_alike, prepared, trained
 from torch import Tensor, nn
 
@@ -27,10 +27,7 @@ from pycollect.train.progress_printer import ProgressPrinter
 from pycollect.train.run_result import same_bits
 from pycollect.train.training_loop import run
 
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+pytestmark = [only_on(PROCESSES, "the trainer of torchrun")]
 
 
 def layer() -> nn.BatchNorm2d:

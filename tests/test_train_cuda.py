@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_placements import GPU
+from sites import GPU
 from train_cases import batches, difference, perceptron, replicas_of, same_bits, trained
 
 from pycollect.train import MODELS, AutoShares, ReplicaTrainer, reduce_gradients_naive

@@ -9,14 +9,14 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from device_placements import GPU, MARKS
+from sites import GPU, ON_GPU
 from torch import Tensor, nn
 from train_cases import difference, replicas_of, same_bits
 
 from pycollect.train import GraphedStep, LeNet, init_lenet, lenet, replicate_params, train_batch
 from pycollect.train.graph import Run, capture
 
-DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
+DEVICES = ["cpu", pytest.param(GPU, marks=ON_GPU)]
 
 
 @pytest.fixture(autouse=True)

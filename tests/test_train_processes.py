@@ -7,14 +7,14 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
 import torch
-from dist_pool import Pools, RankContext, pools_of_a_module
+from dist_pool import Pools, RankContext
+from sites import PROCESSES, only_on
 from torch import Tensor, nn
 
 from pycollect.train import Data, checkpoint
@@ -31,10 +31,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
 DATA = Data("noise", (X[:41], Y[:41]), (X[41:], Y[41:]))
 
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+pytestmark = [only_on(PROCESSES, "the trainer of torchrun")]
 
 
 def net(norm: bool) -> nn.Module:

@@ -8,8 +8,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from device_placements import GPU, MARKS, VIRTUAL
 from reference import assert_same, expected, left_fold, randoms
+from sites import GPU, ON_GPU, VIRTUAL
 
 import pycollect as pc
 from pycollect import _C, tuning
@@ -51,7 +51,7 @@ def tuning_timing(seconds):
     return Timing(((seconds,), (seconds,)))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=ON_GPU)])
 def test_tuned_calls_have_the_same_bits(device):
     tuned = pc.Communicator([device] * 3)
     found = tuned.tune(sizes=[4096, 1 << 18], seconds=0.02)

@@ -12,28 +12,26 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import vllm_interface
-from dist_pool import OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
+from dist_pool import OURS, Caught, RankContext, caught, fresh
 from reference import assert_same
+from sites import PROCESSES, only_on
 from torch import Tensor
 
 import pycollect
 
-pytestmark = pytest.mark.skipif(not OURS, reason="the plugin is for pycollect's groups")
+pytestmark = [
+    pytest.mark.skipif(not OURS, reason="the plugin is for pycollect's groups"),
+    only_on(PROCESSES, "vLLM's workers are processes"),
+]
 SIZES = {1: [(3,)], 2: [(3, 1), (0, 2), (2, 2), (0, 0)], 3: [(0, 5, 1)], 4: [(1, 0, 0, 4)]}
 HIDDEN = (torch.bfloat16, torch.float32)
 SHAPE = (4, 3, 2)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
 
 
 def randoms(rows: int, dim: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Emulated devices of ranks that are threads: one runtime for all ranks, one stream for each.
 
 "late" runs no work before something waits for it; "eager" runs it at once, on a thread. Both are
-sites of `dist_sites.py`, without host staging, which threads do not need.
+sites of `devices.py`, without host staging, which threads do not need.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from dist_sites import HOST, Emulated, Gpu, is_real
+from devices import HOST, Emulated, Gpu
+from sites import is_real
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only

@@ -1,87 +1,21 @@
-"""Device placements: the devices of a test's ranks, so that one test covers all kinds of memory.
+"""Calls of pycollect on the devices of a placement of sites.py, with CPU tensors for arguments.
 
-A PlacedApi stands for the `pycollect` module: it moves the tensors of a call to the
-devices, makes the call there, and copies all memory back, including the memory around views.
-PYCOLLECT_TEST_GPU_DEVICE=cpu uses the CPU in place of the GPU, which checks the tests, not the
-library.
+A PlacedApi stands for the `pycollect` module: it moves the tensors of a call to the devices, makes
+the call there, and copies all memory back, including the memory around views.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from reference import as_bits, viewed_as, whole_memory
+from sites import Placement
 from torch import Tensor
 
 import pycollect as pc
-
-GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
-STANDS_IN = not GPU.startswith("cuda")
-# Marks of tests that can also run with the CPU as stand-in; tests that cannot are marked cuda.
-MARKS = [] if STANDS_IN else [pytest.mark.cuda]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Devices of a test: rank r is on device r mod n of `names`; "*" is all GPUs, at least two."""
-
-    label: str
-    names: tuple[str, ...]
-    peer_access: bool | None = None
-
-    def devices(self, world: int) -> list[torch.device]:
-        """The device of each rank; skips the test if the placement needs more GPUs."""
-        names = self.names
-        if names == ("*",):
-            names = several_gpus()
-        return [torch.device(names[rank % len(names)]) for rank in range(world)]
-
-    def api(self, world: int) -> Any:
-        """The pycollect module, or a communicator if `peer_access` is set."""
-        return pc if self.peer_access is None else _communicator(self, world)
-
-    def bound(self, call: str, world: int) -> Callable[..., Any]:
-        """scatter or replicate with the devices already bound, as a communicator has them."""
-        api = self.api(world)
-        if api is not pc:
-            return getattr(api, call)
-        function, devices = getattr(pc, call), self.devices(world)
-        return lambda what, **options: function(what, devices, **options)
-
-    def synchronize(self, world: int) -> None:
-        """Synchronize every GPU that has a rank."""
-        for device in {d for d in self.devices(world) if d.type == "cuda"}:
-            torch.cuda.synchronize(device)
-
-
-@functools.cache
-def _communicator(placement: Placement, world: int) -> pc.Communicator:
-    return pc.Communicator(placement.devices(world), peer_access=placement.peer_access)
-
-
-def several_gpus() -> tuple[str, ...]:
-    """The names of all GPUs; skips the test where there is only one."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip(f"needs two CUDA GPUs, and there is {count}")
-    return tuple(f"cuda:{i}" for i in range(count))
-
-
-VIRTUAL = Placement("virtual", (GPU,))
-STAGED = Placement("staged", (GPU,), peer_access=False)
-MIXED = Placement("mixed", (GPU, "cpu", GPU))
-SEVERAL = Placement("several", ("*",))
-SEVERAL_STAGED = Placement("several-staged", ("*",), peer_access=False)
-PLACEMENTS = [
-    pytest.param(placement, id=placement.label, marks=MARKS)
-    for placement in (VIRTUAL, STAGED, MIXED, SEVERAL, SEVERAL_STAGED)
-]
 
 
 class PlacedCall:

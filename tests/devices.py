@@ -1,33 +1,24 @@
-"""Sites of the CUDA tests of torch.distributed: emulated devices, or a GPU.
+"""What the device of a rank's tensors can do: host memory, emulated devices, or a GPU.
 
-"late" devices defer all work until something waits for it; "eager" devices do all permitted work
-at once. On both, CPU tensors stand for CUDA tensors. "cuda" is a GPU, or the CPU in its place
-(device_placements.py). A job's tensors are created there unless it names another device.
-`dist_thread_sites.py` has the emulated devices of ranks that are threads.
+sites.py names them. On emulated devices, CPU tensors stand for CUDA tensors. A job's tensors are
+created on its site's device unless it names another device. `thread_devices.py` has the emulated
+devices of ranks that are threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
-from dist_ranks import on_one_host
+from sites import GPU, is_real
 from torch import Tensor
 
-EMULATED, REAL = ("late", "eager"), ("cuda",)
-GPU = os.environ.get("PYCOLLECT_TEST_GPU_DEVICE", "cuda:0")
 LARGE = 300_000  # elements; more than one piece through the group's memory
 _CYCLES = 10_000_000  # GPU cycles, about 5 ms
-
-
-def is_real(name: str) -> bool:
-    return name.startswith("cuda")
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -36,25 +27,6 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.001)
     return found
-
-
-def site_worlds(*names: str, stands_in: bool = True) -> list[Any]:
-    """pytest parameters (site, world): three ranks on emulated devices, two and four on a GPU.
-
-    Without `stands_in`, GPU sites need a real GPU; the CPU does not replace it.
-    """
-    return [
-        pytest.param(*site.values, world, marks=site.marks, id=f"{site.id}-{world}")
-        for site in sites(*names, stands_in=stands_in)
-        for world in ((2, 4) if is_real(site.id) else (3,))
-    ]
-
-
-def sites(*names: str, stands_in: bool = True) -> list[Any]:
-    """pytest parameters (site); see `site_worlds` for `stands_in`."""
-    marks = [on_one_host("GPUs make no difference to the exchange between hosts")]
-    marks += [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
-    return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
 
 def cpu_by_default(job: Callable[..., Any]) -> Callable[..., Any]:
