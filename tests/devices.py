@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from reference import viewed_as, whole_memory
 from sites import GPU, is_real
 from torch import Tensor
 
@@ -57,6 +58,10 @@ class Site:
     def fill_later(self, x: Tensor, value: float) -> None:
         """Enqueue the fill on the current stream, behind all earlier work (on a GPU, delayed)."""
         x.fill_(value)
+
+    def put(self, x: Tensor) -> Tensor:
+        """The tensor's whole memory and the same view of it, on the device."""
+        return x
 
     def empty(self, count: int) -> Tensor:
         """A tensor from a stream-ordered cache: once freed, its memory is reused on its stream."""
@@ -176,6 +181,9 @@ class Gpu(Site):
 
     def as_default_device(self) -> Any:
         return torch.device(self.device) if self.real else super().as_default_device()
+
+    def put(self, x: Tensor) -> Tensor:
+        return viewed_as(whole_memory(x).to(self.device), x)
 
     def fill_later(self, x: Tensor, value: float) -> None:
         if self.real:

@@ -41,9 +41,9 @@ class DeviceMemory(TorchFunctionMode):
         found = function(*args, **kwargs)
         if not isinstance(found, (Tensor, list, tuple)):
             return found
-        return tree_map_only(Tensor, lambda t: t if _memory(t) in given else self._moved(t), found)
+        return tree_map_only(Tensor, lambda t: t if _memory(t) in given else self.moved(t), found)
 
-    def _moved(self, made: Tensor) -> Tensor:
+    def moved(self, made: Tensor) -> Tensor:
         """The same values, and the same strides, in the device's memory."""
         count = made.untyped_storage().nbytes() // made.itemsize
         memory = self._fake.empty([-(-count * made.itemsize // 4)]).view(torch.uint8)
@@ -66,6 +66,9 @@ class FirstRank(Emulated):
 
     def as_default_device(self) -> Any:
         return DeviceMemory(self.fake)
+
+    def put(self, x: Tensor) -> Tensor:
+        return DeviceMemory(self.fake).moved(x)
 
 
 class LaterRank(FirstRank):
