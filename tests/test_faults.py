@@ -48,7 +48,6 @@ from faults import (
     seconds,
     wait_published,
 )
-from sites import sites
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} has no exception type for it, hangs, or does not name the rank"
@@ -87,16 +86,23 @@ HOST = [
     *waiting("late", (*FEW[1:], "future beside a wait")),
     *waiting("leaves", FEW[1:]),
 ]
-HOSTS = [
-    *IN_FLIGHT,
-    *waiting("killed", EVERY),
-    *waiting("late", FEW),
-    *waiting("aborts", QUICK),
-    Fault("leaves"),
-]
+
+
+def on_hosts(n: int) -> list[Fault]:
+    """Each call meets each fault in one of the placements."""
+    return [
+        *IN_FLIGHT,
+        *waiting("killed", EVERY[n :: len(PLACEMENTS)]),
+        *waiting("late", FEW[n :: len(PLACEMENTS)]),
+        *waiting("aborts", QUICK[n :: len(PLACEMENTS)]),
+        Fault("killed"),
+        Fault("leaves"),
+    ]
+
+
 TABLE: dict[str, tuple[Spec, list[Fault]]] = {
     "processes": (Spec(WORLD), HOST),
-    **{placement: (Spec(WORLD, placement=placement), HOSTS) for placement in PLACEMENTS},
+    **{p: (Spec(WORLD, placement=p), on_hosts(n)) for n, p in enumerate(PLACEMENTS)},
     "threads": (
         Spec(WORLD, ranks_as="threads"),
         waiting("leaves", EVERY) + waiting("aborts", EVERY),
@@ -115,16 +121,18 @@ TABLE: dict[str, tuple[Spec, list[Fault]]] = {
         [f for w in ("killed", "late") for f in waiting(w, ON_DEVICES) + stalled(w)],
     ),
 }
-MARKS = {"cuda": sites("cuda", stands_in=False)[0].marks}
+CPU, GPU = [where for where in TABLE if where != "cuda"], ["cuda"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("where", [pytest.param(w, marks=MARKS.get(w, ())) for w in TABLE])
-def test_a_fault_is_met_in_time(where):
-    spec, cases = TABLE[where]
+@pytest.mark.parametrize(
+    "where", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=pytest.mark.cuda)]
+)
+def test_faults_are_met_in_time(where):
+    rows = {(w, fault): TABLE[w][0] for w in where for fault in TABLE[w][1]}
     check_side_by_side(
-        ((fault, spec, meet, (fault,)) for fault in cases),
-        lambda fault, pool: check(fault, pool.collect_outcomes(), spec),
+        ((key, spec, meet, (key[1],)) for key, spec in rows.items()),
+        lambda key, pool: check(key[1], pool.collect_outcomes(), pool.spec),
     )
 
 
@@ -372,6 +380,7 @@ def stopped(me: RankContext) -> float:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         go_on.fill_(float(time.monotonic() < when))
         dist.broadcast(go_on, 0)
+        time.sleep(0.001)
     if me.rank == FAULTY_RANK:
         stopping.wait()
     assert gap > 1.5, "the rank was never stopped"
