@@ -47,8 +47,18 @@ LIST_SITES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 9, 16])
-@pytest.mark.parametrize(("site", "of"), LIST_SITES)
+WORLDS = (1, 2, 3, 4, 5, 8, 9, 16)
+QUICK_WORLDS = {"emulated": (1, 3, 8), "2-emulated": (2, 5, 16)}
+
+
+def list_worlds() -> Iterator[Any]:
+    """pytest parameters (site, of, world)."""
+    for p, world in itertools.product(LIST_SITES, WORLDS):
+        slow = [pytest.mark.slow] * (world not in QUICK_WORLDS.get(p.id, WORLDS))
+        yield pytest.param(*p.values, world, id=f"{p.id}-{world}", marks=[*p.marks, *slow])
+
+
+@pytest.mark.parametrize(("site", "of", "world"), [*list_worlds()])
 def test_lists(site: Callable[[], Lists], of: str, world: int) -> None:
     with contextlib.closing(site()) as lists:
         report(why for case in drawn(of, world) for why in lists.differs(case, world))
