@@ -42,6 +42,8 @@ MISSING = {
 # The mark expression that leaves slow tests out (as in pyproject.toml), the command that runs
 # them, and the mean seconds of a slow test on two cores.
 QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
+# Files that take longest, and begin first, so that no worker ends long before the others.
+LONGEST = ("matrix", "faults", "train_compiled", "dist_exits", "hosts_faults", "compile", "bench")
 # Seconds until a test that hangs ends the whole run, with the stacks of all threads: a call that
 # hangs in the driver cannot be ended otherwise. A test may run several jobs, each with its limit.
 HANG_SECONDS = 4 * float(os.environ.get("PYCOLLECT_TEST_SECONDS", "inf"))
@@ -83,6 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        first = {f"test_{name}": n for n, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     if LEFT_OUT not in config.stash:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -107,6 +112,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule the tests of a file on one worker, so that the file's rank pools start only once."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # xdist would begin with files of many tests
     return LoadFileScheduling(config, log) if config.option.dist == "load" else None
 
 

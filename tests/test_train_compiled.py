@@ -70,6 +70,7 @@ def test_every_loss_is_that_of_an_eager_step():
     assert replicas[1].seconds.reduction == 0
 
 
+@pytest.mark.slow
 def test_a_rank_without_examples_and_shards_on_their_devices():
     replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
     for r in replicas:
@@ -137,6 +138,7 @@ def test_state_goes_from_eager_to_compiled_and_back():
     assert same_in_graphs(later.modules[1], wanted.modules[1])
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_every_step():
     """There are more than torch.compile makes graphs of."""
     replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
@@ -162,11 +164,13 @@ class Shared(nn.Module):
         return self.net(x * 1 + (self.a + self.b)) + self.c.sum()
 
 
+@pytest.mark.slow
 def test_gradients_that_share_memory():
     eager, compiled = (trained(Shared(), 2, [8] * 3, **o) for o in ({}, {"compile": "aot_eager"}))
     assert same_in_graphs(eager.modules[1], compiled.modules[1])
 
 
+@pytest.mark.slow
 def test_parameters_are_frozen_and_trained_again():
     replicas = [replicas_of(perceptron(), 2, **o) for o in ({}, {"compile": "aot_eager"})]
     for step, (X, y) in enumerate(batches([8] * 7)):
@@ -186,6 +190,7 @@ class Skipping(nn.Module):
         return self.net(x if self.skips else self.first(x))
 
 
+@pytest.mark.slow
 def test_a_parameter_without_gradient_in_a_later_step():
     """Its momentum would move it, which no eager step does."""
     replicas = replicas_of(Skipping(), 2, compile="aot_eager")
