@@ -15,7 +15,7 @@ from dist_pool import BACKEND, OURS, fresh
 from dist_soak import phases_of, run_scenario
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no types for these exceptions")
-SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "10"))
 WITHOUT = frozenset(filter(None, os.environ.get("PYCOLLECT_TEST_SOAK_WITHOUT", "").split(",")))
 FIRST_SEED = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
 LIMIT = 240.0  # time limit of a scenario in seconds; usual ones take about 10

@@ -202,7 +202,7 @@ def groups_with_a_late_rank(me: RankContext, count: int) -> list[float]:
 def test_groups_may_end_before_a_rank_connects():
     """A wait that ran out of time closed the connections that were being made."""
     with fresh(4, placement="abcd", group=False) as pool:
-        for took in pool.run(groups_with_a_late_rank, 40, seconds=100):
+        for took in pool.run(groups_with_a_late_rank, 16, seconds=60):
             assert max(took) < 2, took
 
 
