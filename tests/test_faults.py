@@ -92,47 +92,37 @@ def on_hosts(n: int) -> list[Fault]:
     """Each call meets each fault in one of the placements."""
     return [
         *IN_FLIGHT,
-        *waiting("killed", EVERY[n :: len(PLACEMENTS)]),
+        *waiting("killed", dict.fromkeys(["all_reduce", *EVERY[n :: len(PLACEMENTS)]])),
         *waiting("late", FEW[n :: len(PLACEMENTS)]),
         *waiting("aborts", QUICK[n :: len(PLACEMENTS)]),
-        Fault("killed"),
         Fault("leaves"),
     ]
 
 
-TABLE: dict[str, tuple[Spec, list[Fault]]] = {
-    "processes": (Spec(WORLD), HOST),
-    **{p: (Spec(WORLD, placement=p), on_hosts(n)) for n, p in enumerate(PLACEMENTS)},
-    "threads": (
-        Spec(WORLD, ranks_as="threads"),
-        waiting("leaves", EVERY) + waiting("aborts", EVERY),
-    ),
-    "late": (
+ON_CPU: list[tuple[Spec, list[Fault]]] = [
+    (Spec(WORLD), HOST),
+    *((Spec(WORLD, placement=p), on_hosts(n)) for n, p in enumerate(PLACEMENTS)),
+    (Spec(WORLD, ranks_as="threads"), waiting("leaves", EVERY) + waiting("aborts", EVERY)),
+    (
         Spec(WORLD, site="late"),
         [*IN_FLIGHT, *on_device("killed"), *on_device("late"), *on_device("aborts")],
     ),
-    "late, abb": (
+    (
         Spec(WORLD, site="late", placement="abb"),
         [*waiting("killed", QUICK), *waiting("late", QUICK), *stalled("killed"), *stalled("late")],
     ),
-    "eager": (Spec(WORLD, site="eager"), waiting("late", QUICK) + stalled("late")),
-    "cuda": (
-        Spec(WORLD, site="cuda"),
-        [f for w in ("killed", "late") for f in waiting(w, ON_DEVICES) + stalled(w)],
-    ),
-}
-CPU, GPU = [where for where in TABLE if where != "cuda"], ["cuda"]
+    (Spec(WORLD, site="eager"), waiting("late", QUICK) + stalled("late")),
+]
+FAULTS = [f for w in ("killed", "late") for f in waiting(w, ON_DEVICES) + stalled(w)]
+ON_GPU, ON = [(Spec(WORLD, site="cuda"), FAULTS)], ("cpu", "cuda")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    "where", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="cuda", marks=pytest.mark.cuda)]
-)
-def test_faults_are_met_in_time(where):
-    rows = {(w, fault): TABLE[w][0] for w in where for fault in TABLE[w][1]}
+@pytest.mark.parametrize("table", [ON_CPU, pytest.param(ON_GPU, marks=pytest.mark.cuda)], ids=ON)
+def test_faults_are_met_in_time(table):
     check_side_by_side(
-        ((key, spec, meet, (key[1],)) for key, spec in rows.items()),
-        lambda key, pool: check(key[1], pool.collect_outcomes(), pool.spec),
+        (((spec, fault), spec, meet, (fault,)) for spec, faults in table for fault in faults),
+        lambda key, pool: check(key[1], pool.collect_outcomes(), key[0]),
     )
 
 
