@@ -88,16 +88,16 @@ def exchange(me: GroupRank, step: Step) -> tuple[Works, Check]:
     return [call() for call in calls], check(step, [(out, input_block(step, source))])
 
 
+def send_block(me: GroupRank, step: Step, to: int) -> None:
+    x = in_random_layout(me, input_block(step, me.rank))
+    dist.send(x, me.global_rank(to), me.group, tag=step.number)
+
+
 def message(me: GroupRank, step: Step) -> tuple[Works, Check]:
     """One rank sends to another, which may receive from any source."""
     source, to = step.rng("pair").sample(range(step.world), 2)
     if me.rank == source:
-        dist.send(
-            in_random_layout(me, input_block(step, source)),
-            me.global_rank(to),
-            me.group,
-            tag=step.number,
-        )
+        send_block(me, step, to)
     if me.rank != to:
         return [], check(step, [])
     out = output_tensor(me, step)
@@ -245,12 +245,7 @@ def message_too_long(me: GroupRank, step: Step) -> Pending:
     raised = False
     try:
         if me.rank == source:
-            dist.send(
-                in_random_layout(me, input_block(step, source)),
-                me.global_rank(to),
-                me.group,
-                tag=step.number,
-            )
+            send_block(me, step, to)
         if me.rank == to:
             dist.recv(out, me.global_rank(source), me.group, tag=step.number)
     except ValueError:

@@ -339,14 +339,15 @@ def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, site):
 
 
 def error_in_child(call: Callable[[], object]) -> str:
-    """The error text of a call in a forked child, "nothing" without error; a child that hangs makes
-    the job hang, which its time limit ends."""
+    """The error of a call in a forked child, "nothing" without error; a child that hangs makes the
+    job hang, which its time limit ends."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         text = "a BaseException"
         with contextlib.suppress(BaseException):
-            text = caught(call).text or "nothing"
+            error = caught(call)
+            text = f"{error.kind}: {error.text}" if error.kind else "nothing"
         os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
@@ -365,6 +366,8 @@ def in_children(me: RankContext) -> dict[str, str]:
 
     batch = [dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, ones(), peer)]
     texts = {
+        "all_reduce": error_in_child(lambda: dist.all_reduce(ones())),
+        "send": error_in_child(lambda: dist.send(ones(), peer)),
         "start": error_in_child(backend._start_coalescing),
         "the group's list": error_in_child(lambda: whole(CPU)),
         "torch's list": error_in_child(lambda: whole(None)),
@@ -383,6 +386,8 @@ def in_children(me: RankContext) -> dict[str, str]:
     assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
     for work in dist.batch_isend_irecv(batch):
         work.wait()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(100_000))
     assert_in_step(me)
     return texts
 
@@ -393,4 +398,6 @@ def test_forked_children(pools):
     """Calls of forked children are refused at once and have no effect on the parent."""
     for texts in pools(2).run(in_children, seconds=60):
         for call, text in texts.items():
-            assert "this process was forked from the one that the group belongs to" in text, call
+            kind, _, words = text.partition(": ")
+            assert kind in ("CollectiveError", "RuntimeError", "ValueError"), (call, text)
+            assert "this process was forked from the one that the group belongs to" in words, call

@@ -6,7 +6,6 @@ arguments, its peers raise, too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from dist_pool import (
     RankContext,
     caught,
 )
-from sites import THREADS, not_on
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong results where ranks disagree"
@@ -281,36 +279,3 @@ def test_an_invalid_call_of_one_rank_raises_on_all(pools, kind, odd):
         assert error.kind == (own if rank == odd else "ValueError"), error
         assert word in error.text, error
         assert rank == odd or f"rank {odd}" in error.text, error
-
-
-# --- forked children ------------------------------------------------------------------------------
-
-
-def with_child(me: RankContext) -> list[str]:
-    """Calls in a forked child of a rank are refused at once; its exit does not affect the group."""
-    dist.all_reduce(ones())
-    texts = []
-    for call in (lambda: dist.all_reduce(ones()), lambda: dist.send(ones(), 1 - me.rank)):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            error = caught(call)
-            os.write(writer, f"{error.kind}: {error.text}".encode())
-            os._exit(0)
-        os.close(writer)
-        texts.append(os.read(reader, 4096).decode())
-        os.close(reader)
-        os.waitpid(child, 0)
-    x = torch.full((100_000,), 1.0)
-    for _ in range(20):
-        dist.all_reduce(x)
-    return texts
-
-
-@not_on(THREADS, "a rank that is a thread cannot be forked alone")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_children(pools):
-    for texts in pools(2).run(with_child):
-        for text in texts:
-            assert text.split(":")[0] in ("CollectiveError", "RuntimeError", "ValueError"), text
-            assert "fork" in text, text

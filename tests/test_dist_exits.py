@@ -177,14 +177,6 @@ def test_exit_while_daemon_threads_destroy_groups(programs):
     assert programs["ends"].result()[0] == ["0"] * 8
 
 
-@pytest.mark.slow
-def test_more_exits_with_daemon_threads(tmp_path):
-    """The same programs with more processes, because their timing varies between runs."""
-    for n, rest in enumerate((THREADS_WAIT, THREADS_END_GROUPS)):
-        text = PAIRS.replace("PROCESSES", "6") + rest
-        assert run_to_its_end(text, f"{tmp_path}/{n}")[0] == ["0"] * 6
-
-
 def test_a_waiting_thread_can_be_joined_at_exit(programs):
     assert programs["joins"].result()[0][-2:] == ["ended", "True"]
 
