@@ -6,6 +6,7 @@ import pytest
 import torch
 from reference import (
     DTYPES,
+    IN_PLACE,
     assert_same,
     expected,
     left_fold,
@@ -16,7 +17,6 @@ from reference import (
 
 import pycollect as pc
 
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 
 
