@@ -74,14 +74,6 @@ def test_counts_split_over_threads(dtype):
         assert_same(reduced(tensors), [left_fold(tensors, "sum")] * 4, f"{count} elements")
 
 
-@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
-def test_chunks_and_pieces_of_a_large_tensor(algorithm):
-    for world in (2, 5, 8):
-        tensors = randoms(world, (100_003,), torch.int32, seed=world)
-        got = reduced(tensors, algorithm=algorithm)
-        assert_same(got, [left_fold(tensors, "sum")] * world, f"world {world}")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_bits_do_not_depend_on_thread_count_or_offset(dtype):
     threads = torch.get_num_threads()

@@ -59,13 +59,6 @@ def test_names_are_sorted_and_unique(collective: str) -> None:
     assert all(_C.find_algorithm(collective, a.name).name == a.name for a in listed)
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no collective 'sum'; choose one of 'all_reduce', "):
-        pc.algorithms("sum")
-    with pytest.raises(ValueError, match=r"no broadcast algorithm 'ring'; choose .* 'direct'"):
-        pc.plan("broadcast", 2, algorithm="ring")
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "keeps_contract"),
     [
@@ -133,9 +126,6 @@ def test_defaults_are_those_for_one_memory() -> None:
     [
         ({"world": 0}, "world is 0; pass at least one rank"),
         ({"world": 5000}, "at most 1024"),
-        ({"world": 4, "root": 4}, "root 4 is not a rank of a world of 4"),
-        ({"world": 4, "root": -1}, "root -1 is not"),
-        ({"world": 4, "pieces": 0}, "pieces is 0; pass at least one piece"),
         ({"world": 4, "nbytes": -1}, "cannot be negative"),
     ],
 )
