@@ -56,20 +56,19 @@ def test_a_capture_has_streams_of_its_own(gpus: Gpus) -> None:
 
 def test_two_captures_one_after_the_other(gpus: Gpus) -> None:
     tensors = on_ranks(gpus, values(2))
-    graphs = []
-    for _ in range(3):
+
+    def capture() -> int:
         with gpus.capture(gpus.stream()) as number:
             gpus.all_reduce(tensors, async_op=True).wait()
             gpus.all_reduce(tensors, algorithm="ring")
-        graphs += number
+        return number[0]
+
+    graphs = [capture() for _ in range(3)]
     streams = gpus.cuda.counters()["streams"]
     for number in graphs:
         gpus.cuda.destroy_graph(number)
     for _ in range(3):  # with the streams of the destroyed graphs
-        with gpus.capture(gpus.stream()) as number:
-            gpus.all_reduce(tensors, async_op=True).wait()
-            gpus.all_reduce(tensors, algorithm="ring")
-        gpus.cuda.destroy_graph(number[0])
+        gpus.cuda.destroy_graph(capture())
     assert gpus.cuda.counters()["streams"] == streams + 3
 
 
