@@ -9,7 +9,7 @@ import dataclasses
 
 import matrix
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matrix_sites import Lists
 from reference import (
@@ -73,6 +73,10 @@ def cases(draw):
 
 @settings(max_examples=600, suppress_health_check=list(HealthCheck))
 @given(cases())
+@example((AnyCase("all_reduce", "sum", torch.float32, layout="misaligned", dims=(100_003,)), 16))
+@example((AnyCase("all_reduce", "avg", torch.bfloat16, algorithm="chain", dims=(65, 3)), 9))
+@example((AnyCase("reduce_scatter", "avg", torch.float16, into="misaligned", dims=(7, 3)), 5))
+@example((AnyCase("all_to_all", "sum", torch.int8, layout="every_other", dim=-1, dims=(4, 5)), 9))
 def test_any_case_keeps_the_contract(drawn):
     assert Lists().differs(*drawn) == []
 
