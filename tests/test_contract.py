@@ -27,6 +27,7 @@ from reference import (
 
 import pycollect as pc
 
+F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 WORLDS = (*range(1, 10), 16)
 
 
@@ -73,10 +74,17 @@ def cases(draw):
 
 @settings(max_examples=600, suppress_health_check=list(HealthCheck))
 @given(cases())
-@example((AnyCase("all_reduce", "sum", torch.float32, layout="misaligned", dims=(100_003,)), 16))
-@example((AnyCase("all_reduce", "avg", torch.bfloat16, algorithm="chain", dims=(65, 3)), 9))
-@example((AnyCase("reduce_scatter", "avg", torch.float16, into="misaligned", dims=(7, 3)), 5))
-@example((AnyCase("all_to_all", "sum", torch.int8, layout="every_other", dim=-1, dims=(4, 5)), 9))
+@example((AnyCase("all_reduce", "sum", F32, layout="misaligned", dims=(100_003,)), 16))
+@example((AnyCase("all_reduce", "avg", BF16, 7, "transposed", algorithm="chain", dims=(65, 3)), 9))
+@example((AnyCase("reduce_scatter", "avg", F16, 7, "columns", into="misaligned", dims=(7, 3)), 5))
+@example(
+    (
+        AnyCase(
+            "all_to_all", "sum", I8, 7, "every_other", "first", "misaligned", False, -1, dims=(4, 5)
+        ),
+        9,
+    )
+)
 def test_any_case_keeps_the_contract(drawn):
     assert Lists().differs(*drawn) == []
 
