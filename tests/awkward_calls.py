@@ -92,57 +92,29 @@ def lists() -> list[list[torch.Tensor]]:
     return [two(), two()]
 
 
-ROUTE = {"streams": None, "peer_access": True}
-IN_PLACE = {"algorithm": None, "async_op": False, **ROUTE}
-ALONG = {"dim": 0, "algorithm": None, "out": None, "async_op": False, **ROUTE}
-SPLIT = {"dim": 0, "out": None, "async_op": False, **ROUTE}
-COLLECTIVES: dict[str, Callable[[], dict[str, Any]]] = {
-    "all_reduce": lambda: {"tensors": two(), "op": "sum", **IN_PLACE},
-    "all_reduce_coalesced": lambda: {"tensor_lists": lists(), "op": "sum", **IN_PLACE},
-    "reduce": lambda: {"tensors": two(), "dst": 0, "op": "sum", **IN_PLACE},
-    "broadcast": lambda: {"tensors": two(), "src": 0, **IN_PLACE},
-    "broadcast_coalesced": lambda: {
-        "tensor_lists": lists(),
-        "src": 0,
-        "async_op": False,
-        **ROUTE,
-    },
-    "replicate": lambda: {"tensors": two(), "devices": "cpu*2", "peer_access": True},
-    "copy_": lambda: {
-        "dst": torch.ones(4),
-        "src": torch.ones(4),
-        "async_op": False,
-        "peer_access": True,
-    },
-    "barrier": lambda: {"devices": "cpu*2"},
-    "all_gather": lambda: {"tensors": two(), **ALONG},
-    "reduce_scatter": lambda: {"tensors": two(), "op": "sum", **ALONG},
-    "all_to_all": lambda: {"tensors": two(), "split_sizes": [2, 2], **SPLIT},
-    "scatter": lambda: {
-        "tensor": torch.ones(2),
-        "devices": "cpu*2",
-        "chunk_sizes": [1, 1],
-        **SPLIT,
-    },
-    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0, "out": None, **ROUTE},
-}
-RECORDED: dict[str, Callable[[], dict[str, Any]]] = {
-    "all_reduce": lambda: {"tensors": two(), "op": "sum", "algorithm": None},
-    "reduce": lambda: {"tensors": two(), "dst": 0, "op": "sum", "algorithm": None},
-    "broadcast": lambda: {"tensors": two(), "src": 0, "algorithm": None},
-    "all_gather": lambda: {"tensors": two(), "dim": 0, "algorithm": None},
-    "reduce_scatter": lambda: {"tensors": two(), "op": "sum", "dim": 0, "algorithm": None},
-    "all_to_all": lambda: {"tensors": two(), "dim": 0, "split_sizes": [2, 2]},
-    "scatter": lambda: {
-        "tensor": torch.ones(2),
-        "devices": "cpu*2",
-        "chunk_sizes": [1, 1],
-        "dim": 0,
-    },
-    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0},
-    "copy": lambda: {"tensor": torch.ones(2), "device": "cpu"},
+# The arguments of calls that are not left at their defaults, for both pycollect and its autograd.
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), lambda: {"tensors": two()}),
+    **dict.fromkeys(("all_gather", "reduce_scatter"), lambda: {"tensors": two()}),
+    "all_reduce_coalesced": lambda: {"tensor_lists": lists()},
+    "broadcast_coalesced": lambda: {"tensor_lists": lists()},
+    "all_to_all": lambda: {"tensors": two(), "split_sizes": [2, 2]},
+    "scatter": lambda: {"tensor": torch.ones(2), "devices": "cpu*2", "chunk_sizes": [1, 1]},
+    "gather": lambda: {"tensors": two(), "device": "cpu"},
     "replicate": lambda: {"tensors": two(), "devices": "cpu*2"},
+    "copy_": lambda: {"dst": torch.ones(4), "src": torch.ones(4)},
+    "copy": lambda: {"tensor": torch.ones(2), "device": "cpu"},
+    "barrier": lambda: {"devices": "cpu*2"},
 }
+
+
+def arguments(module: Any, name: str) -> dict[str, Any]:
+    """Every argument of a function of the module: as given, or its default."""
+    given = GIVEN[name]()
+    known = inspect.signature(getattr(module, name)).parameters.values()
+    return {p.name: given.get(p.name, p.default) for p in known}
+
+
 TUNE = {"collectives": ["broadcast"], "sizes": [64], "seconds": 1e-4}
 PLAN = {
     "collective": "broadcast",
@@ -198,14 +170,20 @@ NOT_CALLED = {"CollectiveError", "Deadlock", "PeerLost", "Plan", "Timeout", "Wor
 NOT_CALLED |= {"autograd", "distributed"}
 
 
-def without_devices(good: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in good().items() if name != "devices"}
+def calls_of(module: Any, prefix: str = "") -> Iterator[Case]:
+    for name in GIVEN:
+        if name in module.__all__:
+            yield prefix + name, getattr(module, name), functools.partial(arguments, module, name)
 
 
 def bound() -> Iterator[Case]:
     """Yield a communicator's methods: the module functions without the `devices` argument."""
     communicator = pc.Communicator("cpu*2")
-    for name, good in COLLECTIVES.items():
+
+    def without_devices(good: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in good().items() if name != "devices"}
+
+    for name, _, good in calls_of(pc):
         method = getattr(communicator, name)
         yield f"Communicator.{name}", method, functools.partial(without_devices, good)
     yield "Communicator.tune", communicator.tune, lambda: dict(TUNE)
@@ -247,10 +225,8 @@ def briefly(**options: Any) -> object:
 
 
 def cases() -> Iterator[Case]:
-    for name, good in COLLECTIVES.items():
-        yield name, getattr(pc, name), good
-    for name, good in RECORDED.items():
-        yield f"autograd.{name}", getattr(autograd, name), good
+    yield from calls_of(pc)
+    yield from calls_of(autograd, "autograd.")
     yield from bound()
     work = pc.all_reduce(two(), async_op=True)
     made = pc.plan("all_reduce", 2)

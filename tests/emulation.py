@@ -51,7 +51,10 @@ def launch(
     multiprocessors: int = 1,
     float8: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
+    """Run the rows; return what each launch did, which must not write beside its destinations."""
     dtype = ref.short(rows[0].dsts[0].dtype)
+    dsts = [dst for row in rows for dst in row.dsts]
+    before = [ref.surrounding_bytes(dst) for dst in dsts]
     launches: list[dict[str, Any]] = _testing.emulate_launch(
         [row.packed() for row in rows],
         dtype,
@@ -63,6 +66,8 @@ def launch(
     for one in launches:
         assert one["stored_twice"] == 0
         assert one["args_bytes"] <= ARGS_BYTES
+    for dst, around in zip(dsts, before, strict=True):
+        assert torch.equal(ref.surrounding_bytes(dst), around), "wrote outside"
     return launches
 
 

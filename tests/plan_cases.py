@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
+
 from pycollect import _C
 
 BUFFERS = ("in", "out", "tmp")
@@ -44,8 +46,16 @@ class Case:
         )
 
 
-def registry() -> list[_C.Algorithm]:
-    return [a for collective in _C.COLLECTIVES for a in _C.algorithms(collective)]
+REGISTRY = [a for collective in _C.COLLECTIVES for a in _C.algorithms(collective)]
+
+
+def each_of(algorithms: Sequence[_C.Algorithm]) -> pytest.MarkDecorator:
+    """Run a test with each of the algorithms as its argument `algorithm`."""
+    ids = [f"{a.collective}-{a.name}" for a in algorithms]
+    return pytest.mark.parametrize("algorithm", algorithms, ids=ids)
+
+
+each_algorithm = each_of(REGISTRY)
 
 
 def cases(

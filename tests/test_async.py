@@ -9,12 +9,10 @@ import weakref
 import programs
 import pytest
 import torch
-from reference import assert_same, expected, left_fold, randoms
+from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
 
 import pycollect as pc
 
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
-OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 LARGE = 1_000_003
 
 
@@ -23,46 +21,21 @@ def clones(tensors):
 
 
 @pytest.mark.parametrize("count", [5, LARGE])
-@pytest.mark.parametrize("collective", IN_PLACE)
-def test_in_place(collective, count):
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_wait_and_result(collective, count):
     values = randoms(3, (count,), torch.int32)
-    tensors = clones(values)
+    wanted, tensors = expected(collective, values), clones(values)
     work = getattr(pc, collective)(tensors, async_op=True)
     assert work.is_completed() in (True, False)
-    assert work.wait() is None
-    assert work.is_completed() is True
-    assert work.result() is None
-    assert work.wait() is None, "waiting twice"
-    assert_same(tensors, expected(collective, values))
-
-
-@pytest.mark.parametrize("count", [5, LARGE])
-@pytest.mark.parametrize("collective", OUT_OF_PLACE)
-def test_out_of_place(collective, count):
-    values = randoms(3, (count,), torch.int32)
-    wanted = expected(collective, values)
-    work = getattr(pc, collective)(values, async_op=True)
     got = work.wait()
-    assert_same(got, wanted)
-    assert all(a is b for a, b in zip(got, work.result(), strict=True))
-    assert_same(getattr(pc, collective)(values, async_op=True).result(), wanted, "result waits")
-    out = [torch.zeros_like(w) for w in wanted]
-    got = getattr(pc, collective)(values, out=out, async_op=True).wait()
-    assert all(g is o for g, o in zip(got, out, strict=True))
-    assert_same(out, wanted)
-
-
-def test_scatter_copy_and_coalesced():
-    tensor = randoms(1, (LARGE,), torch.int16)[0]
-    assert_same(pc.scatter(tensor, "cpu*3", async_op=True).wait(), tensor.tensor_split(3))
-    target = torch.zeros_like(tensor)
-    assert pc.copy_(target, tensor, async_op=True).wait() is None
-    assert_same([target], [tensor])
-    columns = [randoms(3, (n,), torch.int64, seed=n) for n in (3, 40_001)]
-    lists = [[column[r].clone() for column in columns] for r in range(3)]
-    assert pc.all_reduce_coalesced(lists, "max", async_op=True).wait() is None
-    for i, column in enumerate(columns):
-        assert_same([mine[i] for mine in lists], [left_fold(column, "max")] * 3)
+    assert work.is_completed() is True
+    for again in (work.result(), work.wait()):
+        assert again is got is None or all(a is g for a, g in zip(again, got, strict=True))
+    assert (got is None) is (collective in IN_PLACE)
+    assert_same(tensors if got is None else got, wanted)
+    tensors = clones(values)
+    got = getattr(pc, collective)(tensors, async_op=True).result()
+    assert_same(tensors if got is None else got, wanted, "result waits")
 
 
 def test_works_run_in_call_order():

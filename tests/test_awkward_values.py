@@ -38,29 +38,27 @@ def test_every_argument_of_every_call() -> None:
 
 
 WRAPPING = [1 << 62] * 4  # sums to 0 in 64 bits
+EMPTY = [torch.zeros(0, 4) for _ in range(4)]
+LONG = (torch.zeros(1).expand(1 << 62), torch.zeros(1 << 62, 0))
+OVERFLOWING = [  # call, arguments, options, words
+    *[
+        (pc.all_to_all, (EMPTY,), {"split_sizes": sizes, "async_op": async_op}, "split_sizes")
+        for sizes in (WRAPPING, [WRAPPING] * 4, [(1 << 63) - 1, 1] * 2)
+        for async_op in (False, True)
+    ],
+    (pc.scatter, (EMPTY[0], "cpu*4"), {"chunk_sizes": WRAPPING}, "chunk_sizes"),
+    *[(pc.all_gather, ([long] * 4,), {}, "all_gather: the lengths along dim") for long in LONG],
+    *[(pc.gather, ([long] * 4,), {}, "gather: the lengths along dim") for long in LONG],
+]
 
 
-def empty_tensors() -> list[torch.Tensor]:
-    return [torch.zeros(0, 4) for _ in range(4)]
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("sizes", [WRAPPING, [WRAPPING] * 4, [(1 << 63) - 1, 1] * 2])
-def test_split_sizes_whose_sum_overflows_are_refused(sizes: list[int], async_op: bool) -> None:
-    with pytest.raises(ValueError, match=r"split_sizes .* 64 bits; needed are 4 that sum to 0"):
-        pc.all_to_all(empty_tensors(), split_sizes=sizes, async_op=async_op)
-
-
-def test_chunk_sizes_whose_sum_overflows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"chunk_sizes .* 64 bits; needed are 4 that sum to 0"):
-        pc.scatter(torch.zeros(0, 4), "cpu*4", chunk_sizes=WRAPPING)
-
-
-@pytest.mark.parametrize("call", [pc.all_gather, pc.gather])
-@pytest.mark.parametrize("long", [torch.zeros(1).expand(1 << 62), torch.zeros(1 << 62, 0)])
-def test_lengths_whose_sum_overflows_are_refused(call: Any, long: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=f"{call.__name__}: the lengths along dim .* 64 bits"):
-        call([long] * 4)
+@pytest.mark.parametrize(("call", "arguments", "options", "words"), OVERFLOWING)
+def test_sizes_whose_sum_overflows_are_refused(
+    call: Any, arguments: Any, options: dict[str, Any], words: str
+) -> None:
+    needed = "; needed are 4 that sum to 0" if options else ""
+    with pytest.raises(ValueError, match=f"{words} .* 64 bits{needed}"):
+        call(*arguments, **options)
 
 
 def test_huge_timeouts_do_not_expire_at_once() -> None:

@@ -46,11 +46,6 @@ def test_every_dtype_of_torch_is_moved_unless_it_is_quantized():
         assert_same([copy.view(torch.uint8)], [wanted[::2]], dtype)
 
 
-def test_barrier_returns():
-    assert pc.barrier(["cpu"] * 4) is None
-    assert pc.barrier("cpu*3") is None
-
-
 def test_a_communicator_has_the_same_methods():
     communicator = pc.Communicator(["cpu"] * 3)
     tensors = randoms(3, (6, 5), torch.float32)

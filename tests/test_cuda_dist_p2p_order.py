@@ -69,7 +69,7 @@ def behind_the_stream(me: RankContext) -> list[bool]:
     return [bool((y == 5.0).all())]
 
 
-def behind_the_current_stream(me: RankContext) -> list[bool]:
+def behind_the_current_stream(me: RankContext) -> bool:
     """Messages are ordered behind the current stream of the calling thread, not the default one."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     me.site.synchronize()
@@ -85,12 +85,7 @@ def behind_the_current_stream(me: RankContext) -> list[bool]:
             dist.recv(y, 0)
     me.site.resume()
     me.site.synchronize()
-    return [me.rank == 0 or bool((y == 5.0).all())]
-
-
-@pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
-def test_messages_are_ordered_behind_the_current_stream(pools, site):
-    assert pools(2, site=site).run(behind_the_current_stream) == [[True], [True]]
+    return me.rank == 0 or bool((y == 5.0).all())
 
 
 def completed(me: RankContext) -> list[bool]:
@@ -158,8 +153,10 @@ def to_the_host(me: RankContext) -> bool:
 
 
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
-def test_a_late_sending_stream_blocks_no_host(pools, site):
-    assert pools(2, site=site).run(to_the_host) == [True, True]
+@pytest.mark.parametrize("job", [behind_the_current_stream, to_the_host],
+                         ids=lambda job: job.__name__)  # fmt: skip
+def test_messages_of_late_streams(pools, site, job):
+    assert pools(2, site=site).run(job) == [True, True]
 
 
 def late_receiving_stream(me: RankContext) -> bool:

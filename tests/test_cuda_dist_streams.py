@@ -21,6 +21,8 @@ pytestmark = [
     not_on(HOSTS, "tests what precedes and follows the exchange"),
 ]
 
+CALLS = 40  # that free memory in use
+
 
 def earlier_stream_work(me: RankContext) -> list[bool]:
     """Earlier work of the caller's stream on a tensor comes before the call."""
@@ -39,11 +41,6 @@ def earlier_stream_work(me: RankContext) -> list[bool]:
     return good
 
 
-@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
-def test_calls_are_ordered_behind_earlier_stream_work(pools, site, world):
-    assert pools(world, site=site).run(earlier_stream_work) == [[True] * 12] * world
-
-
 def on_a_side_stream(me: RankContext) -> list[bool]:
     """A call on a side stream; its result is used there or, after wait(), on the main stream."""
     good = []
@@ -60,11 +57,6 @@ def on_a_side_stream(me: RankContext) -> list[bool]:
         me.site.synchronize()
         good.append(bool((y == me.world * (me.world + 1)).all()))
     return good
-
-
-@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
-def test_side_streams(pools, site, world):
-    assert pools(world, site=site).run(on_a_side_stream) == [[True] * 4] * world
 
 
 def return_while_blocked(me: RankContext) -> tuple[bool, list[float]]:
@@ -95,9 +87,9 @@ def test_async_calls_return_at_once(pools, site, world):
         assert sums == [1000.0 * world, 3.0 * world, 1000.0 * world]
 
 
-def freed_while_in_use(me: RankContext, calls: int) -> list[float]:
+def freed_while_in_use(me: RankContext) -> list[float]:
     """Tensors are freed while the group's stream uses them; new tensors may reuse the memory."""
-    outs = [torch.zeros(64 * me.world) for _ in range(calls)]
+    outs = [torch.zeros(64 * me.world) for _ in range(CALLS)]
     works = []
     me.site.run_ahead(0.001)
     for i, out in enumerate(outs):
@@ -118,12 +110,6 @@ def freed_while_in_use(me: RankContext, calls: int) -> list[float]:
         abs(out.view(me.world, 64).sub(torch.arange(me.world)[:, None] + i)).max().item()
         for i, out in enumerate(outs)
     ]
-
-
-@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
-def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
-    for differences in pools(world, site=site).run(freed_while_in_use, 40):
-        assert differences == [0.0] * 40
 
 
 def in_a_callback(me: RankContext) -> list[float]:
@@ -197,9 +183,18 @@ def beside_a_capture(me: RankContext) -> float:
     return x.unique().tolist()
 
 
+JOBS = {  # job -> its result in a world of this size
+    earlier_stream_work: lambda world: [True] * 12,
+    on_a_side_stream: lambda world: [True] * 4,
+    freed_while_in_use: lambda world: [0.0] * CALLS,
+    beside_a_capture: lambda world: [float(world)],
+}
+
+
 @pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
-def test_a_capture_while_a_call_is_in_flight(pools, site, world):
-    assert pools(world, site=site).run(beside_a_capture) == [[float(world)]] * world
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_calls_follow_their_streams(pools, site, world, job):
+    assert pools(world, site=site).run(job) == [JOBS[job](world)] * world
 
 
 def traced(me: RankContext, async_op: bool) -> list[list[str]]:

@@ -62,12 +62,9 @@ def test_any_lines(data: st.DataObject):
     srcs = [view(t) for t in tensors]
     in_place = draw(st.booleans())
     dsts = srcs if in_place else [view(tensors[0] * 0) for _ in range(n_dsts)]
-    before = [ref.surrounding_bytes(d) for d in dsts]
     launches = launch([Row(dsts, srcs)], multiprocessors=multiprocessors)
     wanted = ref.left_fold(tensors, "sum") if world > 1 else tensors[0]
     ref.assert_same(dsts, [wanted] * len(dsts))
-    for dst, base in zip(dsts, before, strict=True):
-        assert torch.equal(ref.surrounding_bytes(dst), base), "wrote outside the destination"
     assert sum(one["loaded"] for one in launches) == world * reals(wanted)
     assert sum(one["loaded_twice"] for one in launches) == 0
 

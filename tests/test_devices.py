@@ -57,7 +57,7 @@ def test_missing_gpus_are_refused(spec):
 
 BAD = ["", " ", "*", "*4", "cpu*0", "cpu*-1", "cpu*x", "cpu*1.5", "cpu:1", "cpu:x", "cpu**2"]
 BAD += ["toaster", "toaster*2", "cpu,cpu", "[", "(cpu", "xpu:0", "meta", "cuda:99999", "cuda:-1"]
-BAD += [[], ["cpu", "toaster"], torch.device("meta"), torch.device("meta", 0)]
+BAD += ["cpu*99999999999999", [], ["cpu", "toaster"], torch.device("meta"), torch.device("meta", 0)]
 
 
 @pytest.mark.parametrize("spec", BAD, ids=repr)
@@ -76,11 +76,6 @@ def test_invalid_strings_are_refused(spec):
 def test_invalid_types_are_refused(spec):
     with pytest.raises((TypeError, ValueError), match="devices"):
         pc.devices(spec)
-
-
-def test_huge_rank_counts_are_refused():
-    with pytest.raises(ValueError, match="devices"):
-        pc.devices("cpu*99999999999999")
 
 
 @pytest.mark.parametrize("spec", ["cpu*3", ["cpu"] * 3, ("cpu", "cpu*2"), [CPU] * 3], ids=str)

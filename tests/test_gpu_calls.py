@@ -165,6 +165,11 @@ def reuse_freed_memory(gpus: Gpus) -> None:
             gpus.torch.write(t, torch.ones_like(t, device="cpu"))
 
 
+def ended(found: Any) -> Any:
+    """The results of a call, after its wait() if it is asynchronous."""
+    return found.wait() if hasattr(found, "wait") else found
+
+
 def read_and_overwrite(gpus: Gpus, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for t, v in zip(tensors, expected, strict=True):
         gpus.expect(t, v)
@@ -175,9 +180,7 @@ def reduced(gpus: Gpus, devices: int = 2, of: Sequence[Tensor] = (), **more: Any
     of = of or values(WORLD, 64)
     tensors = on_ranks(gpus, of, devices)
     reuse_freed_memory(gpus)
-    work = gpus.all_reduce(tensors, **more)
-    if work is not None:
-        work.wait()
+    ended(gpus.all_reduce(tensors, **more))
     read_and_overwrite(gpus, tensors, [total(of)] * len(of))
 
 
@@ -219,8 +222,7 @@ def rows_and_columns(gpus: Gpus, devices: int = 1, **streams: Any) -> tuple[Any,
 def unlike_layouts(gpus: Gpus, **more: Any) -> None:
     of, tensors = rows_and_columns(gpus, 2)
     reuse_freed_memory(gpus)
-    found = gpus.all_gather(tensors, **more)
-    found = found.wait() if more else found
+    found = ended(gpus.all_gather(tensors, **more))
     read_and_overwrite(gpus, [*tensors, *found], [*of, torch.cat(of), torch.cat(of)])
 
 
@@ -237,8 +239,7 @@ def unlike_layouts_behind_asynchronous_calls(gpus: Gpus, **more: Any) -> Any:
     works = [
         gpus.all_reduce(list(pair), async_op=True) for pair in zip(tensors, others, strict=True)
     ]
-    found = gpus.all_gather(tensors, **more)
-    found = found.wait() if more else found
+    found = ended(gpus.all_gather(tensors, **more))
     read_and_overwrite(gpus, found, [2 * torch.cat(of)] * 2)
     return works
 
@@ -254,9 +255,7 @@ def a_copy_between_layouts(gpus: Gpus) -> None:
 def array_of_another_library(gpus: Gpus, **more: Any) -> None:
     of, theirs = values(2, 64), gpus.stream()
     array, tensor = Array(gpus, of[0], theirs), gpus.tensor(of[1])
-    work = gpus.all_reduce([array, tensor], **more)
-    if work is not None:
-        work.wait()
+    ended(gpus.all_reduce([array, tensor], **more))
     read_and_overwrite(gpus, [tensor], [total(of)])
     with gpus.on(theirs):
         read_and_overwrite(gpus, [array.memory], [total(of)])
@@ -273,8 +272,7 @@ def array_of_a_dropped_work(gpus: Gpus) -> None:
 def array_in_another_layout(gpus: Gpus, **more: Any) -> None:
     of, tensors = rows_and_columns(gpus)
     array = Array(gpus, of[0], gpus.stream())
-    found = gpus.all_gather([array, tensors[1]], **more)
-    found = found.wait() if more else found
+    found = ended(gpus.all_gather([array, tensors[1]], **more))
     with gpus.on(array.stream):
         read_and_overwrite(gpus, [array.memory], of[:1])
     read_and_overwrite(gpus, found, [torch.cat(of)] * 2)
@@ -284,9 +282,7 @@ def array_that_names_no_stream(gpus: Gpus, **more: Any) -> None:
     """Its library has ordered its work before the current stream; the call is on named streams."""
     of = values(2, 64)
     arrays = [Array(gpus, v, gpus.torch.current(0), tells=False) for v in of]
-    work = gpus.all_reduce(arrays, streams=[gpus.stream() for _ in of], **more)
-    if work is not None:
-        work.wait()
+    ended(gpus.all_reduce(arrays, streams=[gpus.stream() for _ in of], **more))
     read_and_overwrite(gpus, [a.memory for a in arrays], [total(of)] * 2)
 
 

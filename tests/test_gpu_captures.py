@@ -1,4 +1,6 @@
-"""Calls on lists of GPU tensors in the capture of a CUDA graph, on emulated GPUs."""
+"""Calls on lists of emulated GPUs' tensors in the capture of a CUDA graph, between tensors of
+different layouts, and on memory that is not torch's, such as CuPy's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpus import Gpus, on_ranks, values
+from emulated_gpus import Array, Gpus, on_ranks, total, values
 from torch import Tensor
 
 import pycollect as pc
@@ -54,20 +56,19 @@ def test_a_capture_has_streams_of_its_own(gpus: Gpus) -> None:
 
 def test_two_captures_one_after_the_other(gpus: Gpus) -> None:
     tensors = on_ranks(gpus, values(2))
-    graphs = []
-    for _ in range(3):
+
+    def capture() -> int:
         with gpus.capture(gpus.stream()) as number:
             gpus.all_reduce(tensors, async_op=True).wait()
             gpus.all_reduce(tensors, algorithm="ring")
-        graphs += number
+        return number[0]
+
+    graphs = [capture() for _ in range(3)]
     streams = gpus.cuda.counters()["streams"]
     for number in graphs:
         gpus.cuda.destroy_graph(number)
     for _ in range(3):  # with the streams of the destroyed graphs
-        with gpus.capture(gpus.stream()) as number:
-            gpus.all_reduce(tensors, async_op=True).wait()
-            gpus.all_reduce(tensors, algorithm="ring")
-        gpus.cuda.destroy_graph(number[0])
+        gpus.cuda.destroy_graph(capture())
     assert gpus.cuda.counters()["streams"] == streams + 3
 
 
@@ -216,3 +217,139 @@ def test_the_host_waits_although_another_thread_captures(gpus: Gpus) -> None:
     gpus.cuda.allow_eager_work(True)
     with gpus.capture(other), gpus.on(gpus.stream()):
         gpus.all_reduce(tensors)
+
+
+# --- copies between layouts -----------------------------------------------------------------------
+
+
+def test_a_copy_between_layouts_leaves_the_current_stream(gpus: Gpus) -> None:
+    """A rank in host memory uses the stream of the GPU, which is then in the list twice."""
+    host = torch.zeros(4, 2)
+    gpus.torch.adopt(host, True)
+    before = gpus.torch.current(0)
+    gpus.copy_(host, gpus.tensor(torch.ones(2, 4)).t(), async_op=True).wait()
+    assert gpus.torch.current(0) == before
+
+
+def test_copies_of_inputs_are_freed_with_the_call(gpus: Gpus) -> None:
+    of = [v.reshape(4, 16) for v in values(2, 64)]
+    tensors = [gpus.tensor(of[0]), gpus.tensor(of[1].t().contiguous()).t()]
+    before = gpus.torch.blocks_in_use()
+    gpus.all_gather(tensors)
+    assert gpus.torch.blocks_in_use() == before
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_is_refused_in_a_capture(gpus: Gpus, pinned: bool) -> None:
+    host = torch.zeros(4, 2)
+    gpus.torch.adopt(host, pinned)
+    device = gpus.empty(2, 4).t()
+    with gpus.capture(gpus.stream()):
+        with pytest.raises(ValueError, match="different layouts"):
+            gpus.copy_(device, host)
+        with pytest.raises(ValueError, match="different layouts"):
+            gpus.all_gather([device, host], out=[gpus.empty(8, 2), torch.zeros(8, 2)])
+
+
+def test_two_devices_are_refused_in_a_capture(gpus: Gpus) -> None:
+    tensors = [gpus.empty(4, 2), gpus.empty(2, 4, device=1).t()]
+    with captured_on_both(gpus), pytest.raises(ValueError, match="two GPUs"):
+        gpus.copy_(*tensors)
+
+
+def test_the_host_copies_behind_the_stream(gpus: Gpus) -> None:
+    """A pinned input may still be written by a copy that does not wait."""
+    host, out = torch.zeros(2, 4), torch.zeros(8, 2)
+    for memory in (host, out):
+        gpus.torch.adopt(memory, True)
+    tensors = [gpus.empty(4, 2), host.t()]
+
+    counted = gpus.count(lambda: gpus.all_gather(tensors, out=[gpus.empty(8, 2), out]))
+    assert counted["synchronize"] >= 2  # before the copy, and for the result
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_more_ranks_than_a_kernel_takes_are_refused(gpus: Gpus, lines: int) -> None:
+    """The addresses are parameters of the kernel. In several lines each of them has a pitch."""
+    most = 503 if lines == 1 else 251
+    for world in (most, most + 1):
+        of = values(world, lines, world)
+        tensors = on_ranks(gpus, of)
+        if world == most:
+            shards = gpus.reduce_scatter(tensors, dim=1)
+            for r in range(world):
+                gpus.expect(shards[r], total(of)[:, r : r + 1])
+        else:
+            with pytest.raises(ValueError, match=f"fewer than {world} sources .* are {world}"):
+                gpus.reduce_scatter(tensors, dim=1)
+        for t, v in zip(tensors, of, strict=True):
+            gpus.expect(t, v)
+    gpus.all_reduce(tensors, algorithm="chain")
+    for t in tensors:
+        gpus.expect(t, total(of))
+    gpus.check()
+
+
+# --- memory that is not torch's -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_asynchronous_call_on_arrays_overlaps_with_later_work(gpus: Gpus, tells: bool) -> None:
+    """The current stream waits in wait(), although the arrays' library uses it, too."""
+    arrays = [Array(gpus, v, gpus.torch.current(0), tells) for v in values(2)]
+    work = gpus.all_reduce(arrays, async_op=True)
+    gpus.torch.write(arrays[0].memory, torch.zeros(8))  # before wait(): a mistake of the caller
+    assert gpus.cuda.race is not None
+    work.wait()
+
+
+def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:
+    tensors = [gpus.torch.empty_foreign(8, 0, offset) for offset in (0, 2)]
+    with pytest.raises(ValueError, match=r"tensors\[1\] .*not aligned"):
+        gpus.all_reduce(tensors)
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_stream_in_a_capture_is_refused_outside(gpus: Gpus, tells: bool) -> None:
+    """The named streams would join the capture: the call would run in replays only."""
+    named, origin = gpus.stream(), gpus.stream()
+    gpus.cuda.allow_eager_work(True)
+    arrays = [Array(gpus, v, named, tells) for v in values(2)]
+    with gpus.capture(origin):
+        for a in arrays:
+            a.stream = origin
+        with pytest.raises(ValueError, match="stream of an array's library is in the capture"):
+            gpus.all_reduce(arrays, streams=[named] * 2)
+        assert gpus.cuda.capture_id(named) == 0
+
+
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_first_failure_is_raised_if_the_device_is_lost(async_op: bool) -> None:
+    """Whatever the library still tries on the device, such as ordering streams, fails as well."""
+
+    def failure(kind: str, after: int) -> str:
+        gpus = Gpus(2)
+        of, theirs = values(4, 64), [gpus.stream(device) for device in (0, 1)]
+        tensors: list[Any] = on_ranks(gpus, of, 2)
+        tensors[:2] = [Array(gpus, of[0], theirs[0]), tensors[1]]
+        gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        gpus.cuda.inject(kind, after=after)
+        try:
+            gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        except RuntimeError as error:
+            return str(error)
+        else:
+            return ""
+        finally:
+            gpus.cuda.heal()
+            gpus.torch.run(0)
+            gpus.close()
+
+    number = 0
+    while first := failure("fail", number):
+        assert failure("lost", number) == first
+        number += 1
+    assert number > 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pycollect import _C, _testing
 
-REGISTRY = plan_cases.registry()
+REGISTRY = plan_cases.REGISTRY
 # The host of each rank. Ranks of a host may be consecutive or not, and hosts of unequal sizes.
 PLACEMENTS = ("aabb", "aaabcc", "abcd", "abab", "abca", "abbcba", "aabbccdd", "abcdabcd", "abbbb")
 FORMS = [(in_place, first) for in_place in (False, True) for first in (False, True)]

@@ -10,20 +10,15 @@ import contextlib
 import random
 from typing import Any
 
-import plan_cases
 import pytest
 import torch
 from emulated_calls import all_reduce, emulate_calls, stream_layouts
-from plan_cases import Case, cases, random_plan
+from plan_cases import Case, cases, each_algorithm, random_plan
 
 from pycollect import _C, _testing
 
-REGISTRY = plan_cases.registry()
-IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
 PINNED, PAGEABLE = -1, -2
 RINGS = ((64, 1), (64, 2), (96, 3), (256, 2), (512, 3), (4096, 4))  # bytes of a piece, pieces
-
-each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 def mixed(case: Case, seed: int) -> list[int]:

@@ -10,11 +10,11 @@ import plan_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_cases import REGISTRY, each_algorithm
 
 import pycollect as pc
 from pycollect import _C, cli
 
-REGISTRY = plan_cases.registry()
 HOSTS = ((8, 8, 4), (2, 2), (1, 1), (1, 3), (3, 1, 2), (1, 1, 1, 1, 1))
 # A network of 1000 bytes a second, besides which everything else takes no time.
 ONLY_NETWORK = pc.CostModel(alpha=0, port=1e30, memory=1e30, network=1000, latency=0)
@@ -33,20 +33,22 @@ def bytes_of_hosts(plan: pc.plans.Plan) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_every_algorithm_can_be_planned_over_hosts(a: _C.Algorithm, hosts: Any) -> None:
-    rooted = a.collective in plan_cases.ROOTED
+@each_algorithm
+def test_every_algorithm_can_be_planned_over_hosts(algorithm: _C.Algorithm, hosts: Any) -> None:
+    rooted = algorithm.collective in plan_cases.ROOTED
     for nbytes, root in ((64, 0), (1 << 20, sum(hosts) - 1 if rooted else 0)):
-        plan = pc.plan(a.collective, hosts=hosts, algorithm=a.name, nbytes=nbytes, root=root)
+        plan = pc.plan(
+            algorithm.collective, hosts=hosts, algorithm=algorithm.name, nbytes=nbytes, root=root
+        )
         assert plan.verify() is None
         assert (plan.world, plan.hosts) == (sum(hosts), hosts)
         assert plan.predict() > 0
 
 
-@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_between_hosts_are_only_copies_to_the_rank_that_runs_them(a: _C.Algorithm) -> None:
-    plan = pc.plan(a.collective, hosts=(3, 1, 2), algorithm=a.name)
-    assert any(bytes_of_hosts(plan)[0]) or a.collective == "barrier"
+@each_algorithm
+def test_between_hosts_are_only_copies_to_the_rank_that_runs_them(algorithm: _C.Algorithm) -> None:
+    plan = pc.plan(algorithm.collective, hosts=(3, 1, 2), algorithm=algorithm.name)
+    assert any(bytes_of_hosts(plan)[0]) or algorithm.collective == "barrier"
     for dsts, srcs, by in plan.steps:
         me = plan.host_of[plan_cases.executor((dsts, srcs, by))]
         assert {plan.host_of[d[0]] for d in dsts} == {me}

@@ -8,11 +8,11 @@ from typing import Any
 
 import plan_cases
 import pytest
+from plan_cases import each_algorithm
 
 import pycollect as pc
 from pycollect import _C
 
-REGISTRY = plan_cases.registry()
 # A signal takes 1 s, a port moves 10 bytes a second, a memory 100; there is no bridge.
 SLOW = (1.0, 10.0, 100.0, 0.0)
 
@@ -28,35 +28,30 @@ def seconds(
     return total, [span for span in spans if span[1] >= 0]
 
 
-def test_the_time_of_a_copy_between_ranks() -> None:
-    total, spans = seconds(2, [pull(1, 0)])
-    assert spans == [(1, 0, 1.0, 11.0)]  # alpha, then 100 bytes through a port
-    assert total == 12.0  # rank 0 gets the signal that its input was read
+FOLD = (((2, "out", 0, 1),), ((0, "in", 0, 1), (1, "in", 0, 1)), -1)
+PUSH = (((1, "out", 0, 1),), ((0, "in", 0, 1),), 0)
+# Name -> (ranks, steps, spans: rank, step, begin and end, seconds until all ranks have left).
+BY_HAND: dict[str, tuple[int, list[Any], list[tuple[int, int, float, float]], float]] = {
+    # alpha, then 100 bytes through a port; rank 0 then gets the signal that its input was read
+    "copy": (2, [pull(1, 0)], [(1, 0, 1.0, 11.0)], 12.0),
+    "a push runs at the source": (2, [PUSH], [(0, 0, 1.0, 11.0)], 12.0),
+    "one memory reads and writes": (1, [pull(0, 0)], [(0, 0, 0.0, 2.0)], 2.0),
+    "two readers queue at one port": (
+        *(3, [pull(1, 0), pull(2, 0)]),
+        *([(1, 0, 1.0, 11.0), (2, 1, 1.0, 21.0)], 22.0),
+    ),
+    "a fold queues at its reader's port": (3, [FOLD], [(2, 0, 1.0, 21.0)], 22.0),
+    "ports are two-way": (
+        *(2, [pull(1, 0), pull(0, 1)]),
+        *([(1, 0, 1.0, 11.0), (0, 1, 1.0, 11.0)], 12.0),
+    ),
+}
 
 
-def test_within_one_memory_bytes_are_read_and_written() -> None:
-    assert seconds(1, [pull(0, 0)]) == (2.0, [(0, 0, 0.0, 2.0)])
-
-
-def test_two_readers_queue_at_one_port() -> None:
-    _, spans = seconds(3, [pull(1, 0), pull(2, 0)])
-    assert [span[3] for span in spans] == [11.0, 21.0]
-
-
-def test_a_fold_queues_at_the_readers_port() -> None:
-    fold = (((2, "out", 0, 1),), ((0, "in", 0, 1), (1, "in", 0, 1)), -1)
-    assert seconds(3, [fold])[1] == [(2, 0, 1.0, 21.0)]
-
-
-def test_ports_are_two_way() -> None:
-    _, spans = seconds(2, [pull(1, 0), pull(0, 1)])
-    assert [span[3] for span in spans] == [11.0, 11.0]
-
-
-def test_a_push_runs_at_the_source() -> None:
-    push = (((1, "out", 0, 1),), ((0, "in", 0, 1),), 0)
-    total, spans = seconds(2, [push])
-    assert (total, spans) == (12.0, [(0, 0, 1.0, 11.0)])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_times_by_hand(name: str) -> None:
+    world, steps, spans, total = BY_HAND[name]
+    assert seconds(world, steps) == (total, spans)
 
 
 def test_a_bridge_joins_the_halves() -> None:
@@ -68,22 +63,22 @@ def test_a_bridge_joins_the_halves() -> None:
 
 
 @pytest.mark.parametrize("model", ["nvlink", "pcie", pc.CostModel(1e-6, 1e9, 5e9, 2e9)])
-@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_more_bytes_take_longer(a: _C.Algorithm, model: str | pc.CostModel) -> None:
+@each_algorithm
+def test_more_bytes_take_longer(algorithm: _C.Algorithm, model: str | pc.CostModel) -> None:
     for world in (2, 5, 8):
         times = [
-            pc.plan(a.collective, world, algorithm=a.name, nbytes=n).predict(model)
+            pc.plan(algorithm.collective, world, algorithm=algorithm.name, nbytes=n).predict(model)
             for n in (0, 1 << 10, 1 << 20, 1 << 30)
         ]
         assert times == sorted(times)
         assert times[0] > 0  # the latency of waits between ranks
-        if a.collective != "barrier":
+        if algorithm.collective != "barrier":
             assert times[-1] > 100 * times[0]
 
 
-@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_a_rank_runs_one_task_at_a_time(a: _C.Algorithm) -> None:
-    plan = pc.plan(a.collective, 6, algorithm=a.name)
+@each_algorithm
+def test_a_rank_runs_one_task_at_a_time(algorithm: _C.Algorithm) -> None:
+    plan = pc.plan(algorithm.collective, 6, algorithm=algorithm.name)
     line = plan.timeline()
     assert [span.step for span in line] == list(range(len(plan.steps)))
     assert all(span.rank == plan_cases.executor(plan.steps[span.step]) for span in line)

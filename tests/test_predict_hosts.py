@@ -19,45 +19,36 @@ def seconds(collective: str, hosts: tuple[int, ...], model: pc.CostModel, **opti
     return pc.plan(collective, hosts=hosts, **options).predict(model)
 
 
-def test_a_message_takes_its_bytes_and_a_latency() -> None:
-    time = seconds("broadcast", (1, 1), ONLY_NETWORK, nbytes=100_000)
-    assert time == pytest.approx(100 + AGREEMENT)
-    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
-    assert seconds("broadcast", (1, 1), slow, nbytes=100_000) == pytest.approx(time + 2 * 5.0)
+SLOW = dataclasses.replace(ONLY_NETWORK, latency=5.0)
+# Name -> (collective, hosts, bytes, model, seconds).
+BY_HAND: dict[str, tuple[str, tuple[int, ...], int, pc.CostModel, float]] = {
+    "a message's bytes": ("broadcast", (1, 1), 100_000, ONLY_NETWORK, 100 + AGREEMENT),
+    "and latency": ("broadcast", (1, 1), 100_000, SLOW, 100 + AGREEMENT + 2 * 5.0),
+    "little data goes along with the agreement": ("broadcast", (1, 1), 100, SLOW, 5.1),
+    "a barrier": ("barrier", (1, 1), 1 << 20, SLOW, 10 + AGREEMENT),
+    # Each of four ranks sends a quarter of its tensor to each rank of the other host.
+    "ranks share a link": ("all_to_all", (2, 2), 40_000, ONLY_NETWORK, 2 * 20 + 2 * AGREEMENT),
+    "gathered blocks, too": ("all_gather", (4, 4), 80_000, ONLY_NETWORK, 40 + AGREEMENT),
+    "one way": ("broadcast", (1, 1), 40_000, ONLY_NETWORK, 40 + AGREEMENT),
+    "both ways at once": ("all_gather", (1, 1), 80_000, ONLY_NETWORK, 40 + AGREEMENT),
+    "the root sends to every host": (
+        *("broadcast", (2, 2, 2, 2), 40_000),
+        *(ONLY_NETWORK, 3 * 40 + 3 * AGREEMENT),
+    ),
+}
 
 
-def test_the_data_of_a_small_call_goes_along_with_the_agreement() -> None:
-    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
-    assert seconds("broadcast", (1, 1), slow, nbytes=100) == pytest.approx(5.1)
-    assert seconds("barrier", (1, 1), slow) == pytest.approx(10 + AGREEMENT)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_times_by_hand(name: str) -> None:
+    collective, hosts, nbytes, model, wanted = BY_HAND[name]
+    assert seconds(collective, hosts, model, nbytes=nbytes) == pytest.approx(wanted)
 
 
 def test_hosts_compare_the_sizes_of_irregular_calls() -> None:
-    slow = dataclasses.replace(ONLY_NETWORK, latency=5.0)
     all_gather, all_to_all = (
-        seconds(name, (1, 1), slow, nbytes=40_000) for name in ("all_gather", "all_to_all")
+        seconds(name, (1, 1), SLOW, nbytes=40_000) for name in ("all_gather", "all_to_all")
     )
     assert all_to_all - all_gather == pytest.approx(5.0 + AGREEMENT)
-
-
-def test_ranks_of_a_host_share_its_link() -> None:
-    # Each of four ranks sends a quarter of its tensor to each rank of the other host.
-    time = seconds("all_to_all", (2, 2), ONLY_NETWORK, nbytes=40_000)
-    assert time == pytest.approx(2 * 20 + 2 * AGREEMENT)
-    assert seconds("all_gather", (4, 4), ONLY_NETWORK, nbytes=80_000) == pytest.approx(
-        40 + AGREEMENT
-    )
-
-
-def test_a_link_is_two_way() -> None:
-    both = seconds("all_gather", (1, 1), ONLY_NETWORK, nbytes=80_000)
-    one = seconds("broadcast", (1, 1), ONLY_NETWORK, nbytes=40_000)
-    assert both == pytest.approx(one)
-
-
-def test_the_root_sends_to_every_host() -> None:
-    time = seconds("broadcast", (2, 2, 2, 2), ONLY_NETWORK, nbytes=40_000)
-    assert time == pytest.approx(3 * 40 + 3 * AGREEMENT)
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

@@ -12,15 +12,11 @@ from collections import defaultdict
 
 import plan_cases
 import pytest
-from plan_cases import cases, cells, everything, executor, random_plan, run_steps
+from plan_cases import cases, cells, each_algorithm, everything, executor, random_plan, run_steps
 
 from pycollect import _C
 
-REGISTRY = plan_cases.registry()
-IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
 RANDOM = range(300)
-
-each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 def waits_of(program: _C.Program) -> list[tuple[int, int, int]]:

@@ -12,17 +12,11 @@ import random
 from collections import Counter
 from typing import Any
 
-import plan_cases
 import pytest
 from emulated_calls import all_reduce, calls, emulate_calls, placements, stream_layouts
-from plan_cases import random_plan
+from plan_cases import REGISTRY, each_algorithm, random_plan
 
 from pycollect import _C, _testing
-
-REGISTRY = plan_cases.registry()
-IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
-
-each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 @each_algorithm

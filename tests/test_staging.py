@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import plan_cases
 import pytest
 from emulated_calls import all_reduce, emulate_calls
-from plan_cases import cases, cells, executor, random_plan
+from plan_cases import REGISTRY, cases, cells, each_algorithm, executor, random_plan
 
 from pycollect import _C, _testing
-
-REGISTRY = plan_cases.registry()
-IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
-
-each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 def staged(

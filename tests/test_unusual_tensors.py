@@ -9,15 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from reference import assert_same, expected, randoms
+from reference import COLLECTIVES, assert_same, expected, randoms
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pycollect as pc
 
 EITHER = (TypeError, ValueError)
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
-OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def resized(bytes_left, offset=0):
@@ -134,7 +132,7 @@ class PassThrough(TorchDispatchMode):
 
 def test_a_pass_through_dispatch_mode():
     values = randoms(3, (7, 4), torch.float32)
-    for collective in (*IN_PLACE, *OUT_OF_PLACE):
+    for collective in COLLECTIVES:
         tensors = [v.clone() for v in values]
         with PassThrough():
             got = getattr(pc, collective)(tensors)
@@ -143,7 +141,7 @@ def test_a_pass_through_dispatch_mode():
 
 
 def test_lazy_clones_are_separate_or_refused():
-    for collective in (*IN_PLACE, *OUT_OF_PLACE):
+    for collective in COLLECTIVES:
         values = randoms(2, (6,), torch.float32)
         tensors = [torch._lazy_clone(v) for v in values]
         got = getattr(pc, collective)(tensors)

@@ -8,15 +8,11 @@ import itertools
 
 import plan_cases
 import pytest
-from plan_cases import REDUCING, cases, is_identity
+from plan_cases import REDUCING, REGISTRY, cases, each_algorithm, each_of, is_identity
 
 from pycollect import _C
 
 ORDERS = ("exact", "native", "other")
-REGISTRY = plan_cases.registry()
-IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
-
-each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 @each_algorithm
@@ -41,11 +37,7 @@ def test_every_dropped_step_is_detected(algorithm: _C.Algorithm) -> None:
             assert detected == (not is_identity(step, case.in_place)), f"{case} without step {i}"
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [a for a in REGISTRY if a.collective in REDUCING and a.order != "other"],
-    ids=lambda a: f"{a.collective}-{a.name}",
-)
+@each_of([a for a in REGISTRY if a.collective in REDUCING and a.order != "other"])
 def test_every_swapped_source_of_an_ordered_plan_is_detected(algorithm: _C.Algorithm) -> None:
     swapped = 0
     for case in cases(algorithm, range(2, 7)):
@@ -62,12 +54,8 @@ def test_every_swapped_source_of_an_ordered_plan_is_detected(algorithm: _C.Algor
     assert swapped > 0
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    # A barrier accepts any source, if every rank is included.
-    [a for a in REGISTRY if a.collective != "barrier"],
-    ids=[i for i in IDS if "barrier" not in i],
-)
+# A barrier accepts any source, if every rank is included.
+@each_of([a for a in REGISTRY if a.collective != "barrier"])
 def test_every_wrong_source_is_detected(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, (3, 5)):
         plan = case.plan
@@ -119,44 +107,36 @@ def _sum_of(order: list[int], world: int) -> list[_C.StepTuple]:
     return [(dsts, tuple((r, "in", 0, 1) for r in order), -1)]
 
 
+UNWRITTEN = (((0, "out", 0, 1), (1, "out", 0, 1)), ((0, "in", 0, 1), (1, "tmp", 0, 1)), -1)
+OVER_INPUT = (((0, "out", 0, 1), (1, "out", 0, 1), (1, "in", 0, 1)), ((0, "in", 0, 1),), -1)
+DEFECTS = [  # collective, world, steps, words of the defect
+    (
+        *("all_reduce", 40, _sum_of(list(range(39)), 40)),
+        "got x0[0] + x1[0] + x2[0] + ... + x38[0] (39 terms)",
+    ),
+    ("all_reduce", 3, _sum_of([0, 1, 1], 3), "got x0[0] + x1[0] + x1[0]"),
+    ("all_reduce", 3, _sum_of([0, 1, 2, 2], 3), "a sum of more than 3 terms"),
+    ("all_reduce", 2, [UNWRITTEN], "got unwritten memory"),
+    ("broadcast", 2, [OVER_INPUT], "rank 1, in[0]: got x0[0], wanted x1[0] unchanged"),
+]
+
+
 def test_the_first_defect_is_described() -> None:
-    plan = _C.Plan(3, 1, _sum_of([0, 2], 3))
-    defect, _ = _C.verify("all_reduce", plan, 0, False)
+    defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 2], 3)), 0, False)
     assert defect == (
         "rank 0, out[0]: got x0[0] + x2[0], wanted x0[0] + x1[0] + x2[0] "
         "(x0[0] is chunk 0 of rank 0's input)"
     )
 
 
-def test_a_long_sum_is_abbreviated() -> None:
-    plan = _C.Plan(40, 1, _sum_of(list(range(39)), 40))
-    defect, _ = _C.verify("all_reduce", plan, 0, True)
+@pytest.mark.parametrize(("collective", "world", "steps", "words"), DEFECTS)
+def test_defects_are_found_and_described_briefly(
+    collective: str, world: int, steps: list[_C.StepTuple], words: str
+) -> None:
+    defect, _ = _C.verify(collective, _C.Plan(world, 1, steps), 0, False)
     assert defect is not None
-    assert "got x0[0] + x1[0] + x2[0] + ... + x38[0] (39 terms)" in defect
+    assert words in defect
     assert len(defect) < 250
-
-
-def test_a_rank_that_counts_twice_is_detected() -> None:
-    defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 1, 1], 3)), 0, False)
-    assert defect is not None
-    assert "got x0[0] + x1[0] + x1[0]" in defect
-    defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 1, 2, 2], 3)), 0, False)
-    assert defect is not None
-    assert "a sum of more than 3 terms" in defect
-
-
-def test_reads_of_unwritten_memory_are_detected() -> None:
-    steps = [(((0, "out", 0, 1), (1, "out", 0, 1)), ((0, "in", 0, 1), (1, "tmp", 0, 1)), -1)]
-    defect, _ = _C.verify("all_reduce", _C.Plan(2, 1, steps), 0, False)
-    assert defect is not None
-    assert "got unwritten memory" in defect
-
-
-def test_inputs_must_be_unchanged_out_of_place() -> None:
-    both = (((0, "out", 0, 1), (1, "out", 0, 1), (1, "in", 0, 1)), ((0, "in", 0, 1),), -1)
-    defect, _ = _C.verify("broadcast", _C.Plan(2, 1, [both]), 0, False)
-    assert defect is not None
-    assert "rank 1, in[0]: got x0[0], wanted x1[0] unchanged" in defect
 
 
 @pytest.mark.parametrize("in_place", [False, True])
