@@ -16,14 +16,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
+import torch
 import torch.distributed as dist
 
 import pycollect
-from pycollect_bench import cases, lenet_step, result_format
+from pycollect_bench import cases, comparison, gpu, lenet_step, result_format
 from pycollect_bench.hosts.namespaces import why_no_namespaces
 from pycollect_bench.hosts.pool import HostPool
 from pycollect_bench.processes.worker_pool import WorkerPool
@@ -332,6 +335,48 @@ def test_bad_options_are_refused_in_one_sentence(command, message, capsys):
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in sentence
     assert message in sentence
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure lists on the CPU as if on a GPU, whose clock advances by a second per call."""
+    fake = SimpleNamespace(now=0.0, _sleep=lambda cycles: None)
+
+    def recorded(device: torch.device) -> SimpleNamespace:
+        at = fake.now
+        return SimpleNamespace(at=at, elapsed_time=lambda end: (end.at - at) * 1e3)
+
+    def ticking(run, rewrite, devices, calls=1):
+        def tick() -> object:
+            fake.now += calls
+            return run()
+
+        return gpu.gpu_time(tick, rewrite, devices, calls)
+
+    def graph_of(run, calls):
+        return lambda: [run() for _ in range(calls)]
+
+    monkeypatch.setattr(gpu, "_cuda", fake)
+    monkeypatch.setattr(gpu, "_recorded", recorded)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cases.Case, "on_gpus", True)
+    monkeypatch.setattr(comparison, "gpu_time", ticking)
+    monkeypatch.setattr(comparison, "graph_of", graph_of)
+
+
+def test_rows_by_the_clocks_of_a_gpu(as_gpu, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "run.json", tmp_path / "run.png"
+    command = f"{LISTS} --device cpu --peers naive"
+    assert run(command, "--json", path, "--plot", picture) in (0, MISSED)
+    assert "relative to `memcpy`" in capsys.readouterr().out
+    rows = {row["algorithm"]: row for row in read(path)["cases"][0]["rows"]}
+    clocks = {f"{name}:{row['clock']}" for name, row in rows.items() if ":" not in name}
+    assert clocks == {"default:wall", "naive:wall", "memcpy:wall"}
+    by_gpu = ["default:gpu", "default:graph", "naive:gpu", "memcpy:gpu"]
+    assert [name for name in rows if name.endswith(f":{rows[name]['clock']}")] == by_gpu
+    for name in by_gpu:
+        assert rows[name]["time"]["p50"] == rows[name]["speedup"]["naive"]["median"] == 1.0
 
 
 def reported(out: Path, *arguments: str) -> tuple[int | str, list[dict[str, object]]]:
