@@ -190,16 +190,6 @@ def test_gradient_of_a_product_with_zeros() -> None:
     assert [t.grad.tolist() for t in x] == [[5, 0, 3], [0, 0, 3]]
 
 
-def test_gradients_under_torch_compile() -> None:
-    @torch.compile(backend="eager")
-    def compiled(x: Tensor) -> Tensor:
-        return 3 * autograd.all_gather([2 * x, x])[1]
-
-    x = torch.ones(2, requires_grad=True)
-    compiled(x).sum().backward()
-    assert x.grad.tolist() == [9, 9]
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 X = torch.zeros(4, 2)

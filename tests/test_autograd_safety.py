@@ -49,13 +49,6 @@ def test_backward_raises_if_a_saved_tensor_was_overwritten(name, through):
         saved.sum().backward()
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_written_tensors_have_a_new_version(name):
-    x = torch.zeros(6)
-    WRITES[name](x)
-    assert x._version > 0
-
-
 def test_read_tensors_keep_their_version():
     tensors = randoms(2, (6,), torch.float32)
     for collective in OUT_OF_PLACE:

@@ -82,6 +82,7 @@ MARKS = {
     "executor": [*SLOW, pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")],
     "threads-cpu": SLOW,
     "clocks-cpu": SLOW,
+    "decoding": SLOW,
     **dict.fromkeys(ON_GPU, CUDA),
 }
 
@@ -157,13 +158,17 @@ def test_the_table_has_its_columns(capsys):
     assert all(float(cell) > 0 for row in rows for cell in row[6:-1])
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_a_result_has_the_layout_and_its_picture(path, tmp_path):
-    assert sum(len(each.read_text().splitlines()) for each in RECORDS) < LINES
-    assert not read(path).get("interrupted")
+def test_results_have_the_layout():
+    assert sum(len(path.read_text().splitlines()) for path in RECORDS) < LINES
+    assert not any(read(path).get("interrupted") for path in RECORDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [p for p in RECORDS if p.with_suffix(".png").exists()], ids=lambda path: path.name
+)
+def test_a_result_has_its_picture(path, tmp_path):
     kept, again = path.with_suffix(".png"), tmp_path / "again.png"
-    if not kept.exists():
-        return
     matplotlib = pytest.importorskip("matplotlib")
     imread = importlib.import_module("matplotlib.image").imread
     assert run("plot_results", path, again) == 0
@@ -389,14 +394,6 @@ def test_every_command_of_the_report_runs(tmp_path):
     assert status == 0
     assert list(dict.fromkeys(record["stage"] for record in records)) == list(report.STAGES)
     assert len(list(tmp_path.glob("*.json"))) == len(report.BENCHMARKS)
-
-
-def test_a_report_needs_no_xdist(tmp_path, monkeypatch):
-    report = importlib.import_module("gpu_report")
-    for installed in (True, False):
-        monkeypatch.setattr(report, "find_spec", lambda name, found=installed: found or None)
-        commands = [case.command for case in report.all_cases(tmp_path, False)]
-        assert any("pytest" in c and "-n" in c for c in commands) == installed
 
 
 def test_a_report_goes_on_after_a_failure_unless_it_is_the_builds(tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ INTERRUPTS = {
 }
 
 
-@pytest.mark.parametrize("before", [emptied, edited])
+@pytest.mark.parametrize("before", [emptied, pytest.param(edited, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", [*INTERRUPTS, "full disk"])
 def test_the_next_build_completes_an_interrupted_one(build, how, before):
     before(build).write()  # the files of the build are larger than objects may be on a full disk

@@ -17,7 +17,7 @@ import pycollect as pc
 from pycollect import autograd
 
 # A static graph that runs as Dynamo has traced it, and a dynamic one without mutations.
-BACKENDS = [("eager", False), ("aot_eager", True)]
+BACKENDS = [pytest.param("eager", False, marks=pytest.mark.slow), ("aot_eager", True)]
 
 
 def compiled_like_eager(function, backend, **options):

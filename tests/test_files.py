@@ -220,6 +220,7 @@ def test_paths_that_are_refused(tmp_path, monkeypatch):
 
 # Standard output
 
+SLOW = pytest.mark.slow
 PYTHON = [sys.executable]
 CLI = [*PYTHON, "-m", "pycollect"]
 PROGRAMS = {
@@ -240,7 +241,10 @@ def ended(command, stdout, **environ):
 
 
 @pytest.mark.parametrize("fault", ["closed pipe", "full disk"])
-@pytest.mark.parametrize("name", [*PROGRAMS, "unbuffered"])
+@pytest.mark.parametrize(
+    "name",
+    ["plan", "bench", "unbuffered", *(pytest.param(n, marks=SLOW) for n in ("train", "script"))],
+)
 def test_failing_output_ends_the_command_with_one_sentence_or_silently(name, fault):
     """Unbuffered output fails at the write itself, and loses the data not written."""
     environ = {"PYTHONUNBUFFERED": "1"} if name == "unbuffered" else {}

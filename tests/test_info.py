@@ -79,14 +79,8 @@ def three_gpus(monkeypatch):
     answers = {(0, 1): (True, "", 0), (1, 0): (True, "it did not arrive", 0)}
 
     def properties(index):
-        return SimpleNamespace(
-            name="NVIDIA H200",
-            major=9,
-            minor=0,
-            total_memory=139 << 30,
-            multi_processor_count=132,
-            uuid=Library.uuids[index],
-        )
+        common = {"name": "NVIDIA H200", "total_memory": 139 << 30, "multi_processor_count": 132}
+        return SimpleNamespace(**common, major=9, minor=0, uuid=Library.uuids[index])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -103,23 +97,18 @@ def three_gpus(monkeypatch):
 
 def test_devices_links_and_versions(three_gpus, capsys):
     found = json.loads(printed(capsys, "--json"))
-    assert found["gpu_software"] == {
-        "driver": "580.95.05",
-        "driver_cuda": "13.2",
-        "runtime_cuda": "13.0",
-    }
+    software = {"driver": "580.95.05", "driver_cuda": "13.2", "runtime_cuda": "13.0"}
+    assert found["gpu_software"] == software
     assert [d.get("nvlinks") for d in found["gpus"]] == [17, 17, 0]
     assert found["gpus"][0]["capability"] == "9.0"
-    links = {(x["from"][-1], x["to"][-1]): x for x in found["gpu_links"]}
+    links = {x["from"][-1] + x["to"][-1]: x for x in found["gpu_links"]}
     assert len(links) == 6
-    assert links["0", "1"]["link"] == "NVLink"
-    assert links["0", "1"]["works"]
-    assert links["1", "0"]["peer_access"]
-    assert not links["1", "0"]["works"]
-    assert links["1", "0"]["defect"] == "it did not arrive"
-    assert links["0", "2"]["link"] == "PCIe, one host bridge"
-    assert links["1", "2"]["link"] == "PCIe, between sockets"
-    assert not links["2", "1"]["peer_access"]
+    assert (links["01"]["link"], links["01"]["works"]) == ("NVLink", True)
+    assert (links["10"]["peer_access"], links["10"]["works"]) == (True, False)
+    assert links["10"]["defect"] == "it did not arrive"
+    assert links["02"]["link"] == "PCIe, one host bridge"
+    assert links["12"]["link"] == "PCIe, between sockets"
+    assert not links["21"]["peer_access"]
     assert three_gpus.ended
     text = printed(capsys)
     for part in (

@@ -15,19 +15,9 @@ from reference import assert_same, expected, left_fold
 import pycollect as pc
 from pycollect import interop
 
-NUMPY = (
-    np.float64,
-    np.float32,
-    np.float16,
-    np.int8,
-    np.int16,
-    np.int32,
-    np.int64,
-    np.uint8,
-    np.bool_,
-    np.complex64,
-    np.complex128,
-)
+NUMPY = [
+    np.dtype(kind) for kind in ("f8", "f4", "f2", "i1", "i2", "i4", "i8", "u1", "?", "c8", "c16")
+]
 IN_PLACE = ("all_reduce", "reduce", "broadcast")
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -77,6 +67,7 @@ def test_arrays_are_written_in_place(collective, dtype):
     assert_same(tensors_of(mine), wanted)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("collective", OUT_OF_PLACE)
 @pytest.mark.parametrize("guard", [list, read_only], ids=["writeable", "read-only"])
 def test_arrays_as_inputs_give_tensors(collective, guard):
@@ -98,11 +89,6 @@ def test_read_only_arrays_are_read_after_earlier_asynchronous_calls():
     work.wait()
 
 
-@pytest.mark.filterwarnings("error")
-def test_read_only_arrays_as_inputs_give_no_warning():
-    pc.all_gather(read_only(arrays()))
-
-
 def test_arrays_as_outputs():
     mine = arrays()
     for collective in OUT_OF_PLACE:
@@ -116,11 +102,8 @@ def test_arrays_as_outputs():
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_read_only_array_is_refused_as_an_output(position):
-    roots = {
-        "all_reduce": {},
-        "reduce": {"dst": position},
-        "broadcast": {"src": (position + 1) % 3},
-    }
+    src = (position + 1) % 3
+    roots = {"all_reduce": {}, "reduce": {"dst": position}, "broadcast": {"src": src}}
     for collective, root in roots.items():
         mine = arrays()
         read_only(mine[position : position + 1])

@@ -106,7 +106,8 @@ CASES = {
     "starting ranks": (DDP, "epoch 3", "(naive)", 4, INT, 130, None, 0),
     "starting ranks, SIGTERM": (DDP, "epoch 3", "(naive)", 4, TERM, -TERM, None, 0),
 }
-SLOW = ("starting", "ranks")
+# In quick runs, test_bench.py interrupts copies and training, in the test's own process.
+SLOW = ("starting", "ranks", "copies", "training")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_large_columns_and_copies():
 
 
 @pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
-@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("offset", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_large_in_place(algorithm, offset):
     values = cheap(3, 4 * MIB + 11, torch.int32)
     wanted = left_fold(values, "sum")[offset:]

@@ -23,9 +23,14 @@ SLOW = "61 slow tests were left out; about 2 minutes: python -m pytest -q -n aut
 
 @pytest.mark.parametrize(
     ("required", "workers", "ended", "reason"),
-    [("0", "0", "1 passed, 1 skipped", "1 test did not run: no CUDA GPU here"),
-     ("1", "1", "1 passed", "PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it")],
-)  # fmt: skip
+    [
+        ("1", "0", "1 passed", "PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it"),
+        pytest.param(
+            *("0", "1", "1 passed, 1 skipped", "1 test did not run: no CUDA GPU here"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_run_says_what_it_left_out(tmp_path: Path, required, workers, ended, reason) -> None:
     for file in ("conftest.py", "sites.py", "../pyproject.toml"):
         shutil.copy(Path(__file__).parent / file, tmp_path)

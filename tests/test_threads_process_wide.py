@@ -252,13 +252,11 @@ def test_a_mode_follows_the_modules_of_its_rank(make, counts, wanted):
         assert {name: n for name, n in found.items() if name != "Global"} == of_modules
 
 
+CHECKPOINTS = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
+
+
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (checkpoint, "_enable_checkpoint_early_stop"),
-        (checkpoint, "_checkpoint_debug_enabled"),
-        (_random, "_rng_tracker"),
-    ],
+    ("module", "name"), [*((checkpoint, name) for name in CHECKPOINTS), (_random, "_rng_tracker")]
 )
 def test_each_rank_has_its_own_variable(module, name):
     """With the setting of activation checkpoints, a rank left that of another in the process."""
