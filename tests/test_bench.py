@@ -396,6 +396,14 @@ def test_every_command_of_the_report_runs(tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == len(report.BENCHMARKS)
 
 
+def test_a_report_needs_no_xdist(tmp_path, monkeypatch):
+    report = importlib.import_module("gpu_report")
+    for installed in (True, False):
+        monkeypatch.setattr(report, "find_spec", lambda name, found=installed: found or None)
+        commands = [case.command for case in report.all_cases(tmp_path, False)]
+        assert any("pytest" in c and "-n" in c for c in commands) == installed
+
+
 def test_a_report_goes_on_after_a_failure_unless_it_is_the_builds(tmp_path, monkeypatch):
     report = importlib.import_module("gpu_report")
     commands = {"hangs": "echo begun; sleep 60", "fails": "exit 7", "misses": "exit 3"}

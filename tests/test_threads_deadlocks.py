@@ -185,6 +185,11 @@ def test_a_future_of_a_work_that_a_peer_never_posts(tmp_path):
     assert found.stdout == "deadlock True\n" * 2, found.stdout + found.stderr
 
 
+def future_of_a_work_that_rank_1_does_not_post(rank: int, world: int) -> None:
+    if rank != 1:
+        dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()
+
+
 def no_backward_pass_of_rank_0(rank: int, world: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     if rank != 0:
@@ -192,9 +197,12 @@ def no_backward_pass_of_rank_0(rank: int, world: int) -> None:
 
 
 @PARALLEL
-def test_a_future_ends_when_a_peer_has_ended(parallel):
+@pytest.mark.parametrize(
+    "program", [future_of_a_work_that_rank_1_does_not_post, no_backward_pass_of_rank_0]
+)
+def test_a_future_ends_when_a_peer_has_ended(program, parallel):
     with ends_within(5), pytest.raises(RuntimeError) as caught:
-        threads.launch(no_backward_pass_of_rank_0, 3, timeout=20, parallel=parallel)
+        threads.launch(program, 3, timeout=20, parallel=parallel)
     assert not isinstance(caught.value, pc.Timeout), caught.value
 
 
