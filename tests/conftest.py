@@ -41,7 +41,7 @@ MISSING = {
 
 # The mark expression that leaves slow tests out (as in pyproject.toml), the command that runs
 # them, and the mean seconds of a slow test on two cores.
-QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
+QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 0.6
 # Files that take longest, and begin first, so that no worker ends long before the others.
 LONGEST = ("matrix", "faults", "train_compiled", "dist_exits", "hosts_faults", "compile", "bench")
 # Seconds until a test that hangs ends the whole run, with the stacks of all threads: a call that
