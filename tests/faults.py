@@ -100,6 +100,15 @@ def block(me: RankContext) -> None:
         dist.all_reduce(ones())
 
 
+def future_of_a_block() -> None:
+    """The future of a work that stands for several calls."""
+    backend = backend_of()
+    backend._start_coalescing()
+    for count in (4, 3):
+        backend.allreduce([ones(count)])
+    backend._end_coalescing().get_future().wait()
+
+
 def batch(me: RankContext) -> None:
     receives = [dist.P2POp(dist.irecv, ones(), FAULTY_RANK) for _ in range(2)]
     for work in dist.batch_isend_irecv(receives):
@@ -115,6 +124,7 @@ WAITS: dict[str, tuple[str, Callable[[RankContext, Tensor], object]]] = {
     "async all_reduce": ("all_reduce", lambda me, x: dist.all_reduce(x, async_op=True).wait()),
     "future": ("all_reduce", lambda me, x: dist.all_reduce(x, async_op=True).get_future().wait()),
     "block": ("all_reduce", lambda me, x: block(me)),
+    "future of a block": ("all_reduce", lambda me, x: future_of_a_block()),
     "reduce": ("reduce", lambda me, x: dist.reduce(x, 0)),
     "broadcast": ("broadcast", lambda me, x: dist.broadcast(x, FAULTY_RANK)),
     "all_gather": ("all_gather", lambda me, x: dist.all_gather([ones() for _ in range(3)], x)),

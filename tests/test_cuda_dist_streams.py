@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import LARGE, until
-from dist_pool import OURS, Caught, RankContext, caught
+from dist_pool import OLD_TORCH, OURS, Caught, RankContext, backend_of, caught
 from sites import EMULATED, GPU, HOSTS, IN_PLACE, REAL, THREADS, not_on, several_gpus, site_worlds
 
 pytestmark = [
@@ -110,6 +110,32 @@ def freed_while_in_use(me: RankContext) -> list[float]:
         abs(out.view(me.world, 64).sub(torch.arange(me.world)[:, None] + i)).max().item()
         for i, out in enumerate(outs)
     ]
+
+
+def work_of_a_block(me: RankContext) -> list[float]:
+    """The work of several calls, and its future, have the results of all, and no exception."""
+    backend, xs = backend_of(), [torch.full((n,), 1.0) for n in (3, LARGE, 5)]
+    backend._start_coalescing()
+    for x in xs:
+        backend.allreduce([x])
+    work = backend._end_coalescing()
+    future = work.get_future()
+    chained = future.then(lambda done: [t * 2 for t in done.value()])
+    future.wait()
+    chained.wait()
+    work.wait()
+    me.site.synchronize()
+    assert until(work.is_completed)
+    assert work.is_success()
+    assert OLD_TORCH or work.exception() is None
+    tensors = (*xs, *future.value(), *work.result(), *chained.value())
+    return [t.mean().item() / me.world for t in tensors]
+
+
+@pytest.mark.parametrize(("site", "world"), site_worlds("", *EMULATED, *REAL))
+def test_the_work_of_a_block(pools, site, world):
+    for means in pools(world, site=site).run(work_of_a_block):
+        assert means == [1.0] * 9 + [2.0] * 3
 
 
 def in_a_callback(me: RankContext) -> list[float]:
