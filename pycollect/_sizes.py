@@ -39,6 +39,12 @@ def size_range(begin: int, end: int, factor: int) -> list[int]:
 
     >>> size_range(4096, 70_000, 4)
     [4096, 16384, 65536]
+    >>> size_range(8, 4, 2)
+    Traceback (most recent call last):
+    ValueError: sizes begin at 8 bytes, past their end at 4
+    >>> size_range(4, 8, 1)
+    Traceback (most recent call last):
+    ValueError: the step factor is 1; it must be 2 or more
 
     Raises:
         ValueError: if the range is empty, or `factor` would not make it grow.
