@@ -24,8 +24,7 @@ void RankScheduler::abort(EndKind kind, const std::string& cause) {
 void RankScheduler::abort(EndKind kind, const std::string& cause, Lock& lock) {
   if (aborted_) return;
   aborted_ = true;
-  kind_ = kind;
-  cause_ = cause;
+  end_ = {kind, cause};
   dispatch();
   const auto listeners = std::exchange(listeners_, {});
   unlocked(lock, [&] {
@@ -40,7 +39,7 @@ void RankScheduler::add_listener(const std::shared_ptr<LaunchListener>& listener
     std::erase_if(listeners_, [](const auto& l) { return l.expired(); });
     if (!aborted_) return listeners_.push_back(listener);
   }
-  listener->abort(kind_, cause_);
+  listener->abort(end_.kind, end_.cause);
 }
 
 bool RankScheduler::is_aborted() {
@@ -49,8 +48,8 @@ bool RankScheduler::is_aborted() {
 }
 
 void RankScheduler::throw_cause(const std::string& operation) const {
-  const std::string why = text(operation, ": ", cause_);
-  std::rethrow_exception(end_error(kind_, why));
+  const std::string why = text(operation, ": ", end_.cause);
+  std::rethrow_exception(end_error(end_.kind, why));
 }
 
 }  // namespace pycollect::rank_threads

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../bootstrap/store.h"
@@ -39,6 +40,10 @@ struct Member;
 
 // Why a launch has been aborted.
 enum class EndKind { peer_lost, deadlock, timed_out };
+struct LaunchEnd {
+  EndKind kind;
+  std::string cause;
+};
 // Returns the exception PeerLost, Deadlock or Timeout.
 std::exception_ptr end_error(EndKind kind, const std::string& why);
 
@@ -143,7 +148,10 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   void add_listener(const std::shared_ptr<LaunchListener>& listener);
   // Tells the listener why the launch has been aborted, if that has not been done yet. Call without
   // the lock, after a wait has thrown.
-  void pass_on_abort(LaunchListener& listener) const { listener.abort(kind_, cause_); }
+  void pass_on_abort(LaunchListener& listener) const { listener.abort(end_.kind, end_.cause); }
+  // Returns why the launch has been aborted, or `own` if it has not: what ranks do because of the
+  // abort, such as leaving their groups, is not the cause. Call with the lock.
+  LaunchEnd end_or(LaunchEnd own) const { return aborted_ ? end_ : std::move(own); }
   // Ends the launch: every wait throws `cause`.
   void abort(EndKind kind, const std::string& cause);
   bool is_aborted();
@@ -195,8 +203,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   int unknown_waits_ = 0;
   std::map<pid_t, ThreadActivity> others_;  // threads of no rank
   bool deadlocked_ = false, aborted_ = false;
-  EndKind kind_ = EndKind::peer_lost;
-  std::string cause_;
+  LaunchEnd end_;  // if it has been aborted
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
 };
 

@@ -361,8 +361,7 @@ void ThreadGroup::abort(EndKind kind, const std::string& cause) {
 void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   if (aborted_) return;
   aborted_ = true;
-  kind_ = kind;
-  cause_ = why;
+  end_ = scheduler_->end_or({kind, why});
   auto rounds = std::exchange(rounds_, {});
   auto messages = mailbox.lock();
   lock.unlock();
@@ -375,9 +374,9 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
 }
 
 std::exception_ptr ThreadGroup::cause(const std::string& operation) const {
-  const bool is_named = operation.empty() || cause_.starts_with(operation);
-  const std::string why = is_named ? cause_ : text(operation, ": ", cause_);
-  return rank_threads::end_error(kind_, why);
+  const bool is_named = operation.empty() || end_.cause.starts_with(operation);
+  const std::string why = is_named ? end_.cause : text(operation, ": ", end_.cause);
+  return rank_threads::end_error(end_.kind, why);
 }
 
 }  // namespace pycollect::dist

@@ -15,6 +15,7 @@
 namespace pycollect::dist {
 
 using rank_threads::EndKind;
+using rank_threads::LaunchEnd;
 using rank_threads::RankScheduler;
 using rank_threads::ReadyCondition;
 
@@ -140,8 +141,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   bool running_ = false;           // a thread runs rounds
   std::condition_variable ended_;  // works that a thread has run
   bool aborted_ = false;
-  EndKind kind_ = EndKind::peer_lost;
-  std::string cause_;
+  LaunchEnd end_;  // if it has been aborted
 };
 
 }  // namespace pycollect::dist
