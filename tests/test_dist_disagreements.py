@@ -12,128 +12,127 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import (
-    BACKEND,
-    OLD_TORCH,
-    OURS,
-    Caught,
-    RankContext,
-    caught,
-)
+from dist_pool import BACKEND, OLD_TORCH, OURS, Caught, RankContext, caught
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong results where ranks disagree"
 )
 WORLD = 3
-MAX = dist.ReduceOp.MAX
+
+# --- calls: each of these functions returns a call of one rank ------------------------------------
+
+F32, F64, I32, I64 = torch.float32, torch.float64, torch.int32, torch.int64
+U16, U64, BF16 = torch.uint16, torch.uint64, torch.bfloat16
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fnuz
+SUM, MAX, BAND = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BAND
+RankCall = Callable[[], Any]
 
 
-def ones(count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def ones(count: int = 6, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.ones(count, dtype=dtype)
 
 
-def rows(count: int = 6, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [ones(count, dtype) for _ in range(WORLD)]
+def rows(count: int = 6, dtype: torch.dtype = F32, number: int = WORLD) -> list[torch.Tensor]:
+    return [ones(count, dtype) for _ in range(number)]
 
 
-def splits(more: int) -> None:
+def reduced(count: int = 6, dtype: torch.dtype = F32, op: Any = SUM) -> RankCall:
+    return lambda: dist.all_reduce(ones(count, dtype), op)
+
+
+def sent(count: int = 6, root: int = 0, dtype: torch.dtype = F32) -> RankCall:
+    return lambda: dist.broadcast(ones(count, dtype), root)
+
+
+def sent_together(*dtypes: torch.dtype) -> RankCall:
+    options = dist.BroadcastOptions()
+    return lambda: dist.group.WORLD.broadcast([ones(6, t) for t in dtypes], options).wait()
+
+
+def reduced_together(*counts: int) -> RankCall:
+    return lambda: dist.all_reduce_coalesced([ones(count) for count in counts])
+
+
+def gathered(dtype: torch.dtype = F32, number: int = WORLD) -> RankCall:
+    return lambda: dist.all_gather(rows(6, dtype, number), ones(6, dtype))
+
+
+def gathered_whole(count: int) -> RankCall:
+    return lambda: dist.all_gather_into_tensor(ones(count), ones())
+
+
+def scattered(count: int = 6, dtype: torch.dtype = F32) -> RankCall:
+    """Reduce-scatter of rows of six elements."""
+    return lambda: dist.reduce_scatter(ones(count, dtype), rows(6, dtype))
+
+
+def scattered_whole(count: int) -> RankCall:
+    return lambda: dist.reduce_scatter_tensor(ones(count), ones(WORLD * count))
+
+
+def exchanged(count: int = 6, dtype: torch.dtype = F32) -> RankCall:
+    return lambda: dist.all_to_all_single(ones(count, dtype), ones(count, dtype))
+
+
+def splits(more: int) -> RankCall:
     """Send two elements to each rank, and `more` unexpected ones to the next rank."""
-    rank, sent = dist.get_rank(), [2] * WORLD
-    sent[(rank + 1) % WORLD] += more
-    dist.all_to_all_single(ones(2 * WORLD), ones(sum(sent)), [2] * WORLD, sent)
+
+    def call() -> None:
+        rank, sizes = dist.get_rank(), [2] * WORLD
+        sizes[(rank + 1) % WORLD] += more
+        dist.all_to_all_single(ones(2 * WORLD), ones(sum(sizes)), [2] * WORLD, sizes)
+
+    return call
 
 
-def parts(own: int) -> None:
+def parts(own: int) -> RankCall:
     """All-gather of six elements per rank, but `own` elements from this rank."""
-    out = rows()
-    out[dist.get_rank()] = ones(own)
-    dist.all_gather(out, ones(own))
+
+    def call() -> None:
+        out = rows()
+        out[dist.get_rank()] = ones(own)
+        dist.all_gather(out, ones(own))
+
+    return call
 
 
-def broadcast(tensors: list[torch.Tensor]) -> None:
-    dist.group.WORLD.broadcast(tensors, dist.BroadcastOptions()).wait()
+# --- ranks that differ ----------------------------------------------------------------------------
 
-
-RankCall = Callable[[], Any]
 # The call of most ranks, the call of the odd rank, and words that the error must contain.
 DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
-    "collective": (
-        lambda: dist.all_reduce(ones()),
-        lambda: dist.broadcast(ones(), 0),
-        ("all_reduce", "broadcast"),
-    ),
-    "barrier": (lambda: dist.all_reduce(ones()), dist.barrier, ("all_reduce", "barrier")),
-    "gather or scatter": (
-        lambda: dist.all_gather(rows(), ones()),
-        lambda: dist.reduce_scatter(ones(), rows()),
-        ("all_gather", "reduce_scatter"),
-    ),
-    "count": (lambda: dist.all_reduce(ones(6)), lambda: dist.all_reduce(ones(7)), ("6", "7")),
-    "nothing": (lambda: dist.all_reduce(ones(6)), lambda: dist.all_reduce(ones(0)), ("6", "0")),
-    "large count": (
-        lambda: dist.all_reduce(ones(1_000_000)),
-        lambda: dist.all_reduce(ones(3)),
-        ("1000000", "3"),
-    ),
-    "count, broadcast": (
-        lambda: dist.broadcast(ones(6), 0),
-        lambda: dist.broadcast(ones(5), 0),
-        ("6", "5"),
-    ),
-    "count, reduce_scatter": (
-        lambda: dist.reduce_scatter_tensor(ones(2), ones(6)),
-        lambda: dist.reduce_scatter_tensor(ones(3), ones(9)),
-        ("reduce_scatter",),
-    ),
-    "dtype": (
-        lambda: dist.all_reduce(ones()),
-        lambda: dist.all_reduce(ones(6, torch.float64)),
-        ("float32", "float64"),
-    ),
-    "dtype of one size": (
-        lambda: dist.all_gather(rows(), ones()),
-        lambda: dist.all_gather(rows(6, torch.int32), ones(6, torch.int32)),
-        ("float32", "int32"),
-    ),
-    "dtype that only moves": (
-        lambda: dist.broadcast(ones(6, torch.uint16), 0),
-        lambda: dist.broadcast(ones(6, torch.bfloat16), 0),
-        ("uint16", "bfloat16"),
-    ),
+    "collective": (reduced(), sent(), ("all_reduce", "broadcast")),
+    "barrier": (reduced(), dist.barrier, ("all_reduce", "barrier")),
+    "gather or scatter": (gathered(), scattered(), ("all_gather", "reduce_scatter")),
+    "count": (reduced(6), reduced(7), ("6", "7")),
+    "nothing": (reduced(6), reduced(0), ("6", "0")),
+    "large count": (reduced(1_000_000), reduced(3), ("1000000", "3")),
+    "count, broadcast": (sent(6), sent(5), ("6", "5")),
+    "count, reduce_scatter": (scattered_whole(2), scattered_whole(3), ("reduce_scatter",)),
+    "dtype": (reduced(), reduced(dtype=F64), ("float32", "float64")),
+    "dtype of one size": (gathered(), gathered(I32), ("float32", "int32")),
+    "dtype that only moves": (sent(dtype=U16), sent(dtype=BF16), ("uint16", "bfloat16")),
     "dtypes that only move": (
-        lambda: dist.all_gather(rows(6, torch.float8_e8m0fnu), ones(6, torch.float8_e8m0fnu)),
-        lambda: dist.all_gather(rows(6, torch.float8_e4m3fnuz), ones(6, torch.float8_e4m3fnuz)),
+        gathered(E8M0),
+        gathered(E4M3),
         ("float8_e8m0fnu", "float8_e4m3fnuz"),
     ),
-    "dtype and its stand-in, by splits": (
-        lambda: dist.all_to_all_single(ones(6, torch.uint64), ones(6, torch.uint64)),
-        lambda: dist.all_to_all_single(ones(6, torch.int64), ones(6, torch.int64)),
+    "dtype and stand-in, by splits": (
+        exchanged(dtype=U64),
+        exchanged(dtype=I64),
         ("uint64", "int64"),
     ),
     "dtypes in another order": (
-        lambda: broadcast([ones(6, torch.uint16), ones(6, torch.int16)]),
-        lambda: broadcast([ones(6, torch.int16), ones(6, torch.uint16)]),
+        sent_together(U16, torch.int16),
+        sent_together(torch.int16, U16),
         (" uint16", " int16", "part 1 of 2"),
     ),
-    "op": (
-        lambda: dist.all_reduce(ones()),
-        lambda: dist.all_reduce(ones(), MAX),
-        ("sum", "max"),
-    ),
-    "root": (
-        lambda: dist.broadcast(ones(), 0),
-        lambda: dist.broadcast(ones(), 2),
-        ("0", "2"),
-    ),
+    "op": (reduced(), reduced(op=MAX), ("sum", "max")),
+    "root": (sent(root=0), sent(root=2), ("0", "2")),
     "dst": (lambda: dist.reduce(ones(), 0), lambda: dist.reduce(ones(), 1), ("0", "1")),
-    "number of tensors": (
-        lambda: dist.all_reduce_coalesced([ones(3), ones(3)]),
-        lambda: dist.all_reduce_coalesced([ones(6)]),
-        (),
-    ),
-    "splits": (lambda: splits(0), lambda: splits(1), ("2", "3")),
-    "fewer by splits": (lambda: splits(0), lambda: splits(-1), ("sends 1", "room for 2")),
-    "gathered parts": (lambda: parts(6), lambda: parts(5), ("6", "5")),
+    "number of tensors": (reduced_together(3, 3), reduced_together(6), ()),
+    "splits": (splits(0), splits(1), ("2", "3")),
+    "fewer by splits": (splits(0), splits(-1), ("sends 1", "room for 2")),
+    "gathered parts": (parts(6), parts(5), ("6", "5")),
 }
 
 
@@ -210,55 +209,17 @@ def test_refused_calls_write_nothing(pools):
 
 # --- invalid calls of one rank --------------------------------------------------------------------
 
+FACTOR = dist._make_nccl_premul_sum(1.5)
+# The call of most ranks, the invalid one, the error of its rank, and a word of all errors.
 MISTAKES: dict[str, tuple[RankCall, RankCall, str, str]] = {
-    "op": (
-        lambda: dist.all_reduce(ones()),
-        lambda: dist.all_reduce(ones(), dist.ReduceOp.BAND),
-        "TypeError",
-        "band",
-    ),
-    "dtype": (
-        lambda: dist.all_reduce(ones()),
-        lambda: dist.all_reduce(ones(6).to(torch.uint16)),
-        "TypeError",
-        "uint16",
-    ),
-    "dtype of one part": (
-        lambda: dist.reduce_scatter(ones(), rows()),
-        lambda: dist.reduce_scatter(ones(6, torch.uint16), rows(6, torch.uint16)),
-        "TypeError",
-        "uint16",
-    ),
-    "shape": (
-        lambda: dist.all_gather_into_tensor(ones(18), ones(6)),
-        lambda: dist.all_gather_into_tensor(ones(17), ones(6)),
-        "ValueError",
-        "17",
-    ),
-    "rows of all ranks": (
-        lambda: dist.all_to_all_single(ones(6), ones(6)),
-        lambda: dist.all_to_all_single(ones(7), ones(7)),
-        "ValueError",
-        "7",
-    ),
-    "factor": (
-        lambda: dist.all_reduce(ones(6, torch.int32)),
-        lambda: dist.all_reduce(ones(6, torch.int32), dist._make_nccl_premul_sum(1.5)),
-        "TypeError",
-        "1.5",
-    ),
-    "list": (
-        lambda: dist.all_gather(rows(), ones()),
-        lambda: dist.all_gather(rows()[:2], ones()),
-        "ValueError",
-        "2",
-    ),
-    "parts": (
-        lambda: dist.reduce_scatter(ones(), rows()),
-        lambda: dist.reduce_scatter(ones(5), rows()),
-        "ValueError",
-        "5",
-    ),
+    "op": (reduced(), reduced(op=BAND), "TypeError", "band"),
+    "dtype": (reduced(), reduced(dtype=U16), "TypeError", "uint16"),
+    "dtype of one part": (scattered(), scattered(dtype=U16), "TypeError", "uint16"),
+    "shape": (gathered_whole(18), gathered_whole(17), "ValueError", "17"),
+    "rows of all ranks": (exchanged(6), exchanged(7), "ValueError", "7"),
+    "factor": (reduced(dtype=I32), reduced(dtype=I32, op=FACTOR), "TypeError", "1.5"),
+    "list": (gathered(), gathered(number=2), "ValueError", "2"),
+    "parts": (scattered(), scattered(5), "ValueError", "5"),
 }
 
 
