@@ -16,17 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import (
-    BACKEND,
-    OLD_TORCH,
-    OURS,
-    Caught,
-    RankContext,
-    backend_of,
-    caught,
-)
+from dist_pool import BACKEND, OLD_TORCH, OURS, Caught, RankContext, caught
 from reference import assert_same
-from sites import THREADS, not_on
+from sites import THREADS, not_on, slow_on_processes
 from torch import Tensor
 
 SIZES = (1, 5_000, 400_000)
@@ -93,16 +85,6 @@ def kept_alive(me: RankContext) -> None:
             [torch.zeros(50_000) for _ in range(me.world)], of(me.rank, 50_000), async_op=True
         )
     dist.all_reduce(kept)
-
-
-def sequence(me: RankContext) -> None:
-    group = dist.new_group(list(range(me.world)))
-    backend = backend_of(group)
-    first = backend._get_sequence_number_for_group()
-    for n in range(1, 4):
-        dist.all_reduce(torch.ones(3), group=group)
-        assert backend._get_sequence_number_for_group() == first + n
-    dist.destroy_process_group(group)
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -285,11 +267,9 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-JOBS = (waited, completes_without_the_caller, futures, kept_alive, sequence, in_order, cycle)
-JOBS += (threads, calls_of_callbacks)
-JOBS += (callback_waits_for_a_later_call, callbacks_of_two_groups)
+JOBS = (waited, completes_without_the_caller, futures, kept_alive, in_order, cycle, threads)
+JOBS += (calls_of_callbacks, callback_waits_for_a_later_call, callbacks_of_two_groups)
 GLOO_LACKS = {
-    sequence: "counts otherwise",
     in_order: "runs two collectives of a group at once",
     calls_of_callbacks: "lets calls of callbacks change places",
 }
@@ -332,3 +312,75 @@ def test_a_callback_that_came_too_late_is_named(pools):
         errors = pool.run(late_callback)
     assert all(error.kind == "ValueError" for error in errors), errors
     assert any("callback is added before the next call is made" in e.text for e in errors), errors
+
+
+# --- inputs that earlier calls write --------------------------------------------------------------
+
+ROOT = 1
+READERS = ("all_reduce", "all_reduce of products", "reduce", "broadcast", "all_gather", "gather")
+READERS += ("scatter", "reduce_scatter", "reduce_scatter of products", "all_to_all")
+READERS += ("all_to_all_single",)
+
+
+def call_that_reads(me: RankContext, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
+    """Start a call that reads `x`; return its Work, its results, and their multiple of `x`."""
+    is_root, inputs, more = me.rank == ROOT, [x for _ in range(me.world)], {"async_op": True}
+    out = [torch.zeros(x.shape, dtype=x.dtype) for _ in inputs]
+    if name.endswith(" of products"):
+        more["op"] = dist._make_nccl_premul_sum(2.0)
+    factor = me.world * (2 if "op" in more else 1)
+    if name.startswith("all_reduce"):
+        return dist.all_reduce(x, **more), [x], factor
+    if name == "reduce":
+        return dist.reduce(x, ROOT, **more), [x] * is_root, factor
+    if name.startswith("reduce_scatter"):
+        return dist.reduce_scatter(out[0], inputs, **more), out[:1], factor
+    if name == "broadcast":
+        y = x if is_root else out[0]
+        return dist.broadcast(y, ROOT, **more), [y], 1
+    if name == "all_gather":
+        return dist.all_gather(out, x, **more), out, 1
+    if name == "gather":
+        return dist.gather(x, out if is_root else None, ROOT, **more), out * is_root, 1
+    if name == "scatter":
+        return dist.scatter(out[0], inputs if is_root else None, ROOT, **more), out[:1], 1
+    if name == "all_to_all":
+        return dist.all_to_all(out, inputs, **more), out, 1
+    assert name == "all_to_all_single"
+    return dist.all_to_all_single(out[0], x, **more), out[:1], 1
+
+
+def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
+    """The second call's input is the first call's result, and the last rank is late."""
+    wrong = []
+    for is_strided in (True, False):
+        x = torch.full((30, 30), float(me.rank)).to(dtype)
+        dist.barrier()
+        if me.rank == me.world - 1:
+            me.be_late(0.1)
+        first = dist.all_reduce(x, async_op=True)
+        second, results, factor = call_that_reads(me, x.t() if is_strided else x, name)
+        second.wait()
+        first.wait()
+        wanted = factor * sum(range(me.world))
+        wrong += [
+            f"strided: {is_strided}: {r.flatten()[:3]}, not {wanted}"
+            for r in results
+            if not r.float().eq(wanted).all()
+        ]
+    return wrong
+
+
+READ = [(name, torch.float32) for name in READERS]
+READ += [("all_reduce of products", torch.float8_e4m3fn)]  # which torch itself cannot multiply
+READ += [
+    pytest.param(name, dtype, marks=slow_on_processes)
+    for name in READERS
+    for dtype in (torch.bfloat16, torch.int32)
+]
+
+
+@pytest.mark.skipif(not OURS, reason="runs two collectives of a group at once")
+@pytest.mark.parametrize(("name", "dtype"), READ)
+def test_inputs_are_the_results_of_earlier_calls(pools, name, dtype):
+    assert pools(3).run(dependent_calls, name, dtype) == [[]] * 3
