@@ -28,12 +28,16 @@ def x(*shape: int) -> torch.Tensor:
     return torch.ones(shape or (2, 3))
 
 
-def lists() -> list[torch.Tensor]:
-    return [x(), x()]
+def gathered() -> None:
+    dist.all_gather_into_tensor(x(4, 3), x())
 
 
-def sparse() -> torch.Tensor:
-    return torch.sparse_coo_tensor([[1]], [1.0], (7,))
+def scattered() -> None:
+    dist.reduce_scatter(x(), [x(), x()])
+
+
+def sparse() -> None:
+    dist.all_reduce(torch.sparse_coo_tensor([[1]], [1.0], (7,)))
 
 
 def block() -> None:
@@ -48,31 +52,19 @@ def messages() -> None:
     dist.send(x(5), 1) if me == 0 else dist.recv(x(5))
 
 
-# What rank 0 sees, or rank 1 of what it receives.
+# The call, and what rank 0 sees, or rank 1 of what it receives.
 EVENTS: dict[str, tuple[Callable[[], Any], list[tuple[str, list[list[int]]]]]] = {
     "all_reduce": (lambda: dist.all_reduce(x()), [("all_reduce", [[2, 3]])]),
     "reduce": (lambda: dist.reduce(x(), 0), [("reduce", [[2, 3]])]),
     "broadcast": (lambda: dist.broadcast(x(), 0), [("broadcast", [[2, 3]])]),
-    "all_gather": (lambda: dist.all_gather(lists(), x()), [("all_gather", [[2, 3]])]),
-    "all_to_all": (
-        lambda: dist.all_to_all_single(x(4), x(4)),
-        [("all_to_all_single", [[4]])],
-    ),
-    "reduce_scatter": (
-        lambda: dist.reduce_scatter(x(), lists()),
-        [("reduce_scatter", [[2, 3], [2, 3]])],
-    ),
-    "gathered": (
-        lambda: dist.all_gather_into_tensor(x(4, 3), x()),
-        [("all_gather_into_tensor", [[2, 3]])],
-    ),
-    "barrier": (lambda: dist.barrier(), [("barrier", [])]),
+    "all_gather": (lambda: dist.all_gather([x(), x()], x()), [("all_gather", [[2, 3]])]),
+    "all_to_all": (lambda: dist.all_to_all_single(x(4), x(4)), [("all_to_all_single", [[4]])]),
+    "reduce_scatter": (scattered, [("reduce_scatter", [[2, 3], [2, 3]])]),
+    "gathered": (gathered, [("all_gather_into_tensor", [[2, 3]])]),
+    "barrier": (dist.barrier, [("barrier", [])]),
     "block": (block, [("all_reduce_coalesced", [[2, 3], [5]])]),
-    "sparse": (lambda: dist.all_reduce(sparse()), [("all_reduce", [[7]])]),
-    "asynchronous": (
-        lambda: dist.all_reduce(x(), async_op=True).wait(),
-        [("all_reduce", [[2, 3]])],
-    ),
+    "sparse": (sparse, [("all_reduce", [[7]])]),
+    "async": (lambda: dist.all_reduce(x(), async_op=True).wait(), [("all_reduce", [[2, 3]])]),
     "sends": (messages, [("send", [[4]]), ("send", [[5]])]),
     "receives": (messages, [("recv", [[4]]), ("recvAnySource", [[5]])]),
 }
