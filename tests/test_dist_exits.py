@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -119,18 +118,23 @@ def join():
 atexit.register(join)  # before the backend's own handler, so it runs after that
 import pycollect, torch, torch.distributed as dist
 dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+threading.excepthook = lambda error: None  # the receive raises
 thread = threading.Thread(target=lambda: dist.recv(torch.ones(3), 0), daemon=True)
 thread.start()
 time.sleep(0.5)
 """
 
+# Name -> the program, and its output.
 PROGRAMS = {
-    "calls in flight": PROGRAM + CALLS_IN_FLIGHT,
-    "forks": PROGRAM + FORK_DURING_CALLS,
-    "holds": PROGRAM + CALLBACK_HOLDS_A_GROUP,
-    "waits": PAIRS.replace("PROCESSES", "4") + THREADS_WAIT,
-    "ends": PAIRS.replace("PROCESSES", "8") + THREADS_END_GROUPS,
-    "joins": JOIN_AT_EXIT,
+    "calls in flight": (PROGRAM + CALLS_IN_FLIGHT, ["over"] * 8),
+    # A forked child never waits for a lock that a thread of its parent holds.
+    "forks beside threads": (PROGRAM + FORK_DURING_CALLS, ["hung", "0"]),
+    # The held group is destroyed with the callback, while the exit ends all groups.
+    "a callback holds another group": (PROGRAM + CALLBACK_HOLDS_A_GROUP, ["end", "over"]),
+    # The threads wake when the groups end, when the interpreter no longer gives them the GIL.
+    "daemon threads wait": (PAIRS.replace("PROCESSES", "2") + THREADS_WAIT, ["0"] * 2),
+    "daemon threads end groups": (PAIRS.replace("PROCESSES", "8") + THREADS_END_GROUPS, ["0"] * 8),
+    "a waiting thread is joined": (JOIN_AT_EXIT, ["ended", "True"]),
 }
 
 
@@ -147,38 +151,20 @@ def programs(tmp_path_factory) -> Iterator[dict[str, Future]]:
     with ThreadPoolExecutor(len(PROGRAMS)) as side_by_side:
         yield {
             name: side_by_side.submit(run_to_its_end, text, f"{folder}/{name}")
-            for name, text in PROGRAMS.items()
+            for name, (text, _) in PROGRAMS.items()
         }
-
-
-def test_forked_children_wait_for_no_lock_of_the_parent(programs):
-    """A forked child never waits for a lock that a thread of its parent holds."""
-    assert programs["forks"].result()[0] == ["hung", "0"]
-
-
-def test_exit_while_daemon_threads_wait(programs):
-    """The threads wake when the groups end, when the interpreter no longer gives them the GIL."""
-    assert programs["waits"].result()[0] == ["0"] * 4
 
 
 def test_exit_with_many_calls_in_flight(programs):
     """At exit all groups share one shutdown timeout."""
     (end, *output), when = programs["calls in flight"].result()
-    assert output == ["over"] * 8
+    assert output == PROGRAMS["calls in flight"][1]
     assert when - float(end) < 2 * DESTROYED + 4
 
 
-def test_a_callback_that_holds_another_group(programs):
-    """The held group is destroyed with the callback, while the interpreter exit ends all groups."""
-    assert programs["holds"].result()[0] == ["end", "over"]
-
-
-def test_exit_while_daemon_threads_destroy_groups(programs):
-    assert programs["ends"].result()[0] == ["0"] * 8
-
-
-def test_a_waiting_thread_can_be_joined_at_exit(programs):
-    assert programs["joins"].result()[0][-2:] == ["ended", "True"]
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "calls in flight"])
+def test_exit(programs, name):
+    assert programs[name].result()[0] == PROGRAMS[name][1]
 
 
 def shut_down_concurrently(me: RankContext, groups: int, threads: int) -> int:
@@ -189,19 +175,12 @@ def shut_down_concurrently(me: RankContext, groups: int, threads: int) -> int:
         works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in made]
         together = threading.Barrier(groups * threads)
 
-        def shut_down(backend: Any) -> None:
+        def shut_down(group: dist.ProcessGroup) -> None:
             together.wait()
-            backend.shutdown()
+            backend_of(group).shutdown()
 
-        closing = [
-            threading.Thread(target=shut_down, args=(backend_of(group),))
-            for group in made
-            for _ in range(threads)
-        ]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        with ThreadPoolExecutor(groups * threads) as closing:
+            list(closing.map(shut_down, made * threads))
     failed = sum("CollectiveError" in caught(work.wait).kinds for work in works)
     dist.barrier()
     for group in made:

@@ -16,29 +16,9 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, started_jobs
 from dist_resources import open_resources
-from faults import ENDED, error_of_future
+from faults import ENDED, Fault, error_of_future, in_flight, publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or hang")
-
-
-def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]:
-    """Start messages that the other rank never answers: it neither receives nor sends."""
-    other = 1 - rank
-    return [
-        ("irecv", dist.irecv(torch.zeros(3), other, group=group)),
-        ("large irecv", dist.irecv(torch.zeros(3_000_000), other, group=group, tag=1)),
-        ("irecv from any source", group.recv_anysource([torch.zeros(3)], 2)),
-        ("strided irecv", dist.irecv(torch.zeros(6)[::2], other, group=group, tag=3)),
-        ("isend", dist.isend(torch.zeros(3_000_000), other, group=group, tag=4)),
-    ]
-
-
-def collectives(group: dist.ProcessGroup) -> list[tuple[str, dist.Work]]:
-    """Start collectives that the other rank does not join."""
-    return [
-        ("all_reduce", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
-        ("another", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
-    ]
 
 
 def futures_that_nobody_waits_for(me: RankContext) -> list[str]:
@@ -80,17 +60,18 @@ def wrong_errors(found: Errors) -> Errors:
     }
 
 
-def destroyed(me: RankContext, what: str) -> tuple[Errors, dict[str, int], dict[str, int]]:
-    """Rank 0 destroys a group with many calls in flight; rank 1 keeps it."""
-    before = open_resources()
-    group = dist.new_group([0, 1])
-    found: Errors = {}
+def destroyed(me: RankContext) -> tuple[Errors, dict[str, int], dict[str, int]]:
+    """Rank 0 destroys the group with many calls in flight; rank 1 keeps it."""
+    me.init("first")  # makes what a process makes once
+    dist.barrier()
+    dist.destroy_process_group()
+    before, found = open_resources(), Errors()
+    me.init("second")
     if me.rank == 0:
-        works = messages(group, me.rank) if what != "collectives" else []
-        works += collectives(group) if what != "messages" else []
-        futures = [(name, work.get_future()) for name, work in works]
+        calls = Fault("leaves", when="in flight")
+        futures = [(name, work.get_future()) for name, work in in_flight(me, calls)]
         futures += [(f"{name}, then", f.then(lambda f: f.value())) for name, f in futures]
-        waiting = dict(messages(group, me.rank) + collectives(group)) if what == "awaited" else {}
+        waiting = dict(in_flight(me, calls))
         threads = [
             threading.Thread(target=lambda n=n, w=w: found.update({n: caught(w.wait)}))
             for n, w in waiting.items()
@@ -99,17 +80,17 @@ def destroyed(me: RankContext, what: str) -> tuple[Errors, dict[str, int], dict[
             thread.start()
         time.sleep(0.2)
         start = time.monotonic()
-        dist.destroy_process_group(group)
+        dist.destroy_process_group()
         found |= {f"future of {name}": error_of_future(f, 1.0) for name, f in futures}
         for thread in threads:
             thread.join(max(0.1, start + ENDED - time.monotonic()))
         found |= {name: Caught(("hangs",), "", 0.0) for name in waiting.keys() - found.keys()}
         assert time.monotonic() - start < ENDED
-        del works, futures, waiting, threads
-    dist.barrier()
-    if me.rank == 1:
-        dist.destroy_process_group(group)
-    del group
+        del futures, waiting, threads
+        publish(me, "destroyed")
+    else:
+        wait_published(me, "destroyed", [0])
+        dist.destroy_process_group()
     return found, before, open_resources()
 
 
@@ -179,23 +160,21 @@ def called_back(me: RankContext) -> list[Caught]:
 
 # --- jobs that wait for the shutdown timeout: started with the first test, checked here -----------
 
-LONG = {what: (destroyed, what) for what in ("messages", "collectives", "awaited")}
-LONG["callbacks"] = (called_back,)
+LONG = {"calls": (destroyed,), "callbacks": (called_back,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def slow_jobs() -> Iterator[dict[str, Pool]]:
-    yield from started_jobs(LONG, 2)
+    yield from started_jobs(LONG, 2, {"calls": {"group": False}})
 
 
-@pytest.mark.parametrize(("what", "ended"), [("messages", 10), ("collectives", 4), ("awaited", 21)])
-def test_destroy_fails_all_calls_in_flight(slow_jobs, what, ended):
+def test_destroy_fails_all_calls_in_flight(slow_jobs):
     """Futures, chained futures and waiting threads all end with an error, and nothing leaks."""
-    outcomes = slow_jobs[what].results(2 * ENDED)
+    outcomes = slow_jobs["calls"].results(2 * ENDED)
     for found, before, after in outcomes:
         assert not wrong_errors(found)
         assert {**after, "threads": 0} == {**before, "threads": 0}
-    assert len(outcomes[0][0]) == ended
+    assert len(outcomes[0][0]) == 21
 
 
 def test_callbacks_that_raise_or_destroy_the_group(slow_jobs):
