@@ -90,22 +90,6 @@ def test_a_group_takes_one_descriptor():
             assert (among - before, after) == (count, before)
 
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-if "pycollect" in sys.argv[1]: import pycollect
-dist.init_process_group(sys.argv[1], init_method="file://" + sys.argv[2], rank=0, world_size=1)
-x = torch.ones(3)
-dist.all_reduce(x)
-work = dist.all_reduce(torch.ones(100000), async_op=True)
-print("end", x.tolist())
-"""
-
-
-def test_exit_without_destroy(tmp_path):
-    ran = programs.run([sys.executable, "-c", PROGRAM, BACKEND, tmp_path / "store"], timeout=30)
-    assert (ran.returncode, ran.stdout) == (0, "end [1.0, 1.0, 1.0]\n"), ran.stderr
-
-
 # --- bootstrap ------------------------------------------------------------------------------------
 
 
@@ -410,6 +394,25 @@ def test_calls_on_a_destroyed_group_raise(pools):
         for direct, front in pool.run(use_destroyed_group):
             assert direct.kind, direct
             assert front.kind == "ValueError", front
+
+
+def shut_down(me: RankContext) -> Caught:
+    """The backend's shutdown() may be called more than once, and abort() after it."""
+    dist.barrier()
+    backend = backend_of()
+    backend.shutdown()
+    backend.shutdown()
+    error = caught(dist.all_reduce, torch.ones(3))
+    backend.abort()
+    dist.destroy_process_group()
+    return error
+
+
+@ours_only
+def test_shutdown(pools):
+    with pools.fresh(2) as pool:
+        for error in pool.run(shut_down):
+            assert error.kind, "nothing was raised"
 
 
 # A FileStore removes its file when the last reference to it goes.

@@ -1,10 +1,11 @@
-"""Bootstrap on a store that still holds keys of other groups: failed attempts, other sizes, earlier
-groups. Also options that no machine can satisfy: sizes and timeouts.
+"""Options of a group, and bootstrap on a store that still holds keys of other groups: failed
+attempts, other sizes, earlier groups.
 """
 
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import (
-    BACKEND,
-    OURS,
-    Caught,
-    Pool,
-    RankContext,
-    caught,
-    started_jobs,
-)
-from sites import PROCESSES, only_on
+from dist_pool import BACKEND, OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
+from sites import HOSTS, PROCESSES, THREADS, only_on
+
+import pycollect as pc
+from pycollect import _C
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs"),
-    only_on(PROCESSES, "makes its groups itself"),
     pytest.mark.pools_with(group=False),
 ]
 SHORT_TIMEOUT = 1.0  # timeout in seconds of attempts that must fail
@@ -36,10 +31,7 @@ LONE_TIMEOUT = 0.2  # timeout in seconds of a rank without peers
 
 def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     """Make a group on the store as torch does, run one all_reduce, and shut the group down."""
-    import pycollect
-    from pycollect import _C
-
-    options = pycollect.distributed.options()
+    options = pc.distributed.options()
     options._timeout = datetime.timedelta(seconds=seconds)
     options.group_name = "again"
     backend = _C.make_backend(store, rank, world, options)
@@ -52,16 +44,17 @@ def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:
 def group_after_a_failed_attempt(me: RankContext, early: tuple[int, ...]) -> Caught | None:
     """The `early` ranks time out in a first attempt; then all ranks make the group."""
     store = dist.FileStore(f"{me.folder}/early", me.world)
-    error = (
-        caught(make_group, store, me.rank, me.world, SHORT_TIMEOUT) if me.rank in early else None
-    )
+    error = None
+    if me.rank in early:
+        error = caught(make_group, store, me.rank, me.world, SHORT_TIMEOUT)
     store.set(f"done {me.rank}", "")
     store.wait([f"done {rank}" for rank in range(me.world)])
     make_group(store, me.rank, me.world)
     return error
 
 
-EARLY = [(0,), (1,), (0, 1), (1, 2)]
+# The ranks of the first attempt -> those that they miss: rank 0 alone, if it is missing.
+EARLY = {(0,): "ranks 1, 2", (1,): "rank 0", (0, 1): "rank 2", (1, 2): "rank 0"}
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +67,8 @@ def failed_attempts() -> Iterator[dict[tuple[int, ...], Pool]]:
 def test_a_failed_attempt_of_some_ranks_does_not_block_the_next(failed_attempts, early):
     errors = failed_attempts[early].results(seconds=40)
     for rank in early:
-        missing = [0] if 0 not in early else [r for r in range(3) if r not in early]
         assert errors[rank].kind == "Timeout", errors[rank]
-        assert f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not arrive" in (
-            errors[rank].text
-        ), errors[rank]
+        assert f"{EARLY[early]} did not arrive" in errors[rank].text, errors[rank]
 
 
 def groups_of_different_sizes(me: RankContext) -> None:
@@ -90,22 +80,17 @@ def groups_of_different_sizes(me: RankContext) -> None:
         store.wait([f"turn {turn} of {rank}" for rank in range(me.world)])
 
 
-def test_groups_of_different_sizes_on_one_store(pools):
-    pools(3).run(groups_of_different_sizes)
-
-
 def one_after_the_other(me: RankContext) -> None:
     """Make and shut down 30 groups on one store, without synchronisation in between."""
-    import pycollect
-    from pycollect import _C
-
     store = dist.FileStore(f"{me.folder}/many", me.world)
     for _ in range(30):
-        _C.make_backend(store, me.rank, me.world, pycollect.distributed.options()).shutdown()
+        _C.make_backend(store, me.rank, me.world, pc.distributed.options()).shutdown()
 
 
-def test_many_groups_one_after_the_other(pools):
-    pools(3).run(one_after_the_other)
+@only_on(PROCESSES, "makes its groups itself")
+@pytest.mark.parametrize("job", [groups_of_different_sizes, one_after_the_other])
+def test_many_groups_on_one_store(pools, job):
+    pools(3).run(job)
 
 
 class ForwardingStore(dist.Store):
@@ -195,23 +180,7 @@ def test_a_timeout_on_a_store_whose_waits_end_late():
     assert store.waits == 2
 
 
-@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes"])
-def test_huge_sizes_are_refused(name):
-    import pycollect
-
-    for size in (2**46 + 1, 2**63, 2**64, 10**30):
-        with pytest.raises(ValueError, match=f"{name} is {size}; it must be at most {2**46}"):
-            pycollect.distributed.options(**{name: size})
-    assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
-
-
-def test_names_that_are_not_strings_are_refused():
-    import pycollect
-
-    for value in (3, b"ring", ["ring"]):
-        kind = type(value).__name__
-        with pytest.raises(TypeError, match=f"algorithm is a {kind}; pass .*pycollect.algorithms"):
-            pycollect.distributed.options(algorithm=value)
+# --- timeouts -------------------------------------------------------------------------------------
 
 
 def calls_with_timeout(me: RankContext, timeout: datetime.timedelta) -> None:
@@ -252,24 +221,113 @@ def test_timeouts_beyond_the_range_of_clocks(calls_with_huge_timeouts, days):
     calls_with_huge_timeouts[days].results()
 
 
-def test_a_timeout_that_torch_cannot_represent():
-    import pycollect  # noqa: F401
-
+def test_timeouts_that_are_refused():
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     with pytest.raises(ValueError, match=r"must not be negative.* 292,000 years"):
-        dist.init_process_group(
-            "pycollect",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=datetime.timedelta.max,
-        )
-
-
-def test_set_timeout_refuses_negative_timeouts():
-    import pycollect
-    from pycollect import _C
-
-    backend = _C.make_backend(dist.HashStore(), 0, 1, pycollect.distributed.options())
+        dist.init_process_group("pycollect", timeout=datetime.timedelta.max, **options)
+    backend = _C.make_backend(dist.HashStore(), 0, 1, pc.distributed.options())
     with pytest.raises(ValueError, match="set_timeout: -1000 ms; it must not be negative"):
         backend.set_timeout(datetime.timedelta(seconds=-1))
     backend.shutdown()
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes"])
+def test_huge_sizes_are_refused(name):
+    for size in (2**46 + 1, 2**63, 2**64, 10**30):
+        with pytest.raises(ValueError, match=f"{name} is {size}; it must be at most {2**46}"):
+            pc.distributed.options(**{name: size})
+    assert getattr(pc.distributed.options(**{name: 2**46}), name) == 2**46
+
+
+def test_names_that_are_not_strings_are_refused():
+    for value in (3, b"ring", ["ring"]):
+        kind = type(value).__name__
+        with pytest.raises(TypeError, match=f"algorithm is a {kind}; pass .*pycollect.algorithms"):
+            pc.distributed.options(algorithm=value)
+
+
+IN_ANOTHER_ORDER = (1e8, 1.0, -1e8)  # one value per rank; the sum depends on the order
+
+
+def with_an_algorithm(me: RankContext, name: str) -> torch.Tensor:
+    me.init("algorithm", pg_options=pc.distributed.options(algorithm=name))
+    summed, gathered = torch.full((9,), IN_ANOTHER_ORDER[me.rank]), torch.empty(27)
+    dist.all_reduce(summed)
+    x = summed.clone()
+    dist.broadcast(x, 0)
+    dist.all_gather_into_tensor(gathered, x)
+    dist.barrier()
+    assert torch.equal(gathered, x.repeat(3))
+    return summed
+
+
+@pytest.mark.parametrize("name", ["fused", "ring", "host_chain"])
+def test_an_algorithm_is_for_the_collectives_that_have_it(name, pools):
+    """With the order of its sums, which shows on one host."""
+    wanted = [torch.full((9,), value) for value in IN_ANOTHER_ORDER]
+    pc.all_reduce(wanted, algorithm=name)
+    assert torch.equal(wanted[0], torch.zeros(9)) == (name != "ring")
+    with pools.fresh(3) as pool:
+        found = pool.run(with_an_algorithm, name)
+    if pools.ranks_as != HOSTS:
+        assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
+
+
+def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, float]:
+    value, start = values[me.rank], time.monotonic()
+    options = pc.distributed.options(**({} if value == "exactly" else {name: value}))
+    setattr(options, name, value)  # a word that the function above would refuse
+
+    def use() -> None:
+        me.init("bootstrap", timeout=datetime.timedelta(seconds=3), pg_options=options)
+        dist.all_reduce(torch.ones(9))
+
+    error = caught(use)
+    return error, error.when - start
+
+
+# Option, value of each rank, words of the error, and where the ranks are. Ranks with different
+# algorithms would add in different orders; threads have no buffers.
+ALGORITHMS, DIFFERENT = ["ring", "ring", "fused"], "different algorithms"
+HEAPS = f"symmetric_heap_bytes={1 << 20}.*symmetric_heap_bytes={1 << 21}"
+NOT_ONE = "hosts='one', but ranks 0, 1 are on a, rank 2 is on b"
+REFUSED: list[tuple[str, list[Any], str, dict[str, str]]] = [
+    ("buffer_bytes", [8192, 8192, 4096], "buffer_bytes=8192.*buffer_bytes=4096", {}),
+    ("symmetric_heap_bytes", [1 << 20, 1 << 20, 1 << 21], HEAPS, {}),
+    ("algorithm", ALGORITHMS, DIFFERENT, {}),
+    ("algorithm", ALGORITHMS, DIFFERENT, {"ranks_as": HOSTS}),
+    ("algorithm", ALGORITHMS, "same options", {"ranks_as": THREADS}),
+    ("hosts", ["exactly"] * 3, "hosts is 'exactly'; allowed are ", {}),
+    ("hosts", ["one"] * 3, NOT_ONE, {"placement": "aab"}),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "words", "where"), REFUSED)
+def test_options_that_ranks_refuse(name, values, words, where):
+    with fresh(3, group=False, **where) as pool:
+        for error, took in pool.run(with_option, name, values):
+            assert error.kind == "ValueError", error
+            assert re.search(words, error.text), error
+            assert took < 3
+
+
+def at_the_end(me: RankContext) -> None:
+    """All-gather of blocks of unlike sizes, the small one at the end of the symmetric heap."""
+    counts = [1 << 20, 1 << 14]
+    options = pc.distributed.options(symmetric_heap_bytes=12 << 20)
+    group = dist.new_group([0, 1], backend=BACKEND, pg_options=options)
+    whole = pc.symmetric_empty(sum(counts), group=group)
+    parts = []
+    while not caught(lambda: parts.append(pc.symmetric_empty(counts[me.rank], group=group))).kind:
+        pass
+    parts[-1].fill_(me.rank + 1.0)
+    dist.all_gather(list(whole.split(counts)), parts[-1], group)
+    assert [part.unique().tolist() for part in whole.split(counts)] == [[1.0], [2.0]]
+
+
+def test_a_tensor_at_the_end_of_the_symmetric_heap():
+    with fresh(2) as pool:
+        pool.run(at_the_end)

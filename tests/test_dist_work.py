@@ -111,6 +111,15 @@ def in_order(me: RankContext) -> None:
         torch.testing.assert_close(x, wanted[me.rank])
 
 
+def barrier_behind_queued_calls(me: RankContext) -> None:
+    """A barrier runs after a thousand queued calls of large and small tensors, without any wait."""
+    tensors = [torch.full((1 + 10_000 * (n % 7 == 0),), float(n)) for n in range(1000)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    dist.barrier()
+    assert all(work.is_completed() for work in works)
+    assert all(t.eq(n * me.world).all() for n, t in enumerate(tensors))
+
+
 def value(number: int, count: int = 5) -> Tensor:
     return torch.full((count,), float(number))
 
@@ -269,7 +278,9 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
 
 JOBS = (waited, completes_without_the_caller, futures, kept_alive, in_order, cycle, threads)
 JOBS += (calls_of_callbacks, callback_waits_for_a_later_call, callbacks_of_two_groups)
+JOBS += (barrier_behind_queued_calls,)
 GLOO_LACKS = {
+    barrier_behind_queued_calls: "runs two collectives of a group at once",
     in_order: "runs two collectives of a group at once",
     calls_of_callbacks: "lets calls of callbacks change places",
 }
