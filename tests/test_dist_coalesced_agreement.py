@@ -27,35 +27,27 @@ pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect al
 def coalesced_jobs(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
     """Coalesced all_reduces of this rank's jobs: one block per job, a list of sizes and dtypes."""
     tensors = [[torch.ones(n, dtype=t) for n, t in job] for job in jobs[me.rank]]
-    raised = Caught((), "", 0.0)
 
-    def body(job: list[torch.Tensor]) -> None:
-        with dist._coalescing_manager():
-            for t in job:
-                dist.all_reduce(t)
+    def body() -> None:
+        for job in tensors:
+            with dist._coalescing_manager():
+                for t in job:
+                    dist.all_reduce(t)
 
-    for job in tensors:
-        raised = caught(body, job)
-        if raised.kind:
-            break
+    raised = caught(body)
     assert_in_step(me)
     return raised, [t.tolist() for job in tensors for t in job]
 
 
 F, D, L = torch.float32, torch.float64, torch.int64
+# The jobs of either rank, and words of the error of both.
 MISMATCHED = {
     "one dtype of two": ([[(4, F), (4, D)]], [[(4, F)], [(4, D)]], "part 1 of 2"),
     "the second dtype's size": ([[(4, F), (4, D)]], [[(4, F), (5, D)]], "of 5 float64"),
-    "the second of three": (
-        [[(4, F), (4, D), (1, L)]],
-        [[(4, F), (4, F), (1, L)]],
-        "part 1 of 3",
-    ),
+    "the second of three": ([[(4, F), (4, D), (1, L)]], [[(4, F), (4, F), (1, L)]], "part 1 of 3"),
     "more dtypes": ([[(4, F), (4, D)]], [[(4, F), (4, D), (4, L)]], "part 1 of 2"),
     "the other way round": ([[(3, F), (5, F)]], [[(5, F), (3, F)]], "different sizes"),
 }
-
-
 DEVICES = ("late", "eager")
 STAGED = ("", *DEVICES)  # host memory, and emulated devices
 
@@ -80,30 +72,33 @@ def test_the_rank_with_another_number_of_requests_is_named(pools):
         assert "rank 2 called all_reduce of 4 float32, op sum, by itself" in raised.text
 
 
-def mismatched_batch(me: RankContext, what: str) -> tuple[Caught, float]:
+# What differs in the third of three coalesced calls: its words, and the call.
+THIRD: dict[str, Callable[[int], object]] = {
+    "room for": lambda rank: dist.all_to_all_single(ones(4), ones(3 + rank), [2, 2], [1, 2 + rank]),
+    "part 3 of 3": lambda rank: dist.broadcast(ones(3 + rank), 0),
+}
+
+
+def mismatched_batch(me: RankContext, words: str) -> tuple[Caught, float]:
     x = ones()
-    sent = {"counts": [1, 2 + me.rank], "sizes": [1, 1]}[what]
 
     def body() -> None:
         with dist._coalescing_manager(device=CPU):
             dist.broadcast(x * (2 + me.rank), 0)
             dist.reduce(x, 0)
-            if what == "counts":
-                dist.all_to_all_single(ones(4), ones(sum(sent)), [2, 2], sent)
-            else:
-                dist.broadcast(ones(3 + me.rank), 0)
+            THIRD[words](me.rank)
 
     raised = caught(body)
     assert_in_step(me)
     return raised, x[0].item()
 
 
-@pytest.mark.parametrize("what", ["counts", "sizes"])
+@pytest.mark.parametrize("words", THIRD)
 @pytest.mark.parametrize("site", sites(*STAGED))
-def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, site):
-    for raised, value in pools(2, site=site).run(mismatched_batch, what):
+def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, words, site):
+    for raised, value in pools(2, site=site).run(mismatched_batch, words):
         assert raised.kind == "ValueError", raised
-        assert ("room for" if what == "counts" else "part 3 of 3") in raised.text
+        assert words in raised.text
         assert value == 1
 
 
@@ -343,13 +338,10 @@ def error_in_child(call: Callable[[], object]) -> str:
     """The error of a call in a forked child, "nothing" without error; a child that hangs makes the
     job hang, which its time limit ends."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = "a BaseException"
+    if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             error = caught(call)
-            text = f"{error.kind}: {error.text}" if error.kind else "nothing"
-        os.write(writer, text.encode())
+            os.write(writer, (f"{error.kind}: {error.text}" if error.kind else "nothing").encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
@@ -380,9 +372,8 @@ def in_children(me: RankContext) -> dict[str, str]:
         texts["call"] = error_in_child(lambda: dist.broadcast(x, 0))
         texts["message"] = error_in_child(lambda: dist.isend(x, peer))
         texts["end"] = error_in_child(backend._end_coalescing)
-        assert (
-            error_in_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
-        )
+        abandoned = error_in_child(lambda: pc._C.abandon_coalescing(backend, "a child", True))
+        assert abandoned == "nothing"
         dist.reduce(x, 0)
     assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
     for work in dist.batch_isend_irecv(batch):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import programs
 import pytest
@@ -110,7 +110,6 @@ def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caug
             if me.rank == 0:
                 raise BodyFailed("in the body")
 
-    raised = Caught((), "", 0.0)
     try:
         raised = caught(body)
     except BodyFailed:
@@ -162,19 +161,15 @@ def exceptions_before_any_call(me: RankContext) -> None:
     assert_in_step(me)
 
 
-class Unrelated(Exception):
-    """An exception of a block that has nothing to do with its calls."""
+def ends_its_group(group: dist.ProcessGroup) -> None:
+    with dist._coalescing_manager(group, CPU):
+        dist.broadcast(ones(), 0, group)
+        dist.destroy_process_group(group)
+        raise KeyError("unrelated")
 
 
-def unlike_ops(me: RankContext) -> None:
-    with dist._coalescing_manager():
-        dist.all_reduce(ones(), ReduceOp.SUM)
-        dist.all_reduce(ones(), ReduceOp.MAX if me.rank == 0 else ReduceOp.SUM)
-
-
-def failures_outside_the_block(me: RankContext) -> list[Caught]:
-    """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
-    raised = []
+def failures_outside_the_block(me: RankContext) -> None:
+    """No backend for the device, and a destroyed group."""
     devices: list[object] = ["cpu"]
     if me.spec.ranks_as != "threads":  # for threads "cpu:pycollect" has all devices
         devices.append(torch.device("cuda"))
@@ -182,62 +177,53 @@ def failures_outside_the_block(me: RankContext) -> list[Caught]:
         with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):
             pass
         assert_in_step(me)
+    assert caught(ends_its_group, dist.new_group(backend="cpu:pycollect")).kind == "KeyError"
+    assert_in_step(me)
 
-    def unlike() -> None:
+
+def test_failures_outside_the_block_leave_no_state(pools):
+    pools(2, backend="cpu:pycollect").run(failures_outside_the_block)
+
+
+TWICE, THRICE = (dist._make_nccl_premul_sum(factor) for factor in (2.0, 3.0))
+# Words of torch's error -> the second call of a block that begins with an all_reduce.
+UNLIKE: dict[str, Callable[[], object]] = {
+    "must be alike": lambda: dist.all_gather_into_tensor(torch.zeros(2), torch.ones(1)),
+    "one op, not SUM and MAX": lambda: dist.all_reduce(ones(), ReduceOp.MAX),
+}
+
+
+def unlike(me: RankContext, words: str) -> Caught:
+    def body() -> None:
         with dist._coalescing_manager():
             dist.all_reduce(ones())
-            if me.rank == 0:
-                dist.all_gather_into_tensor(torch.zeros(2), torch.ones(1))
-            else:
-                dist.all_reduce(ones(3))
+            UNLIKE[words]() if me.rank == 0 else dist.all_reduce(ones())
 
-    raised.append(caught(unlike))
-    assert_in_step(me)
-    raised.append(caught(unlike_ops, me))
-    assert_in_step(me)
-    group = dist.new_group(backend="cpu:pycollect")
-
-    def ends() -> None:
-        with dist._coalescing_manager(group, CPU):
-            dist.broadcast(ones(), 0, group)
-            dist.destroy_process_group(group)
-            raise Unrelated
-
-    raised.append(caught(ends))
+    raised = caught(body)
     assert_in_step(me)
     return raised
 
 
-def test_failures_outside_the_block_leave_no_state(pools):
-    results = pools(2, backend="cpu:pycollect").run(failures_outside_the_block)
-    for rank, (unlike, ops, ends) in enumerate(results):
-        words = (
-            ["must be alike", "one op, not SUM and MAX"] if rank == 0 else ["rank 0 refused"] * 2
-        )
-        assert words[0] in unlike.text
-        assert words[1] in ops.text
-        assert ends.kind == "Unrelated"
+@pytest.mark.parametrize("words", UNLIKE)
+def test_unlike_calls_raise_on_all_ranks(pools, words):
+    first, second = pools(2).run(unlike, words)
+    assert words in first.text
+    assert "rank 0 refused" in second.text
 
 
 def alike_ops(me: RankContext) -> None:
     """Ops compare equal in either spelling; PREMUL_SUM ops differ if their factors differ."""
     x, y = ones() * 0 + 1, ones(7) * 0 + 1
-    with dist._coalescing_manager():
-        dist.all_reduce(x, ReduceOp.SUM)
-        dist.all_reduce(y, ReduceOp(ReduceOp.SUM))
-    assert (x[0].item(), y[0].item()) == (2.0, 2.0)
-    twice, thrice = (dist._make_nccl_premul_sum(factor) for factor in (2.0, 3.0))
-    with dist._coalescing_manager():
-        dist.all_reduce(x, twice)
-        dist.all_reduce(y, twice)
-    assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
-    def unlike() -> None:
+    def reduced(op_of_x: ReduceOp, op_of_y: ReduceOp) -> tuple[float, float]:
         with dist._coalescing_manager():
-            dist.all_reduce(x, twice)
-            dist.all_reduce(y, thrice)
+            dist.all_reduce(x, op_of_x)
+            dist.all_reduce(y, op_of_y)
+        return x[0].item(), y[0].item()
 
-    assert "has a factor" in caught(unlike).text
+    assert reduced(ReduceOp.SUM, ReduceOp(ReduceOp.SUM)) == (2.0, 2.0)
+    assert reduced(TWICE, TWICE) == (8.0, 8.0)
+    assert "has a factor" in caught(reduced, TWICE, THRICE).text
     assert_in_step(me)
     assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
@@ -245,19 +231,9 @@ def alike_ops(me: RankContext) -> None:
 # --- threads --------------------------------------------------------------------------------------
 
 
-def errors_in_thread(function: Callable[[], object]) -> list[BaseException]:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
+def error_in_thread(function: Callable[[], object]) -> BaseException | None:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).exception()
 
 
 def threads(me: RankContext) -> None:
@@ -271,8 +247,8 @@ def threads(me: RankContext) -> None:
 
     backend._start_coalescing()
     dist.broadcast(x, 1)
-    assert not errors_in_thread(another)
-    assert not errors_in_thread(lambda: assert_in_step(me))  # not coalesced in that thread
+    assert error_in_thread(another) is None
+    assert error_in_thread(lambda: assert_in_step(me)) is None  # not coalesced in that thread
     assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
     backend._end_coalescing().wait()
     assert x.tolist() == [1.0] * 4
@@ -289,8 +265,8 @@ def threads_with_lists_of_torch(me: RankContext) -> None:
 
     with dist._coalescing_manager():
         dist.all_reduce(x)
-        assert not errors_in_thread(lambda: dist.all_reduce(z))  # not coalesced in that thread
-        assert not errors_in_thread(another)
+        assert error_in_thread(lambda: dist.all_reduce(z)) is None  # not coalesced in that thread
+        assert error_in_thread(another) is None
         assert (x[0].item(), y[0].item(), z[0].item()) == (me.rank, 1.0, 1.0)
     assert x.tolist() == [1.0] * 4
     assert_in_step(me)
@@ -300,22 +276,23 @@ def unfinished_blocks(me: RankContext) -> None:
     """Unfinished blocks of ended threads do not affect later threads with a reused thread id."""
     unfinished = [dist._coalescing_manager() for _ in range(5)]
     for manager in unfinished:
-        assert not errors_in_thread(manager.__enter__)
-        assert not errors_in_thread(lambda: assert_in_step(me))
+        assert error_in_thread(manager.__enter__) is None
+        assert error_in_thread(lambda: assert_in_step(me)) is None
     assert_in_step(me)
     del unfinished, manager
     gc.collect()
     backend = backend_of()
     for _ in range(5):
-        assert not errors_in_thread(backend._start_coalescing)
-        assert not errors_in_thread(lambda: assert_in_step(me))
+        assert error_in_thread(backend._start_coalescing) is None
+        assert error_in_thread(lambda: assert_in_step(me)) is None
     assert_in_step(me)
 
 
 JOBS = (exceptions_before_any_call, alike_ops, threads, threads_with_lists_of_torch)
+JOBS += (unfinished_blocks,)
 
 
-@pytest.mark.parametrize("job", [*JOBS, unfinished_blocks], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_other_calls_and_other_threads_are_unaffected(pools, job):
     pools(2).run(job)
 
@@ -356,13 +333,11 @@ def end_in_another_thread(
                 yield
 
         if me.rank == 0:
-            suspended_block = suspended()
-            next(suspended_block)
-            errors = errors_in_thread(
-                suspended_block.close if closes else lambda it=suspended_block: next(it, None)
-            )
-            assert closes == (not errors), errors
-            assert all("must end in the thread that began them" in str(e) for e in errors)
+            next(suspended_block := suspended())
+            end = suspended_block.close if closes else lambda it=suspended_block: next(it, None)
+            error = error_in_thread(end)
+            assert closes == (error is None), error
+            assert closes or "must end in the thread that began them" in str(error)
         raised.append(caught(dist.all_reduce, x, group=group))
         assert raised[-1].kinds or x.tolist() == (2 * ones()).tolist()
         dist.destroy_process_group(group)
