@@ -18,6 +18,8 @@ import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh
 from torch import Tensor
 
+import pycollect as pc
+
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric memory")
 
 COUNT = 48 << 20  # float32 elements: a rank's share takes tens of milliseconds
@@ -64,15 +66,9 @@ def error_of_the_stopped_rank(x: Tensor) -> Caught:
     return Caught((), "", 0)
 
 
-def symmetric_tensor() -> Tensor:
-    import pycollect
-
-    return pycollect.symmetric_empty(COUNT)
-
-
 def run_beside_a_stopped_peer(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:
-    """Return the call's error, the error of a new tensor, and the elements that change later."""
-    x = symmetric_tensor()
+    """Return the call's error, the error of a new tensor, and how many elements change later."""
+    x = pc.symmetric_empty(COUNT)
     pids = [None] * 2
     dist.all_gather_object(pids, os.getpid())
     backend_of().set_timeout(datetime.timedelta(seconds=TIMEOUT))
@@ -81,16 +77,13 @@ def run_beside_a_stopped_peer(me: RankContext, keeps: bool) -> tuple[Caught, Cau
     try:
         error = error_beside_a_stopped_peer(x, pids[1])
         if not keeps:
-            del x
-            x = torch.zeros(0)
-        fresh: list[Tensor] = [x]
-        refusal = caught(lambda: fresh.append(symmetric_tensor()))
-        watched = x if keeps else fresh[-1].fill_(7)
-        before = watched.clone()
+            x = torch.zeros(0)  # frees the memory, into which the peer still writes
+        refusal = caught(pc.symmetric_empty, COUNT)
+        before = x.clone()
     finally:
         os.kill(pids[1], signal.SIGCONT)
     time.sleep(1.0)  # much longer than the peer would take to write the rest of its share
-    return error, refusal, int((watched != before).sum())
+    return error, refusal, int((x != before).sum())
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "freed"])

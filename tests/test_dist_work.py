@@ -10,7 +10,7 @@ import datetime
 import random
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -253,27 +253,10 @@ def threads(me: RankContext) -> None:
                 pending.wait()
             assert_same([x], [summed(me.world, x.numel())], number)
 
-    in_threads([lambda k=k: work(k) for k in range(4)])
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(work, range(len(groups))))
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def in_threads(bodies: list[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    runners = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
-    if errors:
-        raise errors[0]
 
 
 JOBS = (waited, completes_without_the_caller, futures, kept_alive, in_order, cycle, threads)
