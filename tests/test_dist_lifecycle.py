@@ -17,18 +17,11 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import (
-    BACKEND,
-    OURS,
-    Caught,
-    RankContext,
-    backend_of,
-    caught,
-    fresh,
-    started_jobs,
-)
+from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh, started_jobs
 from dist_resources import open_resources
 from sites import THREADS, not_on
+
+import pycollect as pc
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature")
@@ -48,8 +41,7 @@ def cycles(me: RankContext, count: int) -> tuple[dict[str, int], dict[str, int]]
     for n in range(count):
         if n == 3:  # all one-time resources have been created
             before = open_resources()
-        store = dist.FileStore(f"{me.folder}/cycle_{n}", me.world)
-        dist.init_process_group(me.spec.backend, store=store, rank=me.rank, world_size=me.world)
+        me.init(f"cycle_{n}")
         x = torch.ones(3)
         dist.all_reduce(x, async_op=n % 2 == 1)
         if n % 5 == 0:
@@ -58,14 +50,12 @@ def cycles(me: RankContext, count: int) -> tuple[dict[str, int], dict[str, int]]
             other.wait()
         dist.barrier()
         dist.destroy_process_group()
-        del store
     return before, open_resources()
 
 
+@ours_only
 @pytest.mark.slow
 def test_cycles_leave_nothing():
-    if not OURS:
-        pytest.skip(f"{BACKEND}'s threads are not always gone")
     with fresh(2, group=False) as pool:
         for before, now in pool.run(cycles, CYCLES, seconds=20 + CYCLES / 5):
             assert now == before
@@ -94,21 +84,24 @@ def test_a_group_takes_one_descriptor():
 
 
 def init_group(me: RankContext, how: str, where: str) -> None:
-    rank, world = me.rank, me.world
+    host, _, port = where.rpartition(":")
+    options: dict[str, Any] = {"rank": me.rank, "world_size": me.world}
     if how == "env":
-        host, port = where.split(":")
-        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
-        dist.init_process_group(me.spec.backend)
-    elif how == "hash":
-        store = dist.TCPStore(*where.split(":")[:1], int(where.split(":")[1]), world, rank == 0)
-        store = dist.PrefixStore("deep", dist.PrefixStore("deeper", store))
-        dist.init_process_group(me.spec.backend, store=store, rank=rank, world_size=world)
+        values = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": me.rank, "WORLD_SIZE": me.world}
+        os.environ.update({name: str(value) for name, value in values.items()})
+        options = {}
+    elif how == "store":
+        store = dist.TCPStore(host, int(port), me.world, me.rank == 0)
+        options["store"] = dist.PrefixStore("deep", dist.PrefixStore("deeper", store))
     else:
-        dist.init_process_group(
-            me.spec.backend, init_method=f"{how}://{where}", rank=rank, world_size=world
-        )
+        options["init_method"] = f"{how}://{where}"
+    dist.init_process_group(me.spec.backend, timeout=datetime.timedelta(seconds=30), **options)
     assert dist.get_backend() == me.spec.backend
-    assert_all_reduce(world)
+    assert_all_reduce(me.world)
+
+
+def init_and_destroy(me: RankContext, how: str, where: str) -> None:
+    init_group(me, how, where)
     dist.destroy_process_group()
 
 
@@ -120,11 +113,8 @@ def free_port() -> int:
 
 def init_again_and_again(me: RankContext, port: int, seconds: float) -> None:
     """Groups one after the other at one port: the store of each ends with rank 0's group."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(me.rank), WORLD_SIZE=str(me.world))
     for n in range(me.world + 1):
-        dist.init_process_group(me.spec.backend, timeout=datetime.timedelta(seconds=30))
-        assert_all_reduce(me.world)
+        init_group(me, "env", f"127.0.0.1:{port}")
         if n % me.world == me.rank:
             time.sleep(seconds)
         dist.destroy_process_group()
@@ -161,27 +151,25 @@ def stores_that_stay(me: RankContext, port: int) -> list[float]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_init_methods(tmp_path, world, pools):
     with pools.fresh(world, group=False) as pool:
-        for number, how in enumerate(("env", "tcp", "file", "hash") * 2):
+        for number, how in enumerate(("env", "tcp", "file", "store") * 2):
             file, port = f"{tmp_path}/store_{number}", f"127.0.0.1:{free_port()}"
-            pool.run(init_group, how, file if how == "file" else port)
+            pool.run(init_and_destroy, how, file if how == "file" else port)
 
 
-def init_for_devices(me: RankContext, backend: str) -> None:
-    dist.init_process_group(
-        backend, init_method=f"file://{me.folder}/{backend[:9]}", rank=me.rank, world_size=me.world
-    )
+def init_for_devices(me: RankContext) -> None:
+    me.init("devices")
     assert_all_reduce(me.world)
     everybody = [None] * me.world
     dist.all_gather_object(everybody, me.rank)
-    group = dist.new_group(list(range(me.world)))
-    assert_all_reduce(me.world, group)
+    assert everybody == list(range(me.world))
+    assert_all_reduce(me.world, dist.new_group(list(range(me.world))))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
 def test_backends_by_device(backend, pools):
-    with pools.fresh(2, group=False, backend=BACKEND) as pool:
-        pool.run(init_for_devices, backend)
+    with pools.fresh(2, group=False, backend=backend) as pool:
+        pool.run(init_for_devices)
 
 
 # --- subgroups ------------------------------------------------------------------------------------
@@ -214,10 +202,6 @@ def subgroups(me: RankContext) -> None:
     assert_all_reduce(me.world)
 
 
-def test_subgroups(pools):
-    pools(4).run(subgroups)
-
-
 def split(me: RankContext) -> None:
     """The group's split_group, because dist.split_group requires a device."""
     group = dist.group.WORLD
@@ -232,9 +216,9 @@ def split(me: RankContext) -> None:
     assert_all_reduce(me.world)
 
 
-@ours_only
-def test_split_group(pools):
-    pools(4).run(split)
+@pytest.mark.parametrize("job", [subgroups, pytest.param(split, marks=ours_only)])
+def test_subgroups(pools, job):
+    pools(4).run(job)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -306,9 +290,8 @@ def test_monitored_barrier_names_the_missing_as_torch_does(waiting, case):
         assert " Timed out after 0.4 s; rank" in errors[0].text
     if words.startswith("Rank 0"):
         return  # the peers may or may not have been seen
-    for rank in {1, 2, 3} - {*late}:
-        reached = f"Rank {rank} successfully reached monitoredBarrier, but received errors"
-        assert reached in errors[rank].text, errors[rank]
+    reached = "Rank {} successfully reached monitoredBarrier, but received errors"
+    assert all(reached.format(r) in errors[r].text for r in {1, 2, 3} - {*late}), errors
 
 
 @ours_only
@@ -319,16 +302,16 @@ def test_timeouts_have_the_words_that_people_search_for(waiting, name):
         assert " timeout " in error.text or " Timed out " in error.text, error
 
 
-def abort_at_once(me: RankContext, rounds: int) -> list[str]:
+def abort_at_once(me: RankContext) -> list[str]:
     """Ranks abort a group as soon as their call has returned; the others' calls return, too."""
     errors = []
-    for n in range(rounds):
+    for n in range(36):
         group = dist.new_group()
         backend = backend_of(group)
         count = (100, 100_000, 1_000_000)[n % 3]
         x = torch.full((count,), float(me.rank))
         if n % 2 and ("threads" not in me.spec.ranks_as):  # read in place, without staging
-            x = pycollect_empty(count, group).fill_(me.rank)
+            x = pc.symmetric_empty(count, group=group).fill_(me.rank)
         call = caught(dist.all_reduce, x, group=group)
         backend.abort()
         late = caught(dist.all_reduce, torch.ones(3), group=group)
@@ -338,18 +321,6 @@ def abort_at_once(me: RankContext, rounds: int) -> list[str]:
             errors.append(f"{n}: wrong")
         dist.barrier()
     return errors
-
-
-def pycollect_empty(count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    import pycollect
-
-    return pycollect.symmetric_empty(count, group=group)
-
-
-@ours_only
-def test_an_abort_spares_the_calls_that_are_complete(pools):
-    for errors in pools(3).run(abort_at_once, 36, seconds=60):
-        assert not errors
 
 
 def abort_after_send(me: RankContext) -> list[str]:
@@ -373,46 +344,36 @@ def abort_after_send(me: RankContext) -> list[str]:
 
 
 @ours_only
-def test_an_abort_spares_messages_that_are_there(pools):
-    for errors in pools(3).run(abort_after_send):
-        assert not errors
+@pytest.mark.parametrize("job", [abort_at_once, abort_after_send])
+def test_an_abort_spares_what_is_complete(pools, job):
+    assert pools(3).run(job, seconds=60) == [[]] * 3
 
 
-def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:
+def use_destroyed_group(me: RankContext) -> None:
     group = dist.group.WORLD
     dist.destroy_process_group()
-    direct = caught(lambda: group.allreduce([torch.ones(2)]).wait())
-    front = caught(dist.all_reduce, torch.ones(2))
+    assert caught(lambda: group.allreduce([torch.ones(2)]).wait()).kind
+    assert caught(dist.all_reduce, torch.ones(2)).kind == "ValueError"
     me.init("again")
     assert_all_reduce(me.world)
-    return direct, front
 
 
-@ours_only
-def test_calls_on_a_destroyed_group_raise(pools):
-    with pools.fresh(2) as pool:
-        for direct, front in pool.run(use_destroyed_group):
-            assert direct.kind, direct
-            assert front.kind == "ValueError", front
-
-
-def shut_down(me: RankContext) -> Caught:
+def use_shut_down_group(me: RankContext) -> None:
     """The backend's shutdown() may be called more than once, and abort() after it."""
     dist.barrier()
     backend = backend_of()
     backend.shutdown()
     backend.shutdown()
-    error = caught(dist.all_reduce, torch.ones(3))
+    assert caught(dist.all_reduce, torch.ones(3)).kind
     backend.abort()
     dist.destroy_process_group()
-    return error
 
 
 @ours_only
-def test_shutdown(pools):
+@pytest.mark.parametrize("job", [use_destroyed_group, use_shut_down_group])
+def test_calls_on_a_group_that_has_ended_raise(pools, job):
     with pools.fresh(2) as pool:
-        for error in pool.run(shut_down):
-            assert error.kind, "nothing was raised"
+        pool.run(job)
 
 
 # A FileStore removes its file when the last reference to it goes.
@@ -427,7 +388,7 @@ print("left", os.path.exists(sys.argv[1]))
 """
 
 
-@pytest.mark.skipif(not OURS, reason="a test of pycollect's groups")
+@ours_only
 def test_a_destroyed_group_lets_go_of_its_store(tmp_path):
     command = [sys.executable, "-c", STORE_OF_A_GROUP, tmp_path / "store"]
     ran = programs.run(command, timeout=60)

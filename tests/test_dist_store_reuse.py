@@ -100,23 +100,16 @@ class ForwardingStore(dist.Store):
         super().__init__()
         self.store = store
 
-    def set(self, key: str, value: bytes) -> None:
-        self.store.set(key, value)
-
-    def add(self, key: str, number: int) -> int:
-        return self.store.add(key, number)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.store.check(keys)
-
-    def wait(self, *keys_and_timeout: Any) -> None:
-        self.store.wait(*keys_and_timeout)
-
-    def get(self, key: str) -> bytes:
-        return self.store.get(key)
-
     def has_extended_api(self) -> bool:
         return False
+
+
+def forward(name: str) -> None:
+    setattr(ForwardingStore, name, lambda self, *args: getattr(self.store, name)(*args))
+
+
+for name in ("set", "add", "check", "wait", "get"):
+    forward(name)
 
 
 class SlowReadStore(ForwardingStore):
