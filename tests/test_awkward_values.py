@@ -17,7 +17,7 @@ import torch
 import pycollect as pc
 from pycollect import cli
 
-AWKWARD, PARTS = Path(__file__).with_name("awkward_calls.py"), 2  # the parts run in parallel
+AWKWARD, PARTS = Path(__file__).parent / "helpers/awkward_calls.py", 2  # the parts run in parallel
 
 
 def start(command: list[Any]) -> programs.Program:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from sites import GPU, ON_GPU
 from torch.profiler import ProfilerActivity, profile
 
 import pycollect as pc
-
-TESTS = Path(__file__).parent
 
 
 def ones(device, world=2, count=4):
@@ -111,7 +108,7 @@ print(sum(changes(sys.argv[1]) for _ in range(5)), "changes")
 @pytest.mark.parametrize("how", ["ended", "kept", "all threads"])
 def test_a_call_may_outlive_the_profile(how):
     """All threads share one heap here, so that freed memory of any of them is found."""
-    command, path = [sys.executable, "-c", OUTLIVED, how], os.pathsep.join([str(TESTS), *sys.path])
+    command, path = [sys.executable, "-c", OUTLIVED, how], os.pathsep.join(sys.path)
     environ = os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, timeout=120, capture_output=True, text=True)
     assert done.stdout == "0 changes\n", done.stderr

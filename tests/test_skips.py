@@ -32,7 +32,7 @@ SLOW = "161 slow tests were left out; about 2 minutes: python -m pytest -q -n au
     ],
 )
 def test_a_run_says_what_it_left_out(tmp_path: Path, required, workers, ended, reason) -> None:
-    for file in ("conftest.py", "sites.py", "../pyproject.toml"):
+    for file in ("conftest.py", "helpers/sites.py", "../pyproject.toml"):
         shutil.copy(Path(__file__).parent / file, tmp_path)
     (tmp_path / "test_some.py").write_text(TESTS)
     environ = {k: v for k, v in os.environ.items() if "PYTEST" not in k}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PLUGIN = Path(__file__).resolve().parent.parent / "examples/vllm_plugin"
+PLUGIN = Path(__file__).resolve().parents[2] / "examples/vllm_plugin"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
