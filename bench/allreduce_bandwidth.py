@@ -1,13 +1,190 @@
-"""Measure pycollect's collectives against plain torch and the memory limit.
+"""Measure collectives against plain torch, torch.distributed's backends, MPI, and the limit.
 
-Try `python bench/allreduce_bandwidth.py -e 16M --plot speed.png`, or `--processes 2,4` for
-torch.distributed between processes against gloo, with `--devices cuda:0` between processes that
-share a GPU; `--help` lists the options. The implementation is `pycollect_bench`.
+Without further options the ranks are a list of tensors in this process. With --processes, --threads
+or --hosts they are processes, threads, or processes in network namespaces that stand for hosts,
+each for the given numbers of ranks. Try `python bench/allreduce_bandwidth.py -e 16M --plot
+speed.png`, or `--processes 2,4`, with `--devices cuda:0` between processes that share a GPU.
+
+The exit status is 1 if a result is wrong or pycollect refuses a case, and with --targets 3 if a
+target is missed. --coalesced and --overhead replace the sizes; --targets adds the cases that the
+targets of lists and of processes need.
 """
 
-import sys
+from __future__ import annotations
 
-from pycollect_bench import main
+import pycollect  # noqa: F401  # before torch: Ctrl-C from here on prints no traceback
+
+# isort: split
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pycollect._sizes import parse_size, size_argument, size_range
+from pycollect_bench import hosts, lists, peers, processes, rank_work, threads
+from pycollect_bench.cases import COLLECTIVES, OPS
+from pycollect_bench.lists import only_extras
+from pycollect_bench.options import dtype, list_of, one_of, positive, whole
+from pycollect_bench.plot import drawn, plot
+from pycollect_bench.ranks import threads_of
+from pycollect_bench.report import Outcome
+from pycollect_bench.runner import Item, Result, Script
+
+PEERS = tuple(dict.fromkeys((*peers.NAMES, *rank_work.PEERS, *hosts.PEERS, *threads.PEERS)))
+# The kinds of ranks, by their option; "" is a list.
+KINDS: dict[str, ModuleType] = {
+    "": lists,
+    "processes": processes,
+    "threads": threads,
+    "hosts": hosts,
+}
+# Values of options that are not given, of all kinds of ranks and of some.
+USUAL: dict[str, Any] = {
+    "collective": "all_reduce",
+    "dtype": [torch.float32],
+    "op": "sum",
+    "world": [2, 4, 8],
+    "backend": "pycollect",
+    "rates": [1e9, 1e10],
+}
+SIZES = {
+    "": ("4K", "128M", 4),
+    "processes": ("4", "128M", 4),
+    "threads": ("4", "64M", 64),
+    "hosts": ("1K", "16M", 4),
+}
+# The kinds of ranks that an option is for; those left out are for all.
+ONLY_FOR = {
+    "world": [""],
+    "algorithms": [""],
+    "coalesced": [""],
+    "overhead": [""],
+    "backend": ["processes"],
+    "programs": ["threads"],
+    "rates": ["hosts"],
+    "torch_threads": ["", "processes"],
+    "devices": ["", "processes", "threads"],
+    "collective": ["", "processes", "hosts"],
+    "dtype": ["", "processes", "hosts"],
+    "op": ["", "processes", "hosts"],
+    "targets": ["", "processes", "threads"],
+    "plot": ["", "processes"],
+}
+
+
+def peers_of(text: str) -> list[str] | None:
+    """Parse the names of peers; None stands for all that a case has."""
+    named = {"all": None, "none": list[str]()}
+    return named[text] if text in named else list_of(one_of((*PEERS, "all", "none")))(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    add = what.add_argument
+    add("--collective", choices=list(COLLECTIVES), help="(all_reduce)")
+    add("-b", "--minbytes", type=size_argument, help="smallest size (4K; of other ranks 4 or 1K)")
+    add(
+        "-e", "--maxbytes", type=size_argument, help="largest size (128M; threads: 64M, hosts: 16M)"
+    )
+    add("-f", "--stepfactor", type=positive, help="from size to size (4; threads: 64)")
+    dtypes, worlds = list_of(dtype), list_of(whole)
+    add("-d", "--dtype", type=dtypes, help="one or more (float32)")
+    add("-o", "--op", choices=list(OPS), help="the reduction (sum)")
+    add("--world", type=worlds, help="numbers of ranks of a list (2,4,8)")
+    add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
+    add("--peers", type=peers_of, help=f"of {', '.join(PEERS)}; all or none (all)")
+    kinds = parser.add_mutually_exclusive_group()
+    add = kinds.add_argument
+    add("--processes", type=worlds, metavar="N", help="ranks are processes: numbers of ranks")
+    add("--threads", type=worlds, metavar="N", help="ranks are threads: numbers of ranks")
+    shapes = list_of(hosts.ranks_of)
+    add("--hosts", type=shapes, metavar="HxR", help="H hosts of R processes each; needs root")
+    add = parser.add_argument_group("for some kinds of ranks").add_argument
+    add("--algorithms", help="lists: 'all' or names, besides the default choice")
+    add("--coalesced", choices=["lenet"], help="lists: LeNet's gradients in one coalesced call")
+    add("--overhead", action="store_true", help="lists: a call on 4 ranks of 4 elements")
+    add("--backend", help="processes: of torch.distributed (pycollect)")
+    add("--programs", action="store_true", help="threads: also whole worlds and small test cases")
+    rates = list_of(hosts.rate_of)
+    add("--rates", type=rates, help="hosts: of the links, Gbit/s or none (1,10)")
+    add(
+        "--torch-threads",
+        type=positive,
+        help="lists, processes: threads that torch may use in a process",
+    )
+
+
+def kind_of(args: argparse.Namespace) -> str:
+    """Return the kind of ranks that the options name."""
+    return next((kind for kind in KINDS if kind and getattr(args, kind)), "")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Give values to options that were left out; raise ValueError for those that are wrong."""
+    kind = kind_of(args)
+    where = f"with --{kind}" if kind else "on lists"
+    for name, kinds in ONLY_FOR.items():
+        if getattr(args, name) and kind not in kinds:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {where}; leave it out")
+    for name, value in USUAL.items():
+        setattr(args, name, getattr(args, name) or value)
+    begin, end, step = SIZES[kind]
+    args.minbytes = args.minbytes or parse_size(begin)
+    args.maxbytes = args.maxbytes or max(parse_size(end), args.minbytes)
+    args.stepfactor = args.stepfactor or step
+    size_range(args.minbytes, args.maxbytes, args.stepfactor)
+    known = [name for name, s in COLLECTIVES.items() if (s.group if kind else s.lists)]
+    if args.collective not in known:
+        raise ValueError(
+            f"--collective {args.collective} does not exist {where}; there are {', '.join(known)}"
+        )
+    found = KINDS[kind].peers(args)
+    for name in args.peers or ():
+        if name not in found:
+            raise ValueError(f"{name!r} is not a peer {where}; there are {', '.join(found)}")
+    if args.plot and (args.collective == "barrier" or only_extras(args)):
+        raise ValueError("--plot draws speed against size, and no sizes are measured")
+    if args.torch_threads and not kind:
+        torch.set_num_threads(args.torch_threads)
+    KINDS[kind].check(args)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Item]:
+    yield from KINDS[kind_of(args)].measure(args)
+
+
+def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
+    found: list[Outcome] = KINDS[kind_of(args)].judge(args, results)
+    return found
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the requested collective and dtypes; the targets may have added other cases."""
+    kind = kind_of(args)
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in args.dtype]
+    found = {"collective": args.collective, "dtypes": dtypes, "ranks": kind or "list"}
+    if kind in ("processes", "hosts"):
+        worlds = args.processes or [hosts * ranks for hosts, ranks in args.hosts]
+        threads = [args.torch_threads or threads_of(world) for world in worlds]
+        found["threads"] = f"{' or '.join(map(str, dict.fromkeys(threads)))} a rank"
+    return found
+
+
+SCRIPT = Script(
+    "allreduce_bandwidth",
+    __doc__,
+    add_arguments,
+    measure,
+    check=check,
+    judge=judge,
+    draw=plot,
+    drawable=drawn,
+    about=about,
+)
+main = SCRIPT.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,22 +32,24 @@ GRACE = 40
 CALL = """import torch, pycollect
 tensors = [torch.full((8,), rank + 1.0, device={device!r}) for rank in range(4)]
 pycollect.all_reduce(tensors)
-print([t.tolist() for t in tensors])
+print(tensors)
 assert all((t == 10).all() for t in tensors)"""
-SWEEP = "allreduce_bandwidth --targets --seconds 1.5"
+ALL_REDUCE = "allreduce_bandwidth --targets"
+SWEEP = f"{ALL_REDUCE} --seconds 1.5"
+LENET = "train --models lenet --worlds 4 --seconds 10 --no-ddp --no-loading --targets"
 TINY = "-b 4K -e 4K -n 1 -w 1"
 # Stage, name, limit in seconds, script with arguments, and those that a rehearsal adds; the last of
 # an option counts.
 BENCHMARKS = (
     ("lists", "lists-float32", 90, f"{SWEEP} -b 4K -e 256M --world 4,8", f"{TINY} --world 2"),
     ("lists", "lists-bfloat16", 50, f"{SWEEP} -d bfloat16 -b 4K -e 256M -f 16 --world 4", TINY),
-    ("threads", "threads", 50, "rank_threads --parts all_reduce --targets", "--quick -n 1"),
+    ("threads", "threads", 50, f"{ALL_REDUCE} --threads 4", "-e 4K -n 1 -w 1"),
     ("processes", "processes", 110, f"{SWEEP} --processes 4 -b 4 -e 64M -f 64", TINY),
-    ("step", "step", 40, "train_step --batch 256 --targets", "--batch 4 -n 1 -w 1"),
+    ("step", "step", 40, LENET, "--batch 8 -n 1"),
 )
-# GPU tests fail without a GPU, a job that hangs ends, and Gloo does not look up the host's name.
-ENVIRON = {"PYCOLLECT_REQUIRE_CUDA": "1", "PYCOLLECT_TEST_SECONDS": "35", "PYTHONUNBUFFERED": "1"}
-ENVIRON |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+# GPU tests fail without a GPU, a job that hangs ends, and a build is for this GPU alone.
+ENVIRON = {"PYCOLLECT_REQUIRE_CUDA": "1", "PYCOLLECT_TEST_SECONDS": "35"}
+ENVIRON |= {"PYTHONUNBUFFERED": "1", "TORCH_CUDA_ARCH_LIST": ""}
 ENVIRON |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
@@ -68,9 +70,9 @@ def all_cases(out: Path, rehearse: bool) -> list[Case]:
         Case("call", "call", 60, [PYTHON, "-c", CALL.format(device=device)]),
     ]
     for stage, name, limit, words, tiny in BENCHMARKS:
-        script, *arguments = f"{words} {tiny if rehearse else ''}".split()
-        arguments += ["--device", device, "--json", str(out / f"{name}.json")]
-        found.append(Case(stage, name, limit, [PYTHON, f"bench/{script}.py", *arguments]))
+        script, *options = f"{words} {tiny * rehearse} --devices {device}".split()
+        command = [PYTHON, f"bench/{script}.py", *options, "--json", str(out / f"{name}.json")]
+        found.append(Case(stage, name, limit, command))
     tests = [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["--maxfail=20", "-m", "cuda and not slow", *["--collect-only"] * rehearse]
     text = (ROOT / "tests/gpu_tests.txt").read_text()
@@ -83,10 +85,9 @@ def all_cases(out: Path, rehearse: bool) -> list[Case]:
 def run(case: Case, limit: float, log: IO[bytes]) -> int:
     """Run the case for at most `limit` seconds, with its output in the log; return its status.
 
-    Processes that it leaves behind would use the GPU during the next case, and are killed. Without
-    a list of architectures a build is for this GPU alone.
+    Processes that it leaves behind would use the GPU during the next case, and are killed.
     """
-    environ = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | ENVIRON
+    environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **ENVIRON}  # Gloo looks up no host's name
     options = {"cwd": ROOT, "env": environ, "stdin": subprocess.DEVNULL, "start_new_session": True}
     child = subprocess.Popen(case.command, stdout=log, stderr=subprocess.STDOUT, **options)
     try:
@@ -104,11 +105,9 @@ def run(case: Case, limit: float, log: IO[bytes]) -> int:
             child.wait(5)
 
 
-def first_line(*command: str) -> str:
-    with suppress(OSError, subprocess.SubprocessError, IndexError):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-        return done.stdout.splitlines()[0]
-    return ""
+def first_line(command: str) -> str:
+    done = subprocess.run(f"timeout 30 {command}", shell=True, cwd=ROOT, capture_output=True)
+    return done.stdout.decode().partition("\n")[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rehearse", action="store_true", help="without a GPU: tiny sizes, tests collected only")
     args = parser.parse_args(argv)
     if unknown := set(args.stages) - set(STAGES):
-        parser.error(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+        parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
     args.out.mkdir(parents=True, exist_ok=True)
     deadline, failed = time.monotonic() + args.seconds, list[str]()
-    gpu = first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    commit = first_line("git", "describe", "--always", "--dirty", "--exclude=*")
-    about = {"gpu": gpu or "no GPU", "commit": os.environ.get("COMMIT") or commit}
+    gpu = first_line("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
+    commit = os.environ.get("COMMIT") or first_line("git describe --always --dirty --exclude=*")
+    about = {"gpu": gpu or "no GPU", "commit": commit}
     for case in all_cases(args.out.resolve(), args.rehearse):
-        if (args.stages and case.stage not in args.stages) or failed[:1] == ["build"]:
+        if case.stage not in (args.stages or STAGES) or failed[:1] == ["build"]:
             continue
         begin, left = time.monotonic(), deadline - time.monotonic()
         with (args.out / "report.log").open("ab+") as log:

@@ -1,72 +1,45 @@
 """Measure training steps: naive loop, pycollect, and DDP processes, against one replica.
 
 `python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
-ResNet-18; `--models lenet` takes one minute. With `--devices cuda:0 --worlds 4` the four processes
-of DDP share a GPU. The exit status is 1 if a process of DDP fails, 3 if a target is missed.
+ResNet-18; `--models lenet` takes one minute. With `--devices cuda:0 --worlds 4` the four ranks
+share a GPU, and LeNet's step is also measured as a CUDA graph. The exit status is 1 if a process of
+DDP fails or a parameter is wrong, 3 if a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pycollect
-from pycollect._command import Interruption
-from pycollect._timing import Effort
 from pycollect.train.models import MODELS
-from pycollect_bench import environment, scripts, table, training
-from pycollect_bench.output import keep_json, write_json
-from pycollect_bench.record import call_record, rounds_record, target_record
-from pycollect_bench.targets import Outcome, status
-from pycollect_bench.training.picture import draw
+from pycollect_bench import report, training
+from pycollect_bench.options import effort, positive
+from pycollect_bench.report import Column, Outcome, Table, Target, where
+from pycollect_bench.runner import Item, Result, Script
 
 DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
-LEGEND = f"""\
-# x one: step time divided by one replica's on the whole batch, median over rounds.
-# reduction: the time in which a step waits for it; for DDP, which overlaps, a separate
-# reduction of the same bytes. epoch: the steps for {DIGITS} digits
-#{"step":<26} {"p50 (ms)":>9} {"p99 (ms)":>9} {"x one":>6} {"epoch (s)":>9} \
-{"reduct(ms)":>10} {"% step":>6}"""
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "--models",
-        nargs="+",
-        choices=list(MODELS),
-        default=list(MODELS),
-        help="models to train (both)",
-    )
-    add("--worlds", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks (1 2 4)")
-    add("--batch", type=int, default=256, help="examples of all ranks together (256)")
-    add("--size", type=int, default=28, help="height and width of the images; LeNet needs 28 (28)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, models = parser.add_argument, list(MODELS)
+    add("--models", nargs="+", choices=models, default=models, help="models to train (both)")
+    add("--worlds", nargs="+", type=positive, default=[1, 2, 4], help="numbers of ranks (1 2 4)")
+    add("--batch", type=positive, default=256, help="examples of all ranks together (256)")
+    what = "height and width of the images; LeNet needs 28 (28)"
+    add("--size", type=positive, default=28, help=what)
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
-    add("-n", "--iterations", type=int, help="timed steps of each (by time, if not given)")
-    add("-w", "--warmup", type=int, default=1, help="steps before the first timed one (1)")
-    add("--seconds", type=float, default=30.0, help="time for a case, with 7 steps at least (30)")
     add("--no-ddp", action="store_true", help="leave out DDP")
     add("--compile", action="store_true", help="add the step as one graph of torch.compile")
-    add(
-        "--no-loading", action="store_true", help="leave out the benefit of preparing batches ahead"
-    )
-    add("--targets", action="store_true", help="check the speed targets of this device")
-    add("--json", metavar="FILE", help="all results, in medians and their spread")
-    add("--plot", metavar="FILE", help="a picture: bars of steps and of their reductions")
-    args = scripts.parse(parser, argv)
-    if min(*args.worlds, args.batch, args.size) < 1:
-        parser.error("numbers and sizes must be positive")
-    if args.size != 28 and "lenet" in args.models:
-        parser.error("LeNet takes images of 28 x 28: add --models resnet18")
-    return args
+    what = "leave out the benefit of preparing batches ahead"
+    add("--no-loading", action="store_true", help=what)
 
 
 def cases(args: argparse.Namespace) -> list[training.TrainingCase]:
-    """Return a case for every model and number of ranks."""
+    """Return a case for every model and number of ranks; raise ValueError if one is impossible."""
+    if args.size != 28 and "lenet" in args.models:
+        raise ValueError("LeNet takes images of 28 x 28: add --models resnet18")
     devices = pycollect.devices(args.devices)
     return [
         training.TrainingCase(
@@ -77,97 +50,80 @@ def cases(args: argparse.Namespace) -> list[training.TrainingCase]:
     ]
 
 
-def lines(result: training.Result) -> list[str]:
-    """Return the table of one case."""
-    case = result.case
-    ranks = "1 rank" if case.world == 1 else f"{case.world} ranks"
-    out = [f"# {case.model}, {ranks}, batch {case.batch}, {case.size} x {case.size}"]
-    steps = -(-DIGITS // case.batch)
-    for name, entry in result.entries.items():
-        share = 100 * (result.share(name) or 0)
-        out.append(
-            f" {name:<26} {entry.step * 1e3:>9.1f} {entry.timing.percentile(99) * 1e3:>9.1f} "
-            f"{result.slowdown(name) or 0:>6.2f} {entry.step * steps:>9.2f} "
-            f"{entry.reduction * 1e3:>10.3f} {share:>6.2f}"
-        )
-    return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
+def title(result: Result) -> str:
+    ranks = "1 rank" if result.about["world"] == 1 else "{world} ranks"
+    return f"# {{model}}, {ranks}, batch {{batch}}, {{size}} x {{size}}".format_map(result.about)
 
 
-def loading_lines(result: training.LoadingResult) -> list[str]:
-    """Return the table about batches prepared ahead."""
-    out = [f"#{'lenet on two ranks':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'waited (ms)':>11}"]
-    for name, entry in result.entries.items():
-        p50, p99 = (entry.timing.percentile(p) * 1e3 for p in (50, 99))
-        out.append(f" {name:<26} {p50:>9.1f} {p99:>9.1f} {entry.waited * 1e3:>11.3f}")
-    return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
+OF_ONE, STEP = report.time_over(training.ONE), where(what=(training.STEP,))
+STEPS = Table(
+    f"""\
+# x one: step time divided by one replica's on the whole batch, median over rounds.
+# reduct: the time in which a step waits for its reduction; for DDP, which overlaps, a separate
+# reduction of the same bytes. epoch: the steps for {DIGITS} digits. #wrong: parameters of all ranks
+# whose bits differ from the naive loop's""",
+    (
+        report.name("step", 26),
+        *report.times("ms"),
+        Column(
+            "x one", "", 6, lambda about, row: report.number(report.time_over(training.ONE)(row))
+        ),
+        Column("epoch", "(s)", 9, lambda a, row: f"{row.seconds * -(-DIGITS // a['batch']):.2f}"),
+        report.of_row("reduct", "reduction", "(ms)", 10, 3, 1e3),
+        Column("% step", "", 6, lambda about, row: report.number(training.share(row))),
+        report.wrong(),
+    ),
+    title,
+)
+WAITED = report.of_row("waited", "waited", "(ms)", 9, 3, 1e3)
+LOADING = Table(
+    "# waited: the time in which a step waits for its batch",
+    (report.name("lenet on two ranks", 32), *report.times("ms"), WAITED),
+)
 
 
-def loading_record(result: training.LoadingResult) -> dict[str, Any]:
-    """Return the loading result for the JSON file."""
-    rows = [
-        {**call_record(name, entry.timing), "waited": entry.waited}
-        for name, entry in result.entries.items()
-    ]
-    return {"not_run": result.not_run, "rows": rows}
+def measure(args: argparse.Namespace) -> Iterator[Item]:
+    found, how = cases(args), effort(args, single_calls=True)
+    yield STEPS
+    for case in found:
+        yield training.measure(case, how, not args.no_ddp, args.compile)
+    if not args.no_loading:
+        yield LOADING
+        yield training.measure_loading([found[0].devices[0]] * 2, args.batch, how)
 
 
-def result_record(result: training.Result) -> dict[str, Any]:
-    """Return the result of one case for the JSON file."""
-    case = result.case
-    about = {"model": case.model, "batch": case.batch, "world": case.world, "size": case.size}
-    rows = [
-        {
-            **call_record(name, entry.timing),
-            "reduction": entry.reduction,
-            "of_one_replica": rounds_record(result.slowdowns(name)),
-        }
-        for name, entry in result.entries.items()
-    ]
-    devices = [str(device) for device in case.devices]
-    return {**about, "devices": devices, "not_run": result.not_run, "rows": rows}
+TWO = where(STEP, world=(2,), batch=report.at_least(256))
+TARGETS = (
+    *(Target(f"{m}: two ranks' step, of {training.ONE}", 1.05, training.OVERLAPPED, OF_ONE,
+             where(TWO, model=(m,)), "<=") for m in MODELS),
+    *(Target(f"{m}: reduction's share of the step", most, training.PYCOLLECT, training.share,
+             where(STEP, model=(m,)), "<", "%")
+      for m, most in (("lenet", 10.0), ("resnet18", 2.0))),
+)  # fmt: skip
+SHARED = where(STEP, model=("lenet",), world=(4,), devices=report.ONE_GPU)
+GPU_TARGETS = (
+    Target("lenet: DDP of 4 processes on a GPU, of gloo", 3.0, training.DDP_OURS,
+           report.over(training.DDP_GLOO), SHARED),
+    Target("lenet: graph of 4 ranks on a GPU, of the naive loop", 5.0, training.GRAPH,
+           report.over(training.WHOLE), SHARED),
+    Target("lenet: reduction's share on 4 ranks", 3.0, training.PYCOLLECT, training.share, SHARED,
+           "<=", "%"),
+)  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return scripts.run("train", lambda: compare(argv))
+def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
+    """Return the targets of this device.
+
+    The slowdown is that of steps with overlap, the default, the reduction's share without.
+    """
+    on_gpu = any(device.type == "cuda" for case in cases(args) for device in case.devices)
+    return [target.judge(results) for target in (GPU_TARGETS if on_gpu else TARGETS)]
 
 
-def compare(argv: Sequence[str] | None) -> int:
-    args = arguments(argv)
-    about = environment.describe(shlex.join(sys.orig_argv))
-    print(*environment.header(about), sep="\n", flush=True)
-    before = environment.Load.now()
-    effort = Effort(args.seconds, args.iterations, args.warmup, single_calls=True)
-    print(LEGEND)
-    results, loading = [], None
-
-    def content(outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
-        record = {"environment": about}
-        record["noise"] = environment.noise(before, environment.Load.now(), [])
-        record["training"] = [result_record(result) for result in results]
-        record["loading"] = loading_record(loading) if loading else None
-        record["targets"] = [target_record(outcome) for outcome in outcomes]
-        return record
-
-    with Interruption() as interruption:
-        for case in cases(args):
-            results.append(training.measure(case, effort, not args.no_ddp, args.compile))
-            print(*lines(results[-1]), sep="\n", flush=True)
-            keep_json(args.json, content)
-        if not args.no_loading:
-            ranks = [cases(args)[0].devices[0]] * 2
-            loading = training.measure_loading(ranks, args.batch, effort)
-            print(*loading_lines(loading), sep="\n", flush=True)
-    outcomes = training.judge(results) if args.targets else []
-    if outcomes:
-        print(*table.target_lines(outcomes), sep="\n")
-    record = content(outcomes)
-    print(*environment.footer(record["noise"]), sep="\n")
-    write_json(args.json, record, interruption)
-    if args.plot and results:
-        draw(record, args.plot)
-    interruption.reraise(args.json)
-    return status(outcomes, any(result.failed for result in results))
-
+SCRIPT = Script(
+    "train", __doc__, add_arguments, measure, 30.0, 1, cases, judge=judge, draw=training.draw
+)
+main = SCRIPT.main
 
 if __name__ == "__main__":
     sys.exit(main())

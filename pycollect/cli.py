@@ -62,8 +62,8 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
         command.set_defaults(run=_no_bench)
         return
     sys.path.insert(0, str(folder))
-    bench = importlib.import_module("pycollect_bench")
-    bench.add_arguments(command)
+    bench = importlib.import_module("allreduce_bandwidth").SCRIPT
+    bench.add_to(command)
     command.set_defaults(run=lambda args: bench.run(args, shlex.join(sys.orig_argv)))
 
 

@@ -9,13 +9,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 
 import programs
 import pytest
 
-import pycollect_bench as bench
+import allreduce_bandwidth as bench
 from pycollect import _command, _files, cli
 from pycollect._files import OutputError, check_input, check_output_path, open_lines, replace, write
 from pycollect.train import CheckpointError, checkpoint, train
@@ -48,13 +48,6 @@ def link_to_fifo(path):
     path.symlink_to("target")
 
 
-def script(name):
-    spec = spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
 TRAIN = ["--data", "digits", "--epochs", "1", "--batch-size", "256"]
 RECORD = str(ROOT / "bench" / "results" / "cpu.json")
@@ -64,13 +57,13 @@ COMMANDS = {
     "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
     "train-checkpoint": lambda file: train_main([*TRAIN, "--checkpoint", file]),
     "train-plot": lambda file: train_main([*TRAIN, "--plot", file]),
-    "processes-json": lambda file: bench.main(["--processes", "2", *QUICK, "--json", file]),
+    "processes-json": lambda file: bench.main(["--processes", "2", *QUICK[:2], "--json", file]),
     "cli-bench": lambda file: cli.main(["bench", *QUICK, "--json", file]),
-    "train.py-plot": lambda file: script("train").main(["--plot", file]),
-    "plot_results": lambda file: int(script("plot_results").main([RECORD, file])),
+    "train.py-plot": lambda file: import_module("train").main(["--plot", file]),
+    "redraw": lambda file: bench.main(["--redraw", RECORD, "--plot", file]),
     **{
-        f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
-        for name in ("copy_bandwidth", "executor_bandwidth", "overlap", "train", "train_step")
+        f"{name}.py-json": lambda file, name=name: import_module(name).main(["--json", file])
+        for name in ("copies", "executor_bandwidth", "train")
     },
 }
 IN_THE_WAY = {
@@ -198,7 +191,7 @@ def test_a_log_can_be_read_from_a_fifo(tmp_path):
 def test_an_invalid_record_is_reported_in_one_sentence(tmp_path, capsys, content):
     path, picture = tmp_path / "broken.json", tmp_path / "run.png"
     path.write_bytes(content.encode("latin1"))
-    assert script("plot_results").main([str(path), str(picture)]) == 2
+    assert bench.main(["--redraw", str(path), "--plot", str(picture)]) == 2
     message = "holds no JSON object" if content == "[1]" else "cannot be read"
     assert re.search(f"the record {path} .*{message}", capsys.readouterr().err)
     assert not picture.exists()
@@ -227,7 +220,7 @@ PROGRAMS = {
     "plan": [*CLI, "plan", "all_reduce", "8"],
     "bench": [*CLI, "bench", *QUICK],
     "train": [*PYTHON, "-m", "pycollect.train", "--devices", "cpu*2", *TRAIN],
-    "script": [*PYTHON, str(ROOT / "bench" / "train_step.py"), "-n", "1", "--batch", "8"],
+    "script": [*PYTHON, str(ROOT / "bench" / "copies.py"), "-n", "1", "-e", "1M"],
 }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from dist_pool import OURS
 
-from pycollect_bench.hosts.namespaces import Namespaces, two_hosts, why_no_namespaces
+from pycollect_bench.namespaces import Namespaces, two_hosts, why_no_namespaces
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone"),

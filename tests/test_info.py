@@ -11,7 +11,7 @@ import torch
 
 from pycollect import _C, _build_check, _machine, cli, gpus, info, nvml
 from pycollect.info import describe
-from pycollect_bench import environment
+from pycollect_bench import report
 
 
 class Library:
@@ -186,7 +186,7 @@ def test_a_build_from_an_sdist_reports_an_unknown_commit(capsys, monkeypatch):
     assert re.search(r"^commit +unknown$", output, re.MULTILINE)
     assert "commit: unknown" in output
     assert "commit: None" not in output
-    assert ", commit unknown, torch" in environment.header(_machine.describe(""))[0]
+    assert ", commit unknown, torch" in report.header(_machine.describe(""))[0]
     monkeypatch.setattr(_machine, "build_info", lambda: {"commit": "abc"})
     assert _machine.describe("")["commit"] == "abc"
 

@@ -79,9 +79,9 @@ def interrupt(process, number=signal.SIGINT):
 
 # Far more sizes than are measured before the signal comes.
 MANY = ["-b", "4K", "-e", "1G", "-f", "2", "--seconds", "0.05"]
-BENCH = [*CLI, "bench", *MANY, "--world", "2"]
+BENCH, TWO = [*CLI, "bench", *MANY], ["--world", "2"]
 PROCESSES = [*BENCH, "--peers", "none", "--processes"]
-OVERLAP = ["--size", "30", "--products", "2", "--repeats", "1", "--world", "1000000"]
+OVERLAP = ["--overlap", "--size", "30", "--products", "2", "-n", "1", "--world", "1000000"]
 LENET = ["--models", "lenet", "--batch", "8", "--no-loading"]
 ALONE = [*LENET, "--no-ddp", "--seconds", "0.05"]
 ONCE = [*LENET, "--worlds", "2", "-n", "1"]
@@ -90,15 +90,13 @@ INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 # The command, the begin and end of the line to wait for and the number of processes that run then,
 # the signal, the status, the kept list of results and its least length.
 CASES = {
-    "bench": (BENCH, "     2        8192", "", 1, INT, 130, "cases", 2),
-    "bench, SIGTERM": (BENCH, "     2        8192", "", 1, TERM, 143, "cases", 2),
-    "processes": ([*PROCESSES, "2"], "     2        8192", "", 3, INT, 130, "cases", 2),
-    "copies": ([*script("copy_bandwidth"), *MANY], " scatter", "", 1, INT, 130, "copies", 1),
-    "overlap": ([*script("overlap"), *OVERLAP], "one", "", 1, INT, 130, "overlap", 1),
-    "training": ([*script("train"), *ALONE], "# lenet, 1 rank", "", 1, INT, 130, "training", 1),
-    # A step is all or nothing.
-    "step": ([*script("train_step"), "--seconds", "600"], "# command", "", 1, INT, 130, "", 0),
-    "starting processes": ([*PROCESSES, "3"], "#world", "", 4, INT, 130, None, 0),
+    "bench": ([*BENCH, *TWO], "      2        8192", "", 1, INT, 130, "cases", 2),
+    "bench, SIGTERM": ([*BENCH, *TWO], "      2        8192", "", 1, TERM, 143, "cases", 2),
+    "processes": ([*PROCESSES, "2"], "      2        8192", "", 3, INT, 130, "cases", 2),
+    "copies": ([*script("copies"), *MANY], " scatter", "", 1, INT, 130, "cases", 1),
+    "overlap": ([*script("copies"), *OVERLAP], "# one device", "", 1, INT, 130, "cases", 1),
+    "training": ([*script("train"), *ALONE], "# lenet, 1 rank", "", 1, INT, 130, "cases", 1),
+    "starting processes": ([*PROCESSES, "3"], "# world", "", 4, INT, 130, None, 0),
     "starting DDP": ([*script("train"), *ONCE], "#", "", 4, INT, 130, None, 0),
     # Two ranks and multiprocessing's resource tracker.
     "ranks": (DDP, "epoch 1", "(ddp)", 4, INT, 130, None, 0),
@@ -137,7 +135,7 @@ def test_results_are_kept_and_no_process_is_left(tmp_path, name):
 COMMANDS = {
     "train": TRAIN,
     "cli": [*CLI, "info"],
-    "script": script("train_step"),
+    "script": script("copies"),
     "installed": [str(Path(sys.executable).with_name("pycollect")), "info"],
 }
 
@@ -164,7 +162,7 @@ def test_signal_handlers_of_the_calling_program_are_unchanged(tmp_path):
     program.write_text(
         "import signal\nbefore = [signal.getsignal(n) for n in (2, 15)]\n"
         f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
-        "import pycollect_bench as bench\n"
+        "import allreduce_bandwidth as bench\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
         "quick = ['-e', '4K', '--world', '2', '-n', '1', '-w', '1', '--json']\n"
         f"assert bench.main([*quick, {str(path)!r}]) == 0\n"

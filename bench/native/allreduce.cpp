@@ -7,11 +7,16 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
+#include <thread>
 
+#include "../../csrc/bootstrap/store.h"
+#include "../../csrc/plan/error.h"
 #include "../../csrc/rank_executor/executor.h"
 #include "../../csrc/rank_executor/shm_transport.h"
-#include "../../tests/native/file_store.h"
 #include "measure.h"
 
 namespace pycollect::ipc {
@@ -23,6 +28,27 @@ struct Options {
   bool zero_copy = false;
   std::string algorithm = {};
   std::size_t buffer_bytes = GroupSettings{}.buffer_bytes;
+};
+
+// A folder, in which a key is a file that gets its name once it is complete.
+struct FolderStore final : Store {
+  std::filesystem::path folder;
+  explicit FolderStore(std::filesystem::path of) : folder(std::move(of)) {
+    std::filesystem::create_directories(folder);
+  }
+  std::string path(std::string key) const {
+    std::replace(key.begin(), key.end(), '/', '_');
+    return folder / key;
+  }
+  void post(const std::string& key, const std::string& value) override {
+    std::ofstream(path(key) + ".part") << value;
+    std::filesystem::rename(path(key) + ".part", path(key));
+  }
+  std::string read(const std::string& key, Deadline deadline) override {
+    for (; Clock::now() < deadline; std::this_thread::sleep_for(std::chrono::microseconds(200)))
+      if (std::ifstream file(path(key)); file) return {std::istreambuf_iterator<char>(file), {}};
+    throw Timeout(text("no value was posted for ", key));
+  }
 };
 
 void run_rank(Store& store, Rank rank, const Options& options) {
@@ -63,15 +89,6 @@ void run_rank(Store& store, Rank rank, const Options& options) {
   };
   bench::table({rank, options.world}, reinterpret_cast<float*>(data), options.largest_bytes, reduce,
                barrier);
-  std::vector<double> all;
-  for (int t = 0; t < 101; ++t) {
-    const auto begin = Clock::now();
-    for (int i = 0; i < 200; ++i) barrier();
-    all.push_back(bench::microseconds(Clock::now() - begin) / 200);
-  }
-  const bench::Times us = bench::summary(all);
-  if (rank == 0) std::printf("%12s %12.3f %12.3f\n", "barrier", us.median, us.best);
-  std::fflush(stdout);
 }
 
 // Returns true if the results of every rank were right.
@@ -81,7 +98,7 @@ bool run_all(const Options& options) {
   for (Rank r = 0; r < options.world; ++r)
     if (fork() == 0) {
       bench::pin(r);
-      FileStore store(folder);
+      FolderStore store(folder);
       run_rank(store, r, options);
       std::_Exit(0);
     }

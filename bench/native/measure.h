@@ -1,6 +1,6 @@
 // Prints a table of all-reduce times, for any implementation: float32 sums in place, buffers
-// rewritten before each call, medians over repetitions. Small calls are timed in batches, because
-// reading the clock costs a tenth of a call.
+// rewritten before each call, medians over repetitions; then the time of a barrier. Small calls are
+// timed in batches, because reading the clock costs a tenth of a call.
 #pragma once
 #include <sched.h>
 
@@ -98,6 +98,18 @@ Times time_size(const RankInfo& self, float* data, std::size_t n, Reduce&& reduc
   return summary(slowest(self, all, reduce));
 }
 
+// Returns the time of a barrier on this rank.
+template <class Barrier>
+Times time_barrier(Barrier&& barrier) {
+  std::vector<double> all;
+  for (int t = 0; t < 101; ++t) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < 200; ++i) barrier();
+    all.push_back(microseconds(Clock::now() - begin) / 200);
+  }
+  return summary(all);
+}
+
 // Prints the table on rank 0. `data` has `largest_bytes` bytes.
 template <class Reduce, class Barrier>
 void table(const RankInfo& self, float* data, std::size_t largest_bytes, Reduce&& reduce,
@@ -115,6 +127,9 @@ void table(const RankInfo& self, float* data, std::size_t largest_bytes, Reduce&
                   bytes / us.median / 1e3);
     if (self.rank == 0) std::fflush(stdout);
   }
+  const Times us = time_barrier(barrier);
+  if (self.rank == 0) std::printf("%12s %12.3f %12.3f\n", "barrier", us.median, us.best);
+  std::fflush(stdout);
 }
 
 }  // namespace bench

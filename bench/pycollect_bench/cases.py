@@ -1,28 +1,47 @@
-"""Benchmark cases of one process: a collective over W ranks, its buffers and expected results.
+"""Benchmark cases: a collective over W ranks, its buffers, calls and expected results.
 
-A collective is one entry of a table: its call, the least number of bytes to move, and the expected
-result of each rank. A new collective needs only an entry (and its peers, in baselines.py).
+A collective is one entry of a table, for ranks that are a list of tensors, members of a process
+group, or of MPI. A new collective needs only an entry (and its peers, in peers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import pycollect
 
-from .gpu import synchronizer
-from .pattern import Pattern, count_wrong
+from .pattern import Pattern, are_zero, count_wrong
+from .report import devices_named
 
 Call = Callable[[], object]
-
+CPU = torch.device("cpu")
 # Parameter shapes of the from-scratch LeNet of Dive into Deep Learning, in its order.
 LENET = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
+# Number of elements that are compared at once, to limit the memory of a comparison.
+_COMPARED = 1 << 20
+# A part of an expected result: (source, start, count) means elements [start, start + count) of the
+# input of rank `source`, or of the reduction if `source` is None.
+Part = tuple["int | None", int, int]
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+# Newer names of these functions. If torch has them, its older names warn at every call.
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,12 @@ class Case:
     op: str
     devices: tuple[torch.device, ...]
     shapes: tuple[tuple[int, ...], ...]
+    of_group: bool = False  # whether the ranks are members of a group, not a list
+
+    @property
+    def spec(self) -> Collective:
+        """The collective's entry in the table."""
+        return COLLECTIVES[self.collective]
 
     @property
     def world(self) -> int:
@@ -56,8 +81,8 @@ class Case:
 
     @property
     def one_memory(self) -> bool:
-        """Whether all ranks are on one device, where bus bandwidth is not defined."""
-        return len(set(self.devices)) == 1
+        """Whether one kernel could access all tensors, so that bus bandwidth is not defined."""
+        return len(set(self.devices)) == 1 and (self.on_gpus or not self.of_group)
 
     @property
     def on_gpus(self) -> bool:
@@ -66,203 +91,296 @@ class Case:
 
     @property
     def minimum_bytes(self) -> int:
-        """Bytes that must be read and written when all ranks share one memory."""
-        return round(COLLECTIVES[self.collective].buffers_moved(self.world) * self.nbytes)
+        """Bytes that must be read and written if every rank could access every tensor."""
+        return round(self.spec.buffers_moved(self.world) * self.nbytes)
 
-    @property
-    def bus_factor(self) -> float:
-        """nccl-tests' ratio of bus bandwidth to algorithm bandwidth."""
-        return COLLECTIVES[self.collective].bus_factor(self.world)
+    def speed(self, seconds: float) -> dict[str, float]:
+        """Return the bytes per second: `moved` if the ranks share one memory, else `busbw`."""
+        if self.one_memory:
+            return {"moved": self.minimum_bytes / seconds}
+        return {"busbw": self.nbytes * self.spec.bus_factor(self.world) / seconds}
+
+    def is_sum(self, *dtypes: torch.dtype) -> bool:
+        """Whether this is the sum of all_reduce in one of these dtypes."""
+        return (self.collective, self.op) == ("all_reduce", "sum") and self.dtype in dtypes
+
+    def about(self) -> dict[str, Any]:
+        """Return the case for the record and the table."""
+        return {
+            "collective": self.collective,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "op": self.op,
+            "world": self.world,
+            "devices": devices_named(self.devices),
+            "tensors": len(self.shapes),
+            "bytes": self.nbytes,
+            "count": self.count,
+        }
 
 
-class Workspace:
-    """The buffers of a case, shared by all candidates that are measured on it.
+class Buffers:
+    """The tensors of one rank, one for each shape; outputs are the inputs of in-place calls."""
 
-    `inputs[rank][i]` are the inputs; `results[rank][i]` are the expected outputs, which are the
-    inputs of in-place calls. `raw` is the same memory as float32, for the limit.
-    """
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.synchronize = case, synchronizer(case.devices)
-        spec = COLLECTIVES[case.collective]
+    def __init__(self, case: Case, rank: int, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        self.case, self.rank = case, rank
+        spec = case.spec
         whole = [torch.Size(shape) for shape in case.shapes]
         part = [torch.Size((shape.numel() // case.world,)) for shape in whole]
-        self.raw: list[Tensor] = []
-        self.inputs = self._allocate(part if spec.gathers else whole)
-        self.results = self.inputs
-        if spec.gathers:
-            self.results = self._allocate(whole)
-        elif spec.scatters:
-            self.results = self._allocate(part)
 
-    def _allocate(self, shapes: list[torch.Size]) -> list[list[Tensor]]:
-        return [[self._tensor(shape, device) for shape in shapes] for device in self.case.devices]
+        def tensors(shapes: Sequence[torch.Size]) -> list[Tensor]:
+            return [empty(shape.numel(), case.dtype).view(shape) for shape in shapes]
 
-    def _tensor(self, shape: torch.Size, device: torch.device) -> Tensor:
-        nbytes = shape.numel() * self.case.dtype.itemsize
-        self.raw.append(torch.ones(-(-nbytes // 4), device=device))
-        flat = self.raw[-1].view(torch.uint8)[:nbytes].view(self.case.dtype)
-        return flat.view(shape)
+        self.inputs = tensors(part if spec.gathers else whole)
+        self.outputs = self.inputs
+        if not spec.in_place:
+            self.outputs = tensors(part if spec.scatters else whole)
+        self.rewrite()
 
     @property
-    def columns(self) -> list[list[Tensor]]:
-        """For each tensor index, the list of that tensor on every rank."""
-        return [list(column) for column in zip(*self.inputs, strict=True)]
+    def input(self) -> Tensor:
+        """The first, mostly the only input."""
+        return self.inputs[0]
 
     @property
-    def firsts(self) -> list[Tensor]:
-        """The first (mostly the only) input of each rank."""
-        return [tensors[0] for tensors in self.inputs]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The first (mostly the only) result of each rank."""
-        return [tensors[0] for tensors in self.results]
-
-    @property
-    def read_write_bytes(self) -> int:
-        """Bytes moved when all of the memory is read and written once."""
-        return 2 * sum(tensor.numel() * tensor.itemsize for tensor in self.raw)
+    def output(self) -> Tensor:
+        """The first, mostly the only output."""
+        return self.outputs[0]
 
     def rewrite(self, value: int = 1) -> None:
         """Write every input, as a producer would."""
-        for tensors in self.inputs:
-            for tensor in tensors:
-                tensor.fill_(value)
+        for tensor in self.inputs:
+            tensor.fill_(value)
 
-    def rewrite_raw(self) -> None:
-        """Fill all memory with float32 ones, so that the limit multiplies no denormal numbers."""
-        for tensor in self.raw:
-            tensor.fill_(1.0)
+    def fill(self, pattern: Pattern) -> None:
+        """Write the rank's inputs of a pattern."""
+        parts = self.case.spec.parts(self.case, self.rank)
+        # Outputs that are not inputs are wrong before the call, in every element.
+        for start, some in _pieces([] if self.case.spec.in_place else self.outputs):
+            some.copy_(are_zero(_expected(pattern, parts, start, some.numel())))
+        for start, some in _pieces(self.inputs):
+            some.copy_(pattern.rank(self.rank, some.numel(), start))
 
-    def wrong(self, call: Call) -> int:
-        """Run `call` once on inputs with a known result; return the number of wrong elements."""
-        case = self.case
-        spec = COLLECTIVES[case.collective]
-        # Collectives without a reduction can move any small integers; those of "max" vary the most.
-        pattern = Pattern(
-            case.dtype, case.op if spec.reduces else "max", case.world, case.devices[0]
-        )
-        for tensors in self.results:
-            for tensor in tensors:
-                tensor.zero_()
-        for rank, tensors in enumerate(self.inputs):
-            for start, tensor in _starts(tensors):
-                tensor.view(-1).copy_(pattern.rank(rank, tensor.numel(), start))
-        call()
-        self.synchronize()
+    def wrong(self, pattern: Pattern) -> int:
+        """Return the number of elements that are not the collective's result of this pattern."""
+        parts = self.case.spec.parts(self.case, self.rank)
         return sum(
-            count_wrong(tensor, spec.expected(pattern, rank, tensor.numel(), start))
-            for rank, tensors in enumerate(self.results)
-            for start, tensor in _starts(tensors)
+            count_wrong(some, _expected(pattern, parts, start, some.numel()))
+            for start, some in _pieces(self.outputs)
         )
 
 
-def _starts(tensors: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of a rank's tensors with its start in the pattern."""
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield flat pieces of the tensors, each with its start in all of them together."""
     start = 0
     for tensor in tensors:
-        yield start, tensor
-        start += tensor.numel()
+        for piece in torch.split(tensor.view(-1), _COMPARED) if tensor.numel() else ():
+            yield start, piece
+            start += piece.numel()
+
+
+def _expected(pattern: Pattern, parts: Sequence[Part], start: int, count: int) -> Tensor:
+    """Return `count` elements of the concatenated parts, from `start` on."""
+    found, at, end = [], 0, start + count
+    for source, first, length in parts:
+        low, high = max(start, at), min(end, at + length)
+        if low < high:
+            begin, n = first + low - at, high - low
+            whole = pattern.reduced if source is None else partial(pattern.rank, source)
+            found.append(whole(n, begin))
+        at += length
+    return torch.cat(found)
+
+
+def run_checked(buffers: Sequence[Buffers], call: Call, synchronize: Call) -> int:
+    """Run `call` once on inputs with a known result; return the wrong elements of these ranks."""
+    case = buffers[0].case
+    # Collectives without a reduction can move any small integers; those of "max" vary the most.
+    op = case.op if case.spec.reduces else "max"
+    of_device = {
+        device: Pattern(case.dtype, op, case.world, device)
+        for device in {case.devices[one.rank] for one in buffers}
+    }
+    patterns = [of_device[case.devices[one.rank]] for one in buffers]
+    for one, pattern in zip(buffers, patterns, strict=True):
+        one.fill(pattern)
+    call()
+    synchronize()
+    return sum(one.wrong(pattern) for one, pattern in zip(buffers, patterns, strict=True))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Call, expected result and byte counts of a collective.
+    """A collective's calls, expected result of a rank, and byte counts.
 
-    `expected(pattern, rank, count, start)` returns a flat tensor.
+    `lists` is called with the buffers of all ranks and the call's options, `group` with those of
+    one rank and its process group, `mpi` with those, the module mpi4py.MPI and a datatype.
     """
 
-    call: Callable[[Workspace, dict[str, Any]], Call]
-    expected: Callable[[Pattern, int, int, int], Tensor]
-    buffers_moved: Callable[[int], float]  # world to moved bytes per byte of a rank, on one memory
-    bus_factor: Callable[[int], float]
+    parts: Callable[[Case, int], list[Part]]
+    buffers_moved: Callable[[int], float]  # world to moved bytes per byte of a rank
+    bus_factor: Callable[[int], float]  # nccl-tests' ratio of bus to algorithm bandwidth
+    lists: Callable[[Sequence[Buffers], dict[str, Any]], Call] | None = None
+    group: Callable[[Buffers, Any], Call] | None = None
+    mpi: Callable[[Buffers, Any, Any], Call] | None = None
     gathers: bool = False  # a rank's input is one part of its output
     scatters: bool = False  # a rank's output is one part of its input
-    reduces: bool = True
+    in_place: bool = False
+    reduces: bool = False
 
 
-def _reduced(pattern: Pattern, rank: int, count: int, start: int) -> Tensor:
-    return pattern.reduced(count, start)
+def _inputs(ranks: Sequence[Buffers]) -> list[Tensor]:
+    return [one.input for one in ranks]
 
 
-def _first_reduced(pattern: Pattern, rank: int, count: int, start: int) -> Tensor:
-    return pattern.rank(rank, count, start) if rank else pattern.reduced(count, start)
+def _outputs(ranks: Sequence[Buffers]) -> list[Tensor]:
+    return [one.output for one in ranks]
 
 
-def _firsts(pattern: Pattern, rank: int, count: int, start: int) -> Tensor:
-    return pattern.rank(0, count, start)
+def _op(ranks: Sequence[Buffers]) -> str:
+    return ranks[0].case.op
 
 
-def _gathered(pattern: Pattern, rank: int, count: int, start: int) -> Tensor:
-    part = count // pattern.world
-    return torch.cat([pattern.rank(r, part) for r in range(pattern.world)])
+def _of_each(case: Case, start: int) -> list[Part]:
+    return [(rank, start, case.count // case.world) for rank in range(case.world)]
 
 
-def _scattered(pattern: Pattern, rank: int, count: int, start: int) -> Tensor:
-    return pattern.reduced(count, rank * count)
+def _mpi(name: str) -> Callable[[Buffers, Any, Any], Call]:
+    """Return a maker of calls of this COMM_WORLD method, which takes an input and an output."""
+
+    def make(b: Buffers, mpi: Any, of: Any) -> Call:
+        method = getattr(mpi.COMM_WORLD, name)
+        given = mpi.IN_PLACE if b.case.spec.in_place else [b.input.numpy(), of]
+        return partial(method, given, [b.output.numpy(), of])
+
+    return make
 
 
+def _farthest(rank: int, world: int) -> tuple[int, int]:
+    """Return the rank to which this one sends, half the ranks after it, and that which sends."""
+    return (rank + world // 2) % world, (rank - world // 2) % world
+
+
+def _send_recv(b: Buffers, group: Any) -> Call:
+    to, source = _farthest(b.rank, b.case.world)
+
+    def call() -> None:
+        sent: Any = dist.isend(b.input, to, group)  # no work only for ranks outside the group
+        dist.recv(b.output, source, group)
+        sent.wait()
+
+    return call
+
+
+def _mpi_send_recv(b: Buffers, mpi: Any, of: Any) -> Call:
+    to, source = _farthest(b.rank, b.case.world)
+    output = [b.output.numpy(), of]
+    return partial(mpi.COMM_WORLD.Sendrecv, [b.input.numpy(), of], to, 0, output, source)
+
+
+_ALL_REDUCE = Collective(
+    lists=lambda ranks, how: partial(pycollect.all_reduce, _inputs(ranks), _op(ranks), **how),
+    group=lambda b, group: partial(dist.all_reduce, b.input, OPS[b.case.op], group),
+    mpi=_mpi("Allreduce"),
+    parts=lambda case, rank: [(None, 0, case.count)],
+    buffers_moved=lambda world: 2 * world,
+    bus_factor=lambda world: 2 * (world - 1) / world,
+    in_place=True,
+    reduces=True,
+)
 COLLECTIVES: dict[str, Collective] = {
-    "all_reduce": Collective(
-        call=lambda w, how: partial(pycollect.all_reduce, w.firsts, w.case.op, **how),
-        expected=_reduced,
-        buffers_moved=lambda world: 2 * world,
-        bus_factor=lambda world: 2 * (world - 1) / world,
-    ),
-    "all_reduce_coalesced": Collective(
-        call=lambda w, how: partial(pycollect.all_reduce_coalesced, w.inputs, w.case.op, **how),
-        expected=_reduced,
-        buffers_moved=lambda world: 2 * world,
-        bus_factor=lambda world: 2 * (world - 1) / world,
+    "all_reduce": _ALL_REDUCE,
+    "all_reduce_coalesced": replace(
+        _ALL_REDUCE,
+        lists=lambda ranks, how: partial(
+            pycollect.all_reduce_coalesced, [one.inputs for one in ranks], _op(ranks), **how
+        ),
+        group=None,
     ),
     "reduce": Collective(
-        call=lambda w, how: partial(pycollect.reduce, w.firsts, 0, w.case.op, **how),
-        expected=_first_reduced,
+        lists=lambda ranks, how: partial(pycollect.reduce, _inputs(ranks), 0, _op(ranks), **how),
+        parts=lambda case, rank: [(rank or None, 0, case.count)],
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: 1,
+        in_place=True,
+        reduces=True,
     ),
     "broadcast": Collective(
-        call=lambda w, how: partial(pycollect.broadcast, w.firsts, 0, **how),
-        expected=_firsts,
+        lists=lambda ranks, how: partial(pycollect.broadcast, _inputs(ranks), 0, **how),
+        group=lambda b, group: partial(dist.broadcast, b.input, 0, group),
+        mpi=lambda b, mpi, of: partial(mpi.COMM_WORLD.Bcast, [b.input.numpy(), of], 0),
+        parts=lambda case, rank: [(0, 0, case.count)],
         buffers_moved=lambda world: world,
         bus_factor=lambda world: 1,
-        reduces=False,
+        in_place=True,
     ),
     "all_gather": Collective(
-        call=lambda w, how: partial(pycollect.all_gather, w.firsts, out=w.outputs, **how),
-        expected=_gathered,
+        lists=lambda ranks, how: partial(
+            pycollect.all_gather, _inputs(ranks), out=_outputs(ranks), **how
+        ),
+        group=lambda b, group: partial(all_gather, b.output, b.input, group),
+        mpi=_mpi("Allgather"),
+        parts=lambda case, rank: _of_each(case, 0),
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: (world - 1) / world,
         gathers=True,
-        reduces=False,
     ),
     "reduce_scatter": Collective(
-        call=lambda w, how: partial(
-            pycollect.reduce_scatter, w.firsts, w.case.op, out=w.outputs, **how
+        lists=lambda ranks, how: partial(
+            pycollect.reduce_scatter, _inputs(ranks), _op(ranks), out=_outputs(ranks), **how
         ),
-        expected=_scattered,
+        group=lambda b, group: partial(reduce_scatter, b.output, b.input, OPS[b.case.op], group),
+        mpi=_mpi("Reduce_scatter_block"),
+        parts=lambda case, rank: [
+            (None, rank * (case.count // case.world), case.count // case.world)
+        ],
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: (world - 1) / world,
         scatters=True,
+        reduces=True,
+    ),
+    "all_to_all": Collective(
+        group=lambda b, group: partial(dist.all_to_all_single, b.output, b.input, group=group),
+        mpi=_mpi("Alltoall"),
+        parts=lambda case, rank: _of_each(case, rank * (case.count // case.world)),
+        buffers_moved=lambda world: 2 * world,
+        bus_factor=lambda world: (world - 1) / world,
+    ),
+    "send_recv": Collective(
+        group=_send_recv,
+        mpi=_mpi_send_recv,
+        parts=lambda case, rank: [(_farthest(rank, case.world)[1], 0, case.count)],
+        buffers_moved=lambda world: 2 * world,
+        bus_factor=lambda world: 1,
+    ),
+    "barrier": Collective(
+        group=lambda b, group: partial(dist.barrier, group),
+        mpi=lambda b, mpi, of: mpi.COMM_WORLD.Barrier,
+        parts=lambda case, rank: [],
+        buffers_moved=lambda world: 0,
+        bus_factor=lambda world: 0,
+        in_place=True,
     ),
 }
 
 
 def sized_case(
-    collective: str, nbytes: int, dtype: torch.dtype, op: str, devices: tuple[torch.device, ...]
+    collective: str,
+    nbytes: int,
+    dtype: torch.dtype,
+    op: str,
+    devices: Sequence[torch.device],
+    of_group: bool = False,
 ) -> Case:
-    """Return the case of `nbytes` per rank, rounded down to whole elements and even parts.
+    """Return the case of `nbytes` per rank, rounded to whole elements and even parts.
 
-    >>> sized_case("all_reduce", 10, torch.float32, "sum", (torch.device("cpu"),) * 2).count
-    2
+    `devices` has one device per rank. Every part has at least one element: the smallest all_gather
+    of four ranks has 16 bytes. A barrier has no bytes.
+
+    >>> sized_case("all_gather", 4, torch.float32, "sum", [CPU] * 4).nbytes
+    16
     """
-    spec = COLLECTIVES[collective]
-    step = len(devices) if spec.gathers or spec.scatters else 1
-    count = nbytes // dtype.itemsize // step * step
-    if not count:
-        raise ValueError(
-            f"{nbytes} bytes hold no {dtype} for each of {len(devices)} ranks of {collective}; "
-            f"begin with at least {step * dtype.itemsize} bytes"
-        )
-    return Case(collective, dtype, op if spec.reduces else "none", devices, ((count,),))
+    spec, world = COLLECTIVES[collective], len(devices)
+    step = 1 if spec.in_place else world
+    count = 0 if collective == "barrier" else max(1, nbytes // dtype.itemsize // step) * step
+    op = op if spec.reduces else "none"
+    return Case(collective, dtype, op, tuple(devices), ((count,),), of_group)

@@ -22,9 +22,9 @@ _COMPILER = "mpicxx"
 class Implementation:
     """An MPI implementation; `name` is its candidate in results.
 
-    `version` finds the version in the launcher's output. `options` are for each launch, `as_root`
-    and `crowded` for a launch by root and with more ranks than cores. `variables` are of the
-    environment, in which {prefix} is the folder of the installation.
+    `version` finds the version in the launcher's output. `options` are for each launch, `crowded`
+    for one with more ranks than cores. `variables` are of the environment, in which {prefix} is the
+    folder of the installation.
     """
 
     name: str
@@ -32,9 +32,7 @@ class Implementation:
     launcher: str
     version: str
     options: tuple[str, ...] = ()
-    as_root: tuple[str, ...] = ()
     crowded: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
 
 
@@ -43,10 +41,8 @@ OPEN_MPI = Implementation(
     title="Open MPI",
     launcher="mpirun",
     version=r"mpirun \(Open MPI\) (\S+)",
-    options=("--oversubscribe", "--bind-to", "none"),
-    as_root=("--allow-run-as-root",),
+    options=("--oversubscribe", "--bind-to", "none", "--allow-run-as-root"),
     crowded=("--mca", "mpi_yield_when_idle", "1"),
-    flags=("-DOMPI_SKIP_MPICXX=1",),  # leaves out its C++ interface, which causes warnings
 )
 # Its mpirun is a script that needs the other programs in PATH, its compiler wrapper I_MPI_ROOT.
 # More ranks than cores need no option: yielding (I_MPI_THREAD_YIELD=2) took the same time, other
@@ -79,23 +75,18 @@ class InstalledMpi:
 
     def compile_command(self, flags: Sequence[str], source: Path, program: Path) -> list[str]:
         """Return the command that compiles a C++ program."""
-        own = self.implementation.flags
-        return self._command(_COMPILER, *flags, *own, str(source), "-o", str(program))
+        return self._command(_COMPILER, *flags, str(source), "-o", str(program))
 
     def launch_command(self, world: int) -> list[str]:
         """Return the command that starts `world` ranks, without their program."""
         about = self.implementation
-        options = [*about.options, "-np", str(world)]
-        if os.geteuid() == 0:
-            options += about.as_root
-        if world > len(os.sched_getaffinity(0)):
-            options += about.crowded
-        return self._command(about.launcher, *options)
+        crowded = about.crowded if world > len(os.sched_getaffinity(0)) else ()
+        return self._command(about.launcher, *about.options, "-np", str(world), *crowded)
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         prefix = str(self.folder.parent)
         variables = [word.format(prefix=prefix) for word in self.implementation.variables]
-        return [*(["env", *variables] if variables else []), str(self.folder / program), *arguments]
+        return ["env", *variables, str(self.folder / program), *arguments]
 
 
 def find(implementation: Implementation) -> InstalledMpi | None:

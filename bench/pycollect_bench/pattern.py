@@ -114,6 +114,15 @@ def _repeat(period: Tensor, start: int, count: int) -> Tensor:
     return period.repeat(copies)[skip : skip + count]
 
 
+def are_zero(values: Tensor) -> Tensor:
+    """Return which elements of a flat tensor of any dtype are zero.
+
+    >>> are_zero(torch.tensor([0.0, 2.0])).tolist()
+    [True, False]
+    """
+    return (values.view(torch.uint8).view(values.numel(), -1) == 0).all(dim=1)
+
+
 def count_wrong(got: Tensor, wanted: Tensor) -> int:
     """Return the number of elements that differ in any byte; all of them if shape or type differ.
 

@@ -1,7 +1,6 @@
 """Plots of speed against size on logarithmic axes, a panel per world: library, peers and limit.
 
-A plot is drawn from the record of a run, whether new or read from a file. Plotting needs
-matplotlib, which is imported only when a plot is drawn.
+A plot is drawn from a record. matplotlib is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pycollect._files import write_picture
 from pycollect._sizes import binary_size
 
-from .comparison import DEFAULT, WALL
+from .runner import OURS, PEER, WALL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +26,11 @@ _PEERS = {
     "cupy": "#56b4e9",
     "gloo": "#d55e00",
     "mpi": "#e69f00",
+    "deepspeed": "#cc79a7",
 }
 _GREY = "#7f7f7f"
 
-_Case = dict[str, Any]  # as record.case_record returns it
+_Case = dict[str, Any]  # as report.case_record returns it
 _Key = tuple[str, str, str]
 
 
@@ -43,9 +43,10 @@ def drawn(record: dict[str, Any]) -> list[_Case]:
     return [
         case
         for case in record["cases"]
-        if case["collective"] == about["collective"]
+        if about["ranks"] in ("list", "processes")
+        and case["collective"] == about["collective"]
         and case["dtype"] in about["dtypes"]
-        and len(case["shapes"]) == 1
+        and case["tensors"] == 1
         and case["count"]
     ]
 
@@ -53,10 +54,10 @@ def drawn(record: dict[str, Any]) -> list[_Case]:
 def _points(cases: Sequence[_Case], name: str | None = None) -> list[tuple[int, float]]:
     """Return bytes and GB/s of the rows of this name, or of the limits without a name."""
     return [
-        (case["bytes"], (row["busbw"] if row["moved"] is None else row["moved"]) / 1e9)
+        (case["bytes"], row.get("moved", row.get("busbw", 0)) / 1e9)
         for case in cases
         for row in case["rows"]
-        if row["algorithm"] == (name or case["limit"])
+        if row["name"] == (name or case.get("limit"))
     ]
 
 
@@ -78,11 +79,10 @@ def _limit_area(axes: Axes, cases: Sequence[_Case]) -> None:
 def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     cases = sorted(cases, key=lambda case: int(case["bytes"]))
     rows = [row for case in cases for row in case["rows"]]
-    kinds = {row["algorithm"]: row["kind"] for row in rows if row["clock"] == WALL}
-    others = [row["algorithm"] for row in rows if row["clock"] != WALL]
-    clocked = [name for name in others if name.startswith(f"{DEFAULT}:")]
+    kinds = {row["name"]: row["kind"] for row in rows if row["clock"] == WALL}
     _limit_area(axes, cases)
-    ours = [name for name, kind in kinds.items() if kind == "pycollect"]
+    ours = [name for name, kind in kinds.items() if kind == OURS]
+    clocked = [row["name"] for row in rows if ours and row["name"].startswith(f"{ours[0]}:")]
     for i, name in enumerate(ours):
         colour = _OURS[i % len(_OURS)]
         # The library's own choice is a thick line, visible behind the algorithm that it selects.
@@ -91,7 +91,7 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     for name, kind in kinds.items():
         if kind == "inside":
             _line(axes, cases, name, color=_OURS[0], linestyle=":", linewidth=1.6)
-        elif kind == "peer":
+        elif kind == PEER:
             _line(axes, cases, name, color=_PEERS[name], marker="s", markersize=3.5, ls="--")
     for name, style in zip(dict.fromkeys(clocked), (":", "-."), strict=False):
         _line(axes, cases, name, color=_OURS[0], linestyle=style, linewidth=1.6)
@@ -148,7 +148,7 @@ def plot(record: dict[str, Any], path: str) -> None:
         for axes, (_, group) in zip(row, sorted(worlds.items()), strict=False):
             _panel(axes, group)
         rows = [row for group in worlds.values() for case in group for row in case["rows"]]
-        one_memory = all(row["moved"] is not None for row in rows)
+        one_memory = all("moved" in row for row in rows)
         speed = "bytes moved per second" if one_memory else "bus bandwidth"
         row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
         low, high = row[0].get_ylim()

@@ -126,10 +126,13 @@ def run(
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make benchmarks and training comparisons start their processes with torch imported."""
-    from pycollect_bench.processes import worker_pool
+    from pycollect_bench import ranks
 
-    of_worker_pool = types.SimpleNamespace(**{**vars(subprocess), "Popen": Program})
-    monkeypatch.setattr(worker_pool, "subprocess", of_worker_pool)
+    def start(command: Sequence[str], **more: Any) -> Any:
+        return (Program if command[0] == sys.executable else subprocess.Popen)(command, **more)
+
+    of_ranks = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    monkeypatch.setattr(ranks, "subprocess", of_ranks)
     real = multiprocessing.get_context
     for module in (multiprocessing, torch.multiprocessing):
         monkeypatch.setattr(module, "get_context", lambda method=None: real("forkserver"))

@@ -1,0 +1,370 @@
+"""Collectives in one process, on a list of tensors: candidates, clocks, table and targets."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pycollect
+from pycollect import _C
+from pycollect._sizes import size_range
+from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave
+
+from . import options, report
+from .cases import CPU, LENET, Buffers, Call, Case, run_checked, sized_case
+from .clocks import GRAPH_CALLS, gpu_time, graph_of, synchronizer
+from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduce, usual
+from .report import (
+    ONE_GPU,
+    Column,
+    Outcome,
+    Table,
+    Target,
+    at_least,
+    in_microseconds,
+    over,
+    percent_of_limit,
+    where,
+)
+from .runner import GPU, GRAPH, LIMIT, OURS, PEER, WALL, Result, Row, clocked
+
+DEFAULT, INSIDE = "default", "inside"  # `algorithm=None`, and the same call without Python
+KIB, MIB = 1 << 10, 1 << 20
+# Name of the row in the table of call costs that has a target.
+CALL = "all_reduce, 4 ranks x 4 elements"
+_RANKS, _ELEMENTS = 4, 4
+# Calls in a batch: enough to make the cost of reading the clock negligible, few enough to be rarely
+# disturbed.
+_BATCH = 500
+
+_LEGEND = """\
+# One process. Times are of one call through Python; `inside` leaves Python out.
+# Before each timed call every rank's buffer is rewritten, so caches hold dirty lines of all ranks,
+# as after a producer (`inside` calls follow each other, on the results of the last call).
+# %limit: relative to the faster of `memory` and `memory_flat`, which multiply the same bytes in
+# place (`inside`: `memory_flat` without rewrites, minus a torch call on one element)."""
+_GPU_LEGEND = f"""\
+# One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
+# time, by events, and `:graph` the same for one of {GRAPH_CALLS} calls replayed in a graph (on
+# zeros). Before each timed call every rank's buffer is rewritten.
+# %limit: relative to `memcpy`, which copies the same bytes on the device, by the same clock.
+# xnaive of `:graph` is the naive loop's `:gpu` time divided by this candidate's."""
+_RATIOS = """
+# xnaive: the naive loop's time divided by this candidate's. The candidates take turns; ratios are
+# medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a separate run."""
+_MOVED = (
+    "\n# moved: bytes that must be read and written (all_reduce: 2 x world x size), per second."
+)
+_BUS = "\n# busbw: as nccl-tests define it; no limit is measured between memories."
+
+
+def table(one_memory: bool, peers: Sequence[str], legend: str, title: Any = None) -> Table:
+    """Return nccl-tests' table; for ranks on one memory `moved` replaces `busbw`."""
+
+    def per_second(nbytes: Callable[[dict[str, Any], Row], float]) -> Any:
+        return lambda about, row: report.number(nbytes(about, row), scale=1e-9)
+
+    speed = "moved" if one_memory else "busbw"
+    columns = (
+        report.of_about("world", "world"),
+        report.of_about("size", "bytes", "(B)", 11),
+        report.of_about("count", "count", width=10),
+        report.of_about("type", "dtype", width=13),
+        report.of_about("redop", "op", width=5),
+        report.name(),
+        *report.times(),
+        Column("algbw", "(GB/s)", 8, per_second(lambda about, row: about["bytes"] / row.seconds)),
+        report.of_row(speed, speed, "(GB/s)", scale=1e-9),
+        report.limit(),
+        *map(report.faster, peers),
+        report.wrong(),
+    )
+    return Table(legend, columns, *([title] if title else []))
+
+
+def devices(named: str | None, world: int) -> tuple[torch.device, ...]:
+    """Return a device per rank: the named devices, repeated in order."""
+    found = pycollect.devices(named)
+    return tuple(found[rank % len(found)] for rank in range(world))
+
+
+def algorithms(text: str | None, collective: str) -> tuple[str | None, ...]:
+    """Return the algorithms to run; the first is always None, the library's own choice.
+
+    Raises:
+        ValueError: if a name is not registered for the collective.
+    """
+    if text is None:
+        return (None,)
+    known = pycollect.algorithms(collective.removesuffix("_coalesced"))
+    names = known if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is not an algorithm of {collective}; there are {known}")
+    return (None, *names)
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """Return the cases that the options request."""
+    found = []
+    sizes = size_range(args.minbytes, args.maxbytes, args.stepfactor)
+    for dtype in args.dtype:
+        for world in args.world:
+            on = devices(args.devices, world)
+            for size in () if only_extras(args) else sizes:
+                found.append(sized_case(args.collective, size, dtype, args.op, on))
+            if args.coalesced or args.targets:
+                found.append(Case("all_reduce_coalesced", dtype, args.op, on, LENET))
+    return list(dict.fromkeys(found))  # small sizes are rounded to the same one
+
+
+def only_extras(args: argparse.Namespace) -> bool:
+    """Return whether no sizes are measured."""
+    return bool((args.coalesced or args.overhead) and not args.targets)
+
+
+def peers(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of all peers of lists."""
+    return NAMES
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError if the options are wrong for one process."""
+    if args.coalesced and args.collective != "all_reduce":
+        raise ValueError(f"--coalesced is all_reduce, not --collective {args.collective}")
+    algorithms(args.algorithms, args.collective)
+    cases(args)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
+    """Measure the cases, and what a call costs."""
+    effort, found = options.effort(args), cases(args)
+    if found:
+        one_memory = all(case.one_memory for case in found)
+        legend = _GPU_LEGEND if all(case.on_gpus for case in found) else _LEGEND
+        legend += (_MOVED if one_memory else _BUS) + _RATIOS
+        yield table(one_memory, [NAIVE], legend)
+    for case in found:
+        names = usual(case) if args.peers is None else tuple(args.peers)
+        yield Candidates(case, algorithms(args.algorithms, case.collective), names).result(effort)
+    if args.overhead or args.targets:
+        yield Table("", (report.name("call", 36), *report.times()))
+        yield call_costs(effort, devices(args.devices, 1)[0])
+
+
+def timed_inside() -> Callable[..., list[float]] | None:
+    """Return the extension's timed loop of all_reduce calls, without Python; None if not built."""
+    return getattr(_C, "time_all_reduce", None)
+
+
+class Candidates:
+    """The candidates of a case on one set of buffers, and why other candidates do not run."""
+
+    def __init__(
+        self, case: Case, algorithms: Sequence[str | None] = (None,), peers: Sequence[str] = ()
+    ) -> None:
+        self.case, self.peers = case, peers
+        self.memory: list[Tensor] = []  # that of all buffers, as float32
+        self.ranks = [Buffers(case, r, partial(self._empty, d)) for r, d in enumerate(case.devices)]
+        self.synchronize = synchronizer(case.devices)
+        self.samplers: dict[str, Sampler] = {}
+        self.kinds: dict[str, tuple[str, str]] = {}  # kind and clock
+        self.calls: dict[str, Call] = {}
+        self.not_run: dict[str, str] = {}
+        for algorithm in algorithms:
+            self._try(algorithm or DEFAULT, OURS, partial(self._list_call, algorithm))
+        if case.collective == "all_reduce" and case.one_memory and not case.on_gpus:
+            self._add_inside(algorithms[0])
+        for name in peers:
+            self._try(name, PEER, partial(peer, name, case, self.ranks))
+        if case.one_memory:
+            self._add_limits()
+
+    def _empty(self, device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+        nbytes = count * dtype.itemsize
+        self.memory.append(torch.ones(-(-nbytes // 4), device=device))
+        return self.memory[-1].view(torch.uint8)[:nbytes].view(dtype)
+
+    def _list_call(self, algorithm: str | None) -> Call:
+        lists = self.case.spec.lists
+        assert lists is not None
+        return lists(self.ranks, {"algorithm": algorithm})
+
+    def rewrite(self, value: int = 1) -> None:
+        """Write every input, as a producer would."""
+        for one in self.ranks:
+            one.rewrite(value)
+
+    def _try(self, name: str, kind: str, make: Callable[[], Call]) -> None:
+        """Add a candidate, or its reason if it refuses the case; other errors are not caught.
+
+        Any error of a peer is the reason why it does not run: what a GPU library needs is not known
+        before.
+        """
+        self.rewrite()
+        try:
+            call = make()
+            call()
+        except Exception as error:
+            if kind != PEER and not isinstance(error, TypeError | ValueError | NotImplementedError):
+                raise
+            self.not_run[name] = reason(error)
+            return
+        self._add(name, kind, call, self.rewrite)
+        self.calls[name] = call
+        if kind == OURS and self.case.on_gpus and self.case.one_memory:
+            try:
+                self._add_graph(name, call)
+            except RuntimeError as error:  # the calls themselves are still measured
+                self.not_run[clocked(name, GRAPH)] = reason(error)
+
+    def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
+        self.samplers[name] = host_time(call, rewrite, self.synchronize)
+        self.kinds[name] = kind, WALL
+        if self.case.on_gpus:
+            self.samplers[clocked(name, GPU)] = gpu_time(call, rewrite, self.case.devices)
+            self.kinds[clocked(name, GPU)] = kind, GPU
+
+    def _add_graph(self, name: str, call: Call) -> None:
+        """Add the call, captured many times in a graph and run on zeros, which no op changes."""
+        timed = clocked(name, GRAPH)
+        replay, self.calls[timed] = graph_of(call, GRAPH_CALLS), graph_of(call, 1)
+        zeros = partial(self.rewrite, 0)
+        self.samplers[timed] = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
+        self.kinds[timed] = OURS, GRAPH
+
+    def _add_inside(self, algorithm: str | None) -> None:
+        loop = timed_inside()
+        if loop is None:
+            self.not_run[INSIDE] = "this build of pycollect has no _C.time_all_reduce"
+        elif (algorithm or DEFAULT) in self.samplers:
+            inputs = [one.input for one in self.ranks]
+
+            def sample(calls: int) -> list[float]:
+                self.rewrite(0)  # no op changes zeros, however often it runs
+                return loop(inputs, self.case.op, algorithm, calls)
+
+            self.samplers[INSIDE], self.kinds[INSIDE] = sample, (INSIDE, WALL)
+
+    def _add_limits(self) -> None:
+        ways = limits(self.case, self.memory)
+        for name, (call, rewrite) in ways.items():
+            self._add(name, LIMIT, call, rewrite)
+        if INSIDE in self.samplers:
+            # The loop inside the extension neither rewrites buffers nor calls torch. So its limit
+            # is measured without rewrites, and the time of a torch call on one element subtracted.
+            self.samplers["_warm"] = host_time(ways["memory_flat"][0])
+            self.samplers["_call"] = host_time(partial(torch.ones(1).mul_, 1.0))
+
+    def result(self, effort: Effort) -> Result:
+        """Measure every candidate in turns, check its result, and return its ratios."""
+        timings = interleave(self.samplers, effort)
+        rows = [self._row(name, timings) for name in self.kinds]
+        # A call that does not run in a graph fails the run as well.
+        failed = DEFAULT in {name.partition(":")[0] for name in self.not_run}
+        return Result(self.case.about(), rows, self.not_run, failed)
+
+    def _row(self, name: str, timings: dict[str, Timing]) -> Row:
+        (kind, clock), timing = self.kinds[name], timings[name]
+        by = WALL if clock == WALL else GPU  # the clock of peers and limits
+        peers = {p: timings[clocked(p, by)] for p in self.peers if clocked(p, by) in timings}
+        wrong = None
+        if name in self.calls:
+            wrong = run_checked(self.ranks, self.calls[name], self.synchronize)
+        numbers = self.case.speed(timing.percentile(50))
+        row = Row(name, timing, kind, clock, wrong, numbers=numbers)
+        return row.compared(peers, self._limit(kind, by, timings))
+
+    def _limit(self, kind: str, clock: str, timings: dict[str, Timing]) -> Timing | None:
+        """Return the timing of the limit for this kind and clock, or None if unknown."""
+        if kind == INSIDE:
+            if "_warm" not in timings:
+                return None
+            call = timings["_call"].rounds
+            work = [t - c for t, c in zip(timings["_warm"].rounds, call, strict=True)]
+            # If the work takes much less time than the call, the difference is noise.
+            known = min(work) > statistics.median(call) / 2
+            return Timing(tuple((seconds,) for seconds in work)) if known else None
+        ways = [timings[name] for name, found in self.kinds.items() if found == (LIMIT, clock)]
+        return min(ways, key=lambda timing: timing.percentile(50), default=None)
+
+
+def reason(error: Exception) -> str:
+    """Return one line with the reason why a candidate does not run.
+
+    >>> reason(RuntimeError("no connection\\nat a.cpp:1")), reason(KeyError())
+    ('no connection', 'KeyError')
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def call_costs(effort: Effort, device: torch.device) -> Result:
+    """Measure a call on little data, of pycollect, of its peers and of one torch function.
+
+    The buffers hold zeros, which no sum changes, so they are not rewritten between calls. On a GPU
+    the time ends when the call returns, without synchronization between calls.
+    """
+    data = [torch.zeros(_ELEMENTS, device=device) for _ in range(_RANKS)]
+    samplers: dict[str, Sampler] = {
+        CALL: batched(partial(pycollect.all_reduce, data), _BATCH),
+        "the same, naive loop": batched(partial(naive_all_reduce, data), _BATCH // 10),
+        "the same, stack and sum": batched(partial(stack_all_reduce, data), _BATCH // 10),
+        "torch: one add_ of 4 elements": batched(partial(data[0].add_, data[1]), _BATCH),
+    }
+    if (loop := timed_inside()) and device == CPU:
+        samplers["the same, inside the extension"] = partial(loop, data, "sum", None)
+    timings = interleave(samplers, effort)
+    kinds = {CALL: OURS, "the same, inside the extension": INSIDE}
+    rows = [Row(name, timing, kinds.get(name, PEER)) for name, timing in timings.items()]
+    about = {"collective": "cost of a call", "world": _RANKS, "bytes": 4 * _ELEMENTS}
+    return Result(about, rows)
+
+
+# What results of the sums with targets are about.
+SUMS = where(collective=("all_reduce",), dtype=("float32",), op=("sum",))
+MANY = at_least(2)  # ranks
+_ON_CPU = where(SUMS, devices=("cpu",))
+_LENET = where(SUMS, collective=("all_reduce_coalesced",), devices=("cpu", *ONE_GPU), world=(4,))
+_LOOP, _LIMIT = over(NAIVE), percent_of_limit
+_TARGETS = (
+    Target("limit, from 1 MiB", 90, DEFAULT, _LIMIT,
+           where(_ON_CPU, world=MANY, bytes=at_least(MIB)), unit="%"),
+    Target("limit, from 64 KiB, inside the extension", 90, INSIDE, _LIMIT,
+           where(_ON_CPU, world=MANY, bytes=at_least(64 * KIB)), unit="%"),
+    Target("naive loop, 2 ranks, every size", 1.5, DEFAULT, _LOOP, where(_ON_CPU, world=(2,))),
+    *(Target(f"naive loop, {w} ranks, {name}", wanted, DEFAULT, _LOOP,
+             where(_ON_CPU, world=(w,), bytes=sizes))
+      for w in (4, 8)
+      for name, wanted, sizes in (
+          ("at 4 KiB", 3.0, (4 * KIB,)), ("at 64 KiB", 3.0, (64 * KIB,)),
+          ("at 1 MiB", 2.0, (MIB,)), ("from 16 MiB", 3.0, at_least(16 * MIB)))),
+    Target("naive loop, LeNet's gradients of 4 ranks", 5.0, DEFAULT, _LOOP, _LENET),
+    Target("cost of a call, 4 ranks x 4 elements", 3.0, CALL, in_microseconds, None, "<", "us"),
+)  # fmt: skip
+_ON_GPU = where(SUMS, dtype=("float32", "bfloat16"), devices=ONE_GPU)
+_SMALL = where(_ON_GPU, world=(4, 8), bytes=range(256 * KIB + 1))
+_LARGE = where(_ON_GPU, world=(4, 8), bytes=at_least(64 * MIB))
+_BY_GPU, _IN_GRAPH = clocked(DEFAULT, GPU), clocked(DEFAULT, GRAPH)
+_GPU_TARGETS = (
+    Target("limit, from 64 MiB, GPU time", 92, _BY_GPU, _LIMIT, _LARGE, unit="%"),
+    Target("naive loop, from 64 MiB", 2.0, DEFAULT, _LOOP, _LARGE),
+    Target("a call up to 256 KiB, GPU time", 8.0, _BY_GPU, in_microseconds, _SMALL, "<=", "us"),
+    Target("the same in a graph of many", 5.0, _IN_GRAPH, in_microseconds, _SMALL, "<=", "us"),
+    *(Target(f"naive loop, {w} ranks, up to 256 KiB", x, DEFAULT, _LOOP, where(_SMALL, world=(w,)))
+      for w, x in ((4, 6.0), (8, 10.0))),
+    Target("naive loop, LeNet's gradients of 4 ranks", 20.0, DEFAULT, _LOOP, _LENET),
+)  # fmt: skip
+
+
+def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
+    """Return an outcome for every target of the ranks' device: its worst point of the run."""
+    on_gpus = all(device.type == "cuda" for device in devices(args.devices, max(args.world)))
+    return [target.judge(results) for target in (_GPU_TARGETS if on_gpus else _TARGETS)]

@@ -1,0 +1,284 @@
+"""Runs a script of bench/: results as they arrive, files, targets, time limits and Ctrl-C.
+
+A script is a generator of results. Candidates take turns in rounds (`pycollect._timing`), and a
+ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pycollect import _command
+from pycollect._command import Interruption
+from pycollect._files import check_input, check_output_path, check_picture, write, writing
+from pycollect._files import replace as replace_file
+from pycollect._machine import describe
+from pycollect._timing import Timing, median_ratio, ratios
+
+from . import report
+from .options import add_effort
+from .ranks import RanksFailed
+from .report import Load, Outcome, Table
+
+# The clocks: the host's until the device is done, the GPU's, the GPU's for a call in a graph, and
+# the host's until the call returns. Names of rows end with the clock, such as default:gpu, unless
+# it is the first.
+WALL, GPU, GRAPH, RETURN = "wall", "gpu", "graph", "return"
+# Kinds of rows; LIMIT is what no candidate can exceed.
+OURS, PEER, LIMIT = "pycollect", "peer", "limit"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one candidate. `limit_share` is 1.0 at the limit, `wrong` counts elements.
+
+    `speedup[peer]` has the peer's time divided by this candidate's, by round. `numbers` has what
+    only this benchmark measures, for its columns and the record.
+    """
+
+    name: str
+    timing: Timing
+    kind: str = OURS
+    clock: str = WALL
+    wrong: int | None = None
+    limit_share: float | None = None
+    speedup: dict[str, list[float]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The median of all calls."""
+        return self.timing.percentile(50)
+
+    def faster_than(self, peer: str) -> float | None:
+        """Return the median speedup over the rounds, or None if the peer did not run."""
+        rounds = self.speedup.get(peer)
+        return statistics.median(rounds) if rounds else None
+
+    def compared(self, peers: Mapping[str, Timing], limit: Timing | None = None) -> Row:
+        """Return the row with its ratios to the peers and to the limit."""
+        mine = self.timing.rounds
+        speedup = {peer: ratios(timing.rounds, mine) for peer, timing in peers.items()}
+        share = median_ratio(limit.rounds, mine) if limit else None
+        return replace(self, speedup=speedup, limit_share=share)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows of a case. `not_run` has the reason for each candidate that did not run.
+
+    `about` is the case in the record, the table and the targets. `failed`: something that must run
+    did not. `notes` are printed after the rows.
+    """
+
+    about: dict[str, Any]
+    rows: Sequence[Row]
+    not_run: dict[str, str] = field(default_factory=dict)
+    failed: bool = False
+    notes: tuple[str, ...] = ()
+
+    def row(self, name: str) -> Row | None:
+        """Return the row of that name, if it was measured."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def limit(self) -> Row | None:
+        """The row of the fastest limit by the host's clock, or None."""
+        rows = [row for row in self.rows if row.kind == LIMIT and row.clock == WALL]
+        return min(rows, key=lambda row: row.seconds, default=None)
+
+
+def clocked(name: str, clock: str) -> str:
+    """Return the name of a candidate's row for a clock.
+
+    >>> clocked("naive", "wall"), clocked("naive", "gpu")
+    ('naive', 'naive:gpu')
+    """
+    return name if clock == WALL else f"{name}:{clock}"
+
+
+Item = Result | Table | str  # a string is a comment
+
+
+def _nothing(*args: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of bench/.
+
+    `measure` yields a table before the results that it is for. `check` raises ValueError before
+    anything is measured. `judge` makes the option --targets, `draw` the option --plot. `about` is
+    added to the record's environment.
+    """
+
+    name: str
+    doc: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    measure: Callable[[argparse.Namespace], Iterator[Item]]
+    seconds: float | None = 1.0  # usual time for a case; None: only a number of runs is chosen
+    warmup: int = 3  # usual calls before the first timed one
+    check: Callable[[argparse.Namespace], object] = _nothing
+    judge: Callable[[argparse.Namespace, Sequence[Result]], list[Outcome]] | None = None
+    draw: Callable[[dict[str, Any], str], None] | None = None
+    drawable: Callable[[dict[str, Any]], object] = lambda record: record["cases"]
+    about: Callable[[argparse.Namespace], dict[str, Any]] = _nothing
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add all options to a parser."""
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.add_arguments(parser)
+        add_effort(parser, self.seconds, self.warmup)
+        out = parser.add_argument_group("where results go besides standard output")
+        if self.judge:
+            out.add_argument("--targets", action="store_true", help="check the speed targets")
+        out.add_argument("--json", metavar="FILE", help="all results, in medians")
+        if self.draw:
+            out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg or .pdf)")
+            what = "draw the picture of this file of --json, and measure nothing"
+            out.add_argument("--redraw", metavar="FILE", type=Path, help=what)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run with these arguments, or those of the process; return the exit status."""
+        program = f"bench/{self.name}.py"
+        parser = argparse.ArgumentParser(prog=program, description=self.doc)
+        self.add_to(parser)
+
+        def work() -> int:
+            args = parser.parse_args(argv)
+            command = sys.orig_argv if argv is None else [program, *argv]
+            try:
+                return self.run(args, shlex.join(command))
+            except ValueError as error:
+                _command.print_error(f"{program}: error: {error}")
+                return _command.BAD_INPUT
+
+        return _command.run(program, work)
+
+    def run(self, args: argparse.Namespace, command: str) -> int:
+        """Measure, print and write; return 0, 1 after a failure or wrong element, 3 if a target is
+        missed.
+
+        Raises:
+            KeyboardInterrupt: after an interruption, once the results are written.
+            OutputError: if a file cannot be written.
+            ValueError: if the options are invalid together.
+        """
+        if args.json:
+            check_output_path("JSON file", args.json)
+        if self.draw and args.plot:
+            check_picture(args.plot)
+        if self.draw and args.redraw:
+            return self._redraw(args)
+        self.check(args)
+        return Run(self, args, command).finished()
+
+    def _redraw(self, args: argparse.Namespace) -> int:
+        if not args.plot:
+            raise ValueError("--redraw needs --plot, the picture to write")
+        check_input("record", args.redraw)
+        record = report.read("record", args.redraw)
+        ours = (record.get("schema"), record.get("script")) == (report.SCHEMA, self.name)
+        if not ours or not self.drawable(record):
+            raise ValueError(f"the record {args.redraw} has no results of {self.name} to draw")
+        assert self.draw
+        self.draw(record, args.plot)
+        return 0
+
+
+class Run:
+    """One run of a script, and its results so far."""
+
+    def __init__(self, script: Script, args: argparse.Namespace, command: str) -> None:
+        self._script, self._args = script, args
+        self._about = describe(command) | script.about(args)
+        self._before = Load.now()
+        self._results: list[Result] = []
+        self._outcomes: list[Outcome] = []
+        self._failure = ""
+        self._table: Table | None = None
+        self._title = ""  # of the last result
+        self._printed: set[str] = set()  # comments
+        print(*report.header(self._about), sep="\n", flush=True)
+
+    def finished(self) -> int:
+        """Measure to the end, write the files, and return the exit status."""
+        script, args, interruption = self._script, self._args, Interruption()
+        try:
+            with interruption, closing(script.measure(args)) as items:  # type: ignore[type-var]
+                for item in items:
+                    self._take(item)
+        except RanksFailed as error:  # the times up to then are right
+            self._failure = str(error)
+            print(f"# FAILED: {error}", flush=True)
+        if script.judge and args.targets:
+            self._outcomes = script.judge(args, self._results)
+            print(*report.target_lines(self._outcomes), sep="\n")
+        record = self._record(bool(interruption))
+        print(*report.footer(record["noise"]), sep="\n")
+        text = report.text(record)
+        if args.json:
+            write("JSON file", args.json, text)
+        if script.draw and args.plot and script.drawable(record):
+            script.draw(json.loads(text), args.plot)  # as it is redrawn later
+        interruption.reraise(args.json)
+        if self._failure or any(r.failed or any(w.wrong for w in r.rows) for r in self._results):
+            return 1
+        return 3 * any(outcome.met is False for outcome in self._outcomes)
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, str):
+            print(item, flush=True)
+        elif isinstance(item, Table):
+            self._table = item
+            self._print_once(item.head())
+        else:
+            self._results.append(item)
+            assert self._table is not None
+            title, self._title = self._title, self._table.title(item)
+            if title != self._title:
+                print(self._title)
+            for line in self._table.rows(item):
+                print(line, flush=True)
+            self._print_once(self._table.refused(item))
+            self._print_once(item.notes)
+            self._keep()
+
+    def _print_once(self, comments: Sequence[str]) -> None:
+        """Print comments that were not printed before."""
+        for comment in comments:
+            if comment not in self._printed:
+                print(comment, flush=True)
+        self._printed.update(comments)
+
+    def _keep(self) -> None:
+        """Write the results so far: a benchmark that is killed loses only one case.
+
+        The file is marked as interrupted until the run has ended.
+        """
+        if self._args.json:
+            found = report.text(self._record(True)).encode()
+            with writing("JSON file", self._args.json):
+                replace_file(self._args.json, lambda file: file.write(found))
+
+    def _record(self, interrupted: bool) -> dict[str, Any]:
+        return {
+            "schema": report.SCHEMA,
+            "script": self._script.name,
+            "environment": self._about,
+            "noise": report.noise(self._before, Load.now(), self._results),
+            "cases": [report.case_record(result) for result in self._results],
+            "targets": [report.target_record(outcome) for outcome in self._outcomes],
+            "failure": self._failure or None,
+            "interrupted": interrupted,
+        }
