@@ -7,9 +7,7 @@ share memory, files and cores: only the network is that of several hosts.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -27,7 +25,6 @@ PREFIX = "pycollect"  # of our names, which go on with the process id of their o
 INTERFACE = "eth0"
 _NUMBERS = itertools.count()
 MOST_HOSTS = 200  # addresses 10.77.0.1 and up, in one subnet
-_CLONE_NEWNET = 0x40000000  # of setns, in linux/sched.h
 # The token bucket of a link: the bytes of this many seconds at its rate, but at least this many.
 # A larger bucket lets messages of its size pass at no rate at all (the bucket of 4 ms at 1 Gbit/s
 # is 500 kB); a smaller one does not reach the rate, as a timer fires too late to use it.
@@ -132,12 +129,6 @@ class Namespaces:
         """Connect a host again."""
         call("ip", "-n", self.names[host], "link", "set", INTERFACE, "up")
 
-    def counters(self, host: int) -> tuple[int, int]:
-        """Return the bytes that a host has sent to other hosts and received from them so far."""
-        shown = call("ip", "-n", self.names[host], "-s", "-j", "link", "show", "dev", INTERFACE)
-        counted = json.loads(shown)[0]["stats64"]
-        return counted["tx"]["bytes"], counted["rx"]["bytes"]
-
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` on a host."""
         return ["ip", "netns", "exec", self.names[host], *command]
@@ -174,14 +165,6 @@ class Namespaces:
         finally:
             program.kill()
         return subprocess.CompletedProcess(program.args, program.returncode, out, err)
-
-    def enter(self, host: int) -> None:
-        """Move the calling thread, and the threads and processes it starts, to a host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(NAMES / self.names[host]) as file:
-            if libc.setns(file.fileno(), _CLONE_NEWNET):
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number), file.name)
 
     def close(self) -> None:
         """Kill the programs that `start` has started, and remove the namespaces."""
