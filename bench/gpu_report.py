@@ -43,7 +43,7 @@ TINY = "-b 4K -e 4K -n 1 -w 1"
 BENCHMARKS = (
     ("lists", "lists-float32", 90, f"{SWEEP} -b 4K -e 256M --world 4,8", f"{TINY} --world 2"),
     ("lists", "lists-bfloat16", 50, f"{SWEEP} -d bfloat16 -b 4K -e 256M -f 16 --world 4", TINY),
-    ("threads", "threads", 50, f"{ALL_REDUCE} --threads 4", "-e 4K -n 1 -w 1"),
+    ("threads", "threads", 50, f"{ALL_REDUCE} --threads 4 -b 64K -f 16 -e 16M", TINY),
     ("processes", "processes", 110, f"{SWEEP} --processes 4 -b 4 -e 64M -f 64", TINY),
     ("step", "step", 40, LENET, "--batch 8 -n 1"),
 )

@@ -68,13 +68,8 @@ TABLE = Table(
         of_calls("us/call", lambda row: 1e6 * row.numbers["moving"] / row.numbers["calls"]),
         Column("error", "", 8, lambda about, row: f"{row.numbers['error']:.1e}"),
     ),
-    title=lambda result: f"# {place(result.about)}, batch {result.about['batch']}",
+    title=lambda result: f"# {report.place(result.about)}",
 )
-
-
-def place(about: dict[str, Any]) -> str:
-    """Return the model, its dtype and the number of ranks, as text."""
-    return "{model} {hidden}, {dtype}, {world} ranks".format_map(about)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,8 +130,7 @@ def result(case: Case, of_ranks: Sequence[dict[str, Measured]]) -> Result:
     for name, found in rows.items():
         gloo = rows.get(f"{name.partition(':')[0]}:{GLOO}")
         rows[name] = found.compared({GLOO: gloo.timing} if gloo else {})
-    at = f"batch {case.batch}, {place(about)}"
-    notes = [f"# WRONG: {name}, {at}" for name, found in rows.items() if found.wrong]
+    notes = [f"# WRONG: {name}" for name, found in rows.items() if found.wrong]
     if DTENSOR in rows and PLAIN in rows:
         computed = {
             n: r.seconds - r.numbers["waiting"] - r.numbers["moving"] for n, r in rows.items()

@@ -47,11 +47,12 @@ ALL_COLLECTIVES = "|# broadcast,|# all_to_all,|# send_recv,|# barrier,"
 ALONE = {
     "algorithms": (f"{LISTS} --algorithms all", "|".join(pycollect.algorithms("all_reduce"))),
     "processes": (PROCESSES, f"pycollect|zero-copy|operator|gloo|memory{ALL_COLLECTIVES}"),
-    "programs": (f"{THREADS} --programs --peers none --targets",
-                 "threads|FSDP2|DDP with dropout|send/recv ring"),
+    "programs": (f"{THREADS} --programs --peers gloo --targets",
+                 "threads|gloo|FSDP2|DDP with dropout|send/recv ring|# 10 test cases, 2 ranks:"),
     "decoding": (f"{DECODING} --targets",
                  "alone|dtensor:gloo|dtensor:pycollect|plain:gloo|plain:direct|plain:zero-copy"),
     "hosts": (HOSTS, "gloo|hsdp|pycollect|fast|link"),
+    "hosts' maxima": (f"{HOSTS} -d int16,float32 -o max", "# hsdp not run: Invalid|hsdp|fast"),
     "executor": ("executor_bandwidth --world 2 -e 1M -n 1 --targets", "copy|zero-copy|barrier"),
 }  # fmt: skip
 ON_DEVICE = {
@@ -71,10 +72,12 @@ ON_DEVICE = {
 ON_CPU, ON_GPU = ({f"{n}-{of}": r for n, r in ON_DEVICE.items()} for of in ("cpu", "cuda:0"))
 SMOKE = ALONE | ON_CPU | ON_GPU
 PICTURES = ("processes", "decoding", "lists-cpu", "train-cpu")
-NO_HOSTS = (why := why_no_namespaces()) and f"needs network namespaces: {why}"
 SLOW, CUDA = [pytest.mark.slow], [pytest.mark.cuda]
+NO_HOSTS = (why := why_no_namespaces()) and f"needs network namespaces: {why}"
+ON_HOSTS = [*SLOW, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)]
 MARKS = {
-    "hosts": [*SLOW, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)],
+    "hosts": ON_HOSTS,
+    "hosts' maxima": ON_HOSTS,
     "executor": [*SLOW, pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")],
     "programs": SLOW,
     "clocks-cpu": SLOW,
@@ -384,15 +387,12 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return clocks.gpu_time(tick, rewrite, devices, calls)
 
-    def graph_of(run, calls):
-        return lambda: [run() for _ in range(calls)]
-
     monkeypatch.setattr(clocks, "_cuda", fake)
     monkeypatch.setattr(clocks, "_recorded", recorded)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cases.Case, "on_gpus", True)
     monkeypatch.setattr(lists, "gpu_time", ticking)
-    monkeypatch.setattr(lists, "graph_of", graph_of)
+    monkeypatch.setattr(lists, "graph_of", lambda run, calls: lambda: [run() for _ in range(calls)])
 
 
 def test_rows_by_the_clocks_of_a_gpu(as_gpu, tmp_path, capsys):

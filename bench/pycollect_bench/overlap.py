@@ -30,9 +30,8 @@ class _Rank:
     def __init__(self, args: argparse.Namespace, device: torch.device, own_stream: bool) -> None:
         gpu, shape = device.type == "cuda", (args.size, args.size)
         stream = _cuda.Stream if own_stream else _cuda.current_stream
-        self.on_stream = partial(
-            _cuda.stream, stream(device) if gpu else None
-        )  # None has no effect
+        # A stream that is None has no effect.
+        self.on_stream = partial(_cuda.stream, stream(device) if gpu else None)
         self.synchronize = synchronizer([device])
         self._matrix = torch.randn(shape, device=device)
         self._host = [torch.empty(shape, pin_memory=gpu) for _ in range(args.products)]

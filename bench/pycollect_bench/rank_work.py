@@ -26,6 +26,7 @@ import torch.distributed as dist
 import pycollect
 from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave, shuffled
 
+from . import host_calls
 from .cases import Buffers, Call, Case, run_checked
 from .clocks import (
     LEAST_ON_DEVICE,
@@ -44,7 +45,8 @@ PROGRAM = "pycollect_bench.rank_work:work"
 ZERO_COPY, OPERATOR, FAST = "zero-copy", "operator", "fast"
 GLOO, MPI, DEEPSPEED, HSDP = "gloo", "mpi", "deepspeed", "hsdp"
 PEERS = (GLOO, MPI, DEEPSPEED)
-LIMITS = ("memory", "memcpy", "link")
+LINK = "link"
+LIMITS = ("memory", "memcpy", LINK)
 # Least size in bytes for a limit: fewer bytes take no longer than a call through Python and a
 # barrier. Largest size at which calls between CPUs are timed in batches, because they are short.
 _LEAST_FOR_LIMIT, _LARGEST_IN_BATCHES = 256 << 10, 16 << 10
@@ -160,9 +162,9 @@ def work(rank: Rank, task: Task) -> None:
         OURS: partial(_group, task.backend, rank.timeout),
         MPI: partial(_mpi, task.no_mpi),
         DEEPSPEED: partial(_deepspeed, rank),
+        HSDP: partial(host_calls.hsdp_groups, task.hosts, task.ranks_per_host),
+        FAST: host_calls.fast_group,
     }
-    if task.hosts > 1:
-        makers |= _hosts().groups(task)
     for name in task.names:
         if name in makers:
             setting.add(name, makers[name])
@@ -170,10 +172,6 @@ def work(rank: Rank, task: Task) -> None:
         result = run_case(case, setting, number)
         if result is not None:
             rank.send(result)
-
-
-def _hosts() -> Any:
-    return import_module("pycollect_bench.hosts")  # which imports this module
 
 
 def _group(backend: str, timeout: timedelta) -> Any:
@@ -218,7 +216,7 @@ def candidates(case: Case, setting: Setting) -> tuple[list[Candidate], dict[str,
             check = partial(_early, call, rank)
         folds = case.op == "sum" and case.dtype.is_floating_point
         if setting.task.hosts > 1 and name == OURS and folds:
-            check = partial(_hosts().fold_checked, buffers, call, check)
+            check = partial(host_calls.fold_checked, buffers, call, check)
         kind = PEER if name in (*PEERS, HSDP) else OURS
         rewrite, alone = buffers.rewrite, name == ZERO_COPY
         found.append(Candidate(name, kind, call, rewrite, check, alone, rank.slowest(took)))
@@ -240,7 +238,7 @@ def _made(name: str, plain: Buffers, setting: Setting) -> tuple[Buffers, Call, f
     elif name in (OPERATOR, DEEPSPEED):
         call = _operator(name, buffers, setting)
     elif name == HSDP:
-        call = _hosts().hsdp(buffers, setting.group(name))
+        call = host_calls.hsdp_call(buffers, setting.group(name))
     else:
         if (name, case.collective, setting.device.type) == (GLOO, "send_recv", "cuda"):
             # gloo reads GPU memory as host memory, and the failing write ends the process.
@@ -286,8 +284,11 @@ def _early(call: Call, rank: Rank) -> int:
 
 def _limits(case: Case, setting: Setting) -> list[Candidate]:
     """Return the limit of this case, or nothing for small sizes and for ranks on several GPUs."""
-    if setting.task.hosts > 1:
-        return [_hosts().link(case, setting)]
+    task, number = setting.task, setting.rank.number
+    if task.hosts > 1:
+        call = host_calls.link_call(case, number, task.ranks_per_host, task.rate)
+        # It is timed call by call, as a batch of sends is no latency.
+        return [Candidate(LINK, LIMIT, call, lambda value: None, None, one_by_one=True)]
     if case.nbytes < _LEAST_FOR_LIMIT or (case.on_gpus and not case.one_memory):
         return []
     return [_memcpy(case, setting.rank)] if case.on_gpus else [_memory(case, setting.rank)]
@@ -367,9 +368,12 @@ def run_case(case: Case, setting: Setting, seed: int) -> Result | None:
     mine = measured(found, case, setting, seed)
     numbers: dict[str, dict[str, Any]] = {one.name: {} for one in found}
     if setting.task.hosts > 1:
-        _hosts().only_ends(mine, setting)
+        if setting.rank.number not in (0, setting.task.ranks_per_host):  # their sleep is no send
+            mine[LINK] = Timing(tuple((0.0,) * len(seconds) for seconds in mine[LINK].samples))
         for one in found:
-            numbers[one.name] = _hosts().counted(one, case, setting)
+            one.rewrite(0)
+            moved = host_calls.link_bytes(one.call, case.nbytes, setting.rank.barrier)
+            numbers[one.name] = {"first": one.first, **moved}
     gather = setting.rank.barrier.gather
     wrong = {one.name: int(sum(gather(one.wrong()))) for one in found if one.wrong}
     everyone: list[Any] | None = [None] * case.world if setting.rank.number == 0 else None

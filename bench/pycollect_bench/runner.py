@@ -251,7 +251,8 @@ class Run:
             for line in self._table.rows(item):
                 print(line, flush=True)
             self._print_once(self._table.refused(item))
-            self._print_once(item.notes)
+            for note in item.notes:
+                print(note, flush=True)
             self._keep()
 
     def _print_once(self, comments: Sequence[str]) -> None:
