@@ -30,8 +30,8 @@ from pycollect_bench.lists import only_extras
 from pycollect_bench.options import dtype, list_of, one_of, positive, whole
 from pycollect_bench.plot import drawn, plot
 from pycollect_bench.ranks import threads_of
-from pycollect_bench.report import Outcome
-from pycollect_bench.runner import Item, Result, Script
+from pycollect_bench.report import Target
+from pycollect_bench.runner import Item, Script
 
 PEERS = tuple(dict.fromkeys((*peers.NAMES, *rank_work.PEERS, *hosts.PEERS, *threads.PEERS)))
 # The kinds of ranks, by their option; "" is a list.
@@ -63,7 +63,6 @@ ONLY_FOR = {
     "coalesced": [""],
     "overhead": [""],
     "backend": ["processes"],
-    "programs": ["threads"],
     "rates": ["hosts"],
     "torch_threads": ["", "processes"],
     "devices": ["", "processes", "threads"],
@@ -107,7 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--coalesced", choices=["lenet"], help="lists: LeNet's gradients in one coalesced call")
     add("--overhead", action="store_true", help="lists: a call on 4 ranks of 4 elements")
     add("--backend", help="processes: of torch.distributed (pycollect)")
-    add("--programs", action="store_true", help="threads: also whole worlds and small test cases")
     rates = list_of(hosts.rate_of)
     add("--rates", type=rates, help="hosts: of the links, Gbit/s or none (1,10)")
     add(
@@ -156,8 +154,8 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     yield from KINDS[kind_of(args)].measure(args)
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
-    found: list[Outcome] = KINDS[kind_of(args)].judge(args, results)
+def targets(args: argparse.Namespace) -> Sequence[Target]:
+    found: Sequence[Target] = KINDS[kind_of(args)].targets(args)
     return found
 
 
@@ -179,7 +177,7 @@ SCRIPT = Script(
     add_arguments,
     measure,
     check=check,
-    judge=judge,
+    targets=targets,
     draw=plot,
     drawable=drawn,
     about=about,

@@ -202,11 +202,9 @@ TARGETS = (
 )  # fmt: skip
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[report.Outcome]:
-    return [target.judge(results) for target in TARGETS]
-
-
-SCRIPT = Script("copies", __doc__, add_arguments, measure, check=check, judge=judge)
+SCRIPT = Script(
+    "copies", __doc__, add_arguments, measure, check=check, targets=lambda args: TARGETS
+)
 main = SCRIPT.main
 
 if __name__ == "__main__":

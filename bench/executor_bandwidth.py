@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
             yield Result({"world": world, "bytes": nbytes}, rows)
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[report.Outcome]:
+def targets(args: argparse.Namespace) -> Sequence[report.Target]:
     """Return the outcomes of the targets: each peer is beaten at every size and in the barrier."""
     large = report.where(bytes=report.at_least(MIB))
     targets = []
@@ -137,7 +137,7 @@ def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[report.Ou
         targets.append(report.Target(what, 1, COPY, faster))
         what = f"{peer.title}, zero-copy, from 1 MiB"
         targets.append(report.Target(what, 2.5, ZERO_COPY, faster, large))
-    return [target.judge(results) for target in targets]
+    return targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ SCRIPT = Script(
     add_arguments,
     measure,
     seconds=None,
-    judge=judge,
+    targets=targets,
     about=lambda args: {"mpi": {peer.name: str(peer) for peer in mpi.find_all()}},
 )
 main = SCRIPT.main

@@ -27,7 +27,7 @@ from pycollect_bench.decoding.stamps import divided
 from pycollect_bench.decoding.variants import ALONE, CLIENT, GLOO, VARIANTS
 from pycollect_bench.options import effort, list_of, one_of, positive, whole
 from pycollect_bench.ranks import Ranks, RanksFailed
-from pycollect_bench.report import Column, Outcome, Table, Target, number, of_row, over, where
+from pycollect_bench.report import Column, Table, Target, number, of_row, over, where
 from pycollect_bench.runner import Item, Result, Row, Script
 
 MODELS = ("llama", "moe")
@@ -182,11 +182,11 @@ TARGETS = (
 )
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
-    return [target.judge(results) for target in TARGETS]
+def targets(args: argparse.Namespace) -> Sequence[Target]:
+    return TARGETS
 
 
-SCRIPT = Script("tensor_parallel", __doc__, add_arguments, measure, 10.0, 1, check, judge, draw)
+SCRIPT = Script("tensor_parallel", __doc__, add_arguments, measure, 10.0, 1, check, targets, draw)
 main = SCRIPT.main
 
 if __name__ == "__main__":

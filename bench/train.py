@@ -16,7 +16,7 @@ import pycollect
 from pycollect.train.models import MODELS
 from pycollect_bench import report, training
 from pycollect_bench.options import effort, positive
-from pycollect_bench.report import Column, Outcome, Table, Target, where
+from pycollect_bench.report import Column, Table, Target, where
 from pycollect_bench.runner import Item, Result, Script
 
 DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
@@ -111,17 +111,17 @@ GPU_TARGETS = (
 )  # fmt: skip
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
+def targets(args: argparse.Namespace) -> Sequence[Target]:
     """Return the targets of this device.
 
     The slowdown is that of steps with overlap, the default, the reduction's share without.
     """
     on_gpu = any(device.type == "cuda" for case in cases(args) for device in case.devices)
-    return [target.judge(results) for target in (GPU_TARGETS if on_gpu else TARGETS)]
+    return GPU_TARGETS if on_gpu else TARGETS
 
 
 SCRIPT = Script(
-    "train", __doc__, add_arguments, measure, 30.0, 1, cases, judge=judge, draw=training.draw
+    "train", __doc__, add_arguments, measure, 30.0, 1, cases, targets=targets, draw=training.draw
 )
 main = SCRIPT.main
 

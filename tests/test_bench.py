@@ -47,8 +47,6 @@ ALL_COLLECTIVES = "|# broadcast,|# all_to_all,|# send_recv,|# barrier,"
 ALONE = {
     "algorithms": (f"{LISTS} --algorithms all", "|".join(pycollect.algorithms("all_reduce"))),
     "processes": (PROCESSES, f"pycollect|zero-copy|operator|gloo|memory{ALL_COLLECTIVES}"),
-    "programs": (f"{THREADS} --programs --peers gloo --targets",
-                 "threads|gloo|FSDP2|DDP with dropout|send/recv ring|# 10 test cases, 2 ranks:"),
     "decoding": (f"{DECODING} --targets",
                  "alone|dtensor:gloo|dtensor:pycollect|plain:gloo|plain:direct|plain:zero-copy"),
     "hosts": (HOSTS, "gloo|hsdp|pycollect|fast|link"),
@@ -62,7 +60,7 @@ ON_DEVICE = {
     "clocks": (PROCESSES, f"pycollect:gpu|pycollect:return|gloo|gloo:gpu{ALL_COLLECTIVES}"),
     "copies": (f"copies -b 64K -e 64K {ONCE} --world 3 --targets", "pycollect|to|copy_ device"),
     "threads": (f"{THREADS} --targets",
-                "threads, parallel|processes, gloo|processes, pycollect|list"),
+                "threads, parallel|processes, gloo|processes, pycollect|list|2 processes"),
     "train": ("train --models lenet --worlds 1 2 --batch 6 -n 1 --targets",
               "one replica, whole batch|naive loop|pycollect, overlapped|DDP, gloo|"
               "examples in memory, none ahead"),
@@ -79,7 +77,6 @@ MARKS = {
     "hosts": ON_HOSTS,
     "hosts' maxima": ON_HOSTS,
     "executor": [*SLOW, pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")],
-    "programs": SLOW,
     "clocks-cpu": SLOW,
     "decoding": SLOW,
     **dict.fromkeys(ON_GPU, CUDA),
@@ -226,8 +223,6 @@ WRONG = {
                f"copies -b 64K -e 64K --devices cpu {ONCE}", " 16384\n"),
     "train": (no_reduction,  # LeNet has eight parameters on each of two ranks
               f"train --models lenet --worlds 2 --batch 4 --no-ddp --no-loading {ONCE}", " 16\n"),
-    "programs": (without_effect(dist, "all_to_all_single"), f"{THREADS} --programs --peers none",
-                 "threads not run: all_to_all: "),
     "threads": (without_effect(dist, "all_reduce"), THREADS,
                 "threads not run: AssertionError: all_reduce of 1 elements is wrong on rank"),
     "executor": (failing_program, "executor_bandwidth --world 2 -e 1M", "\nended with 1\n"),
@@ -287,7 +282,7 @@ def test_a_call_without_effect_has_wrong_results(name):
     dtypes = (torch.bool, torch.int8, torch.float8_e5m2, torch.complex64)
     for dtype, op in product(dtypes, ("sum", "prod", "max", "bxor")):
         case = cases.sized_case(name, 8000, dtype, op, [cases.CPU] * 2)
-        of_ranks = [cases.Buffers(case, r, lambda n, t: torch.empty(n, dtype=t)) for r in (0, 1)]
+        of_ranks = [cases.Buffers(case, r, torch.empty) for r in (0, 1)]
         wrong = cases.run_checked(of_ranks, lambda: None, lambda: None)
         every = case.spec.in_place or sum(one.output.numel() for one in of_ranks)
         assert wrong >= every or name == "barrier"
@@ -296,7 +291,7 @@ def test_a_call_without_effect_has_wrong_results(name):
 # What fails, the run, its exit status, and words of a line about what was measured nevertheless.
 FAILING = {
     "cupy": ("lists.peer", f"allreduce_bandwidth -e 4K {ONCE} --peers cupy", 0, "default"),
-    "gloo": ("threads.run_in_processes", f"{THREADS} --programs --peers gloo", 0, "threads"),
+    "list": ("threads.pycollect.all_reduce", f"{THREADS} --peers none", 0, "threads"),
     "DDP, gloo": ("training.Ranks",
                   f"train --models lenet --worlds 2 --batch 4 --no-loading {ONCE}", 1, "pycollect"),
     "pycollect": ("", f"allreduce_bandwidth --processes 2 -e 4 --backend warp --peers gloo {ONCE}",

@@ -6,7 +6,7 @@ group, or of MPI. A new collective needs only an entry (and its peers, in peers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,6 @@ Call = Callable[[], object]
 CPU = torch.device("cpu")
 # Parameter shapes of the from-scratch LeNet of Dive into Deep Learning, in its order.
 LENET = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
-# Number of elements that are compared at once, to limit the memory of a comparison.
-_COMPARED = 1 << 20
 # A part of an expected result: (source, start, count) means elements [start, start + count) of the
 # input of rank `source`, or of the reduction if `source` is None.
 Part = tuple["int | None", int, int]
@@ -121,14 +119,14 @@ class Case:
 class Buffers:
     """The tensors of one rank, one for each shape; outputs are the inputs of in-place calls."""
 
-    def __init__(self, case: Case, rank: int, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+    def __init__(self, case: Case, rank: int, empty: Callable[..., Tensor]) -> None:
         self.case, self.rank = case, rank
         spec = case.spec
         whole = [torch.Size(shape) for shape in case.shapes]
         part = [torch.Size((shape.numel() // case.world,)) for shape in whole]
 
         def tensors(shapes: Sequence[torch.Size]) -> list[Tensor]:
-            return [empty(shape.numel(), case.dtype).view(shape) for shape in shapes]
+            return [empty(shape.numel(), dtype=case.dtype).view(shape) for shape in shapes]
 
         self.inputs = tensors(part if spec.gathers else whole)
         self.outputs = self.inputs
@@ -153,42 +151,29 @@ class Buffers:
 
     def fill(self, pattern: Pattern) -> None:
         """Write the rank's inputs of a pattern."""
-        parts = self.case.spec.parts(self.case, self.rank)
-        # Outputs that are not inputs are wrong before the call, in every element.
-        for start, some in _pieces([] if self.case.spec.in_place else self.outputs):
-            some.copy_(are_zero(_expected(pattern, parts, start, some.numel())))
-        for start, some in _pieces(self.inputs):
-            some.copy_(pattern.rank(self.rank, some.numel(), start))
+        if not self.case.spec.in_place:  # outputs are wrong before the call, in every element
+            for tensor, expected in zip(self.outputs, self._expected(pattern), strict=True):
+                tensor.copy_(are_zero(expected).view_as(tensor))
+        whole = pattern.rank(self.rank, sum(tensor.numel() for tensor in self.inputs))
+        for tensor, part in zip(self.inputs, _split(whole, self.inputs), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def wrong(self, pattern: Pattern) -> int:
         """Return the number of elements that are not the collective's result of this pattern."""
-        parts = self.case.spec.parts(self.case, self.rank)
-        return sum(
-            count_wrong(some, _expected(pattern, parts, start, some.numel()))
-            for start, some in _pieces(self.outputs)
-        )
+        return sum(map(count_wrong, self.outputs, self._expected(pattern)))
+
+    def _expected(self, pattern: Pattern) -> Sequence[Tensor]:
+        """Return the elements of each output."""
+        parts = [
+            pattern.reduced(count, start) if source is None else pattern.rank(source, count, start)
+            for source, start, count in self.case.spec.parts(self.case, self.rank)
+        ]
+        return _split(torch.cat([pattern.reduced(0), *parts]), self.outputs)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield flat pieces of the tensors, each with its start in all of them together."""
-    start = 0
-    for tensor in tensors:
-        for piece in torch.split(tensor.view(-1), _COMPARED) if tensor.numel() else ():
-            yield start, piece
-            start += piece.numel()
-
-
-def _expected(pattern: Pattern, parts: Sequence[Part], start: int, count: int) -> Tensor:
-    """Return `count` elements of the concatenated parts, from `start` on."""
-    found, at, end = [], 0, start + count
-    for source, first, length in parts:
-        low, high = max(start, at), min(end, at + length)
-        if low < high:
-            begin, n = first + low - at, high - low
-            whole = pattern.reduced if source is None else partial(pattern.rank, source)
-            found.append(whole(n, begin))
-        at += length
-    return torch.cat(found)
+def _split(whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the elements of a flat tensor that belong to each of some tensors."""
+    return torch.split(whole, [tensor.numel() for tensor in tensors])
 
 
 def run_checked(buffers: Sequence[Buffers], call: Call, synchronize: Call) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduc
 from .report import (
     ONE_GPU,
     Column,
-    Outcome,
     Table,
     Target,
     at_least,
@@ -48,7 +46,7 @@ _LEGEND = """\
 # Before each timed call every rank's buffer is rewritten, so caches hold dirty lines of all ranks,
 # as after a producer (`inside` calls follow each other, on the results of the last call).
 # %limit: relative to the faster of `memory` and `memory_flat`, which multiply the same bytes in
-# place (`inside`: `memory_flat` without rewrites, minus a torch call on one element)."""
+# place."""
 _GPU_LEGEND = f"""\
 # One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
 # time, by events, and `:graph` the same for one of {GRAPH_CALLS} calls replayed in a graph (on
@@ -159,11 +157,6 @@ def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
         yield call_costs(effort, devices(args.devices, 1)[0])
 
 
-def timed_inside() -> Callable[..., list[float]] | None:
-    """Return the extension's timed loop of all_reduce calls, without Python; None if not built."""
-    return getattr(_C, "time_all_reduce", None)
-
-
 class Candidates:
     """The candidates of a case on one set of buffers, and why other candidates do not run."""
 
@@ -178,24 +171,22 @@ class Candidates:
         self.kinds: dict[str, tuple[str, str]] = {}  # kind and clock
         self.calls: dict[str, Call] = {}
         self.not_run: dict[str, str] = {}
+        assert case.spec.lists is not None
         for algorithm in algorithms:
-            self._try(algorithm or DEFAULT, OURS, partial(self._list_call, algorithm))
-        if case.collective == "all_reduce" and case.one_memory and not case.on_gpus:
-            self._add_inside(algorithms[0])
+            make = partial(case.spec.lists, self.ranks, {"algorithm": algorithm})
+            self._try(algorithm or DEFAULT, OURS, make)
+        on_cpu = case.one_memory and not case.on_gpus
+        if case.collective == "all_reduce" and on_cpu and DEFAULT in self.samplers:
+            self.samplers[INSIDE], self.kinds[INSIDE] = self._inside, (INSIDE, WALL)
         for name in peers:
             self._try(name, PEER, partial(peer, name, case, self.ranks))
-        if case.one_memory:
-            self._add_limits()
+        for limit, (call, rewrite) in limits(case, self.memory).items():
+            self._add(limit, LIMIT, call, rewrite)
 
     def _empty(self, device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
         nbytes = count * dtype.itemsize
         self.memory.append(torch.ones(-(-nbytes // 4), device=device))
         return self.memory[-1].view(torch.uint8)[:nbytes].view(dtype)
-
-    def _list_call(self, algorithm: str | None) -> Call:
-        lists = self.case.spec.lists
-        assert lists is not None
-        return lists(self.ranks, {"algorithm": algorithm})
 
     def rewrite(self, value: int = 1) -> None:
         """Write every input, as a producer would."""
@@ -240,28 +231,11 @@ class Candidates:
         self.samplers[timed] = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
         self.kinds[timed] = OURS, GRAPH
 
-    def _add_inside(self, algorithm: str | None) -> None:
-        loop = timed_inside()
-        if loop is None:
-            self.not_run[INSIDE] = "this build of pycollect has no _C.time_all_reduce"
-        elif (algorithm or DEFAULT) in self.samplers:
-            inputs = [one.input for one in self.ranks]
-
-            def sample(calls: int) -> list[float]:
-                self.rewrite(0)  # no op changes zeros, however often it runs
-                return loop(inputs, self.case.op, algorithm, calls)
-
-            self.samplers[INSIDE], self.kinds[INSIDE] = sample, (INSIDE, WALL)
-
-    def _add_limits(self) -> None:
-        ways = limits(self.case, self.memory)
-        for name, (call, rewrite) in ways.items():
-            self._add(name, LIMIT, call, rewrite)
-        if INSIDE in self.samplers:
-            # The loop inside the extension neither rewrites buffers nor calls torch. So its limit
-            # is measured without rewrites, and the time of a torch call on one element subtracted.
-            self.samplers["_warm"] = host_time(ways["memory_flat"][0])
-            self.samplers["_call"] = host_time(partial(torch.ones(1).mul_, 1.0))
+    def _inside(self, calls: int) -> list[float]:
+        """Return the seconds of calls that the extension makes itself, without Python."""
+        self.rewrite(0)  # no op changes zeros, however often it runs
+        inputs = [one.input for one in self.ranks]
+        return _C.time_all_reduce(inputs, self.case.op, None, calls)
 
     def result(self, effort: Effort) -> Result:
         """Measure every candidate in turns, check its result, and return its ratios."""
@@ -280,20 +254,9 @@ class Candidates:
             wrong = run_checked(self.ranks, self.calls[name], self.synchronize)
         numbers = self.case.speed(timing.percentile(50))
         row = Row(name, timing, kind, clock, wrong, numbers=numbers)
-        return row.compared(peers, self._limit(kind, by, timings))
-
-    def _limit(self, kind: str, clock: str, timings: dict[str, Timing]) -> Timing | None:
-        """Return the timing of the limit for this kind and clock, or None if unknown."""
-        if kind == INSIDE:
-            if "_warm" not in timings:
-                return None
-            call = timings["_call"].rounds
-            work = [t - c for t, c in zip(timings["_warm"].rounds, call, strict=True)]
-            # If the work takes much less time than the call, the difference is noise.
-            known = min(work) > statistics.median(call) / 2
-            return Timing(tuple((seconds,) for seconds in work)) if known else None
-        ways = [timings[name] for name, found in self.kinds.items() if found == (LIMIT, clock)]
-        return min(ways, key=lambda timing: timing.percentile(50), default=None)
+        ways = [timings[name] for name, found in self.kinds.items() if found == (LIMIT, by)]
+        fastest = min(ways, key=lambda timing: timing.percentile(50), default=None)
+        return row.compared(peers, None if kind == INSIDE else fastest)  # it rewrites nothing
 
 
 def reason(error: Exception) -> str:
@@ -319,8 +282,9 @@ def call_costs(effort: Effort, device: torch.device) -> Result:
         "the same, stack and sum": batched(partial(stack_all_reduce, data), _BATCH // 10),
         "torch: one add_ of 4 elements": batched(partial(data[0].add_, data[1]), _BATCH),
     }
-    if (loop := timed_inside()) and device == CPU:
-        samplers["the same, inside the extension"] = partial(loop, data, "sum", None)
+    if device == CPU:
+        inside = partial(_C.time_all_reduce, data, "sum", None)
+        samplers["the same, inside the extension"] = inside
     timings = interleave(samplers, effort)
     kinds = {CALL: OURS, "the same, inside the extension": INSIDE}
     rows = [Row(name, timing, kinds.get(name, PEER)) for name, timing in timings.items()]
@@ -337,8 +301,6 @@ _LOOP, _LIMIT = over(NAIVE), percent_of_limit
 _TARGETS = (
     Target("limit, from 1 MiB", 90, DEFAULT, _LIMIT,
            where(_ON_CPU, world=MANY, bytes=at_least(MIB)), unit="%"),
-    Target("limit, from 64 KiB, inside the extension", 90, INSIDE, _LIMIT,
-           where(_ON_CPU, world=MANY, bytes=at_least(64 * KIB)), unit="%"),
     Target("naive loop, 2 ranks, every size", 1.5, DEFAULT, _LOOP, where(_ON_CPU, world=(2,))),
     *(Target(f"naive loop, {w} ranks, {name}", wanted, DEFAULT, _LOOP,
              where(_ON_CPU, world=(w,), bytes=sizes))
@@ -364,7 +326,7 @@ _GPU_TARGETS = (
 )  # fmt: skip
 
 
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
-    """Return an outcome for every target of the ranks' device: its worst point of the run."""
+def targets(args: argparse.Namespace) -> Sequence[Target]:
+    """Return the targets of the ranks' device."""
     on_gpus = all(device.type == "cuda" for device in devices(args.devices, max(args.world)))
-    return [target.judge(results) for target in (_GPU_TARGETS if on_gpus else _TARGETS)]
+    return _GPU_TARGETS if on_gpus else _TARGETS

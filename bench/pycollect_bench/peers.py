@@ -20,16 +20,8 @@ from .cases import Buffers, Call, Case
 
 NAIVE = "naive"
 NAMES = (NAIVE, "stack", "comm", "cupy")
-Peer = Callable[..., None]  # of the tensors of all ranks and, not in place, their outputs
+Peer = Callable[..., object]  # of the tensors of all ranks and, not in place, their outputs
 comm: Any = import_module("torch.cuda.comm")  # a module without type annotations
-
-
-def naive_all_reduce(data: list[Tensor]) -> None:
-    """Add every tensor to the first, then copy the sum to the others."""
-    for i in range(1, len(data)):
-        data[0][:] += data[i].to(data[0].device)
-    for i in range(1, len(data)):
-        data[i][:] = data[0].to(data[i].device)
 
 
 def naive_reduce(data: list[Tensor]) -> None:
@@ -40,6 +32,14 @@ def naive_reduce(data: list[Tensor]) -> None:
 
 def naive_broadcast(data: list[Tensor]) -> None:
     """Copy the first tensor to the others."""
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def naive_all_reduce(data: list[Tensor]) -> None:
+    """Add every tensor to the first, then copy the sum to the others."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
     for i in range(1, len(data)):
         data[i][:] = data[0].to(data[i].device)
 
@@ -62,44 +62,21 @@ def naive_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
 
 def stack_all_reduce(data: list[Tensor]) -> None:
     """Stack, sum, and copy the result to every tensor."""
-    total = torch.stack([t.to(data[0].device) for t in data]).sum(0)
-    for t in data:
-        t.copy_(total)
+    _copied([_total(data)] * len(data), data)
 
 
-def stack_reduce(data: list[Tensor]) -> None:
-    """Stack, sum, and copy the result to the first tensor."""
-    data[0].copy_(torch.stack([t.to(data[0].device) for t in data]).sum(0))
+def _total(data: list[Tensor]) -> Tensor:
+    return torch.stack([t.to(data[0].device) for t in data]).sum(0)
 
 
-def stack_all_gather(data: list[Tensor], out: list[Tensor]) -> None:
-    """Concatenate once and copy the result to every output."""
-    whole = torch.cat([t.to(data[0].device) for t in data])
-    for t in out:
-        t.copy_(whole)
+def _copied(sources: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, out, strict=True):
+        target.copy_(source)
 
 
-def stack_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
-    """Stack, sum, and copy each part of the result to its rank."""
-    total = torch.stack([t.to(data[0].device) for t in data]).sum(0)
-    for target, part in zip(out, total.chunk(len(out)), strict=True):
-        target.copy_(part)
-
-
-def comm_all_reduce(data: list[Tensor]) -> None:
+def _comm_all_reduce(data: list[Tensor]) -> None:
     """Add with torch.cuda.comm on the first GPU, and broadcast the sum."""
-    total = comm.reduce_add(data, data[0].get_device())
-    comm.broadcast(total, out=data)
-
-
-def comm_reduce(data: list[Tensor]) -> None:
-    """Add with torch.cuda.comm on the first GPU."""
-    data[0].copy_(comm.reduce_add(data, data[0].get_device()))
-
-
-def comm_broadcast(data: list[Tensor]) -> None:
-    """Copy the first tensor to the others with torch.cuda.comm."""
-    comm.broadcast(data[0], out=data[1:])
+    comm.broadcast(comm.reduce_add(data, data[0].get_device()), out=data)
 
 
 def _cupy_all_reduce(cupy: Any, arrays: list[Any]) -> None:
@@ -109,12 +86,28 @@ def _cupy_all_reduce(cupy: Any, arrays: list[Any]) -> None:
         array[...] = total
 
 
+# The loop of Dive into Deep Learning, torch's stack, sum and cat, and torch.cuda.comm.
 _PEERS: dict[str, dict[str, Peer]] = {
-    "all_reduce": {NAIVE: naive_all_reduce, "stack": stack_all_reduce, "comm": comm_all_reduce},
-    "reduce": {NAIVE: naive_reduce, "stack": stack_reduce, "comm": comm_reduce},
-    "broadcast": {NAIVE: naive_broadcast, "comm": comm_broadcast},
-    "all_gather": {NAIVE: naive_all_gather, "stack": stack_all_gather},
-    "reduce_scatter": {NAIVE: naive_reduce_scatter, "stack": stack_reduce_scatter},
+    "all_reduce": {NAIVE: naive_all_reduce, "stack": stack_all_reduce, "comm": _comm_all_reduce},
+    "reduce": {
+        NAIVE: naive_reduce,
+        "stack": lambda data: _copied([_total(data)], data[:1]),
+        "comm": lambda data: data[0].copy_(comm.reduce_add(data, data[0].get_device())),
+    },
+    "broadcast": {
+        NAIVE: naive_broadcast,
+        "comm": lambda data: comm.broadcast(data[0], out=data[1:]),
+    },
+    "all_gather": {
+        NAIVE: naive_all_gather,
+        "stack": lambda data, out: _copied(
+            [torch.cat([t.to(data[0].device) for t in data])] * len(out), out
+        ),
+    },
+    "reduce_scatter": {
+        NAIVE: naive_reduce_scatter,
+        "stack": lambda data, out: _copied(_total(data).chunk(len(out)), out),
+    },
 }
 _CUPY_DTYPES = (torch.float64, torch.float32, torch.float16, torch.int32, torch.int64, torch.int8)
 
@@ -154,7 +147,7 @@ def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
     return partial(_for_each, function, columns)
 
 
-def _for_each(function: Callable[[list[Any]], None], columns: list[list[Any]]) -> None:
+def _for_each(function: Callable[[list[Any]], object], columns: list[list[Any]]) -> None:
     for data in columns:
         function(data)
 
@@ -176,20 +169,18 @@ def _cupy(case: Case, columns: list[list[Tensor]]) -> Call:
     return call
 
 
-def multiply_each(tensors: list[Tensor]) -> None:
-    """Read and write every tensor once, in place, one torch call per tensor."""
-    for t in tensors:
-        t.mul_(1.0)
-
-
 def limits(case: Case, memory: Sequence[Tensor]) -> dict[str, tuple[Call, Call]]:
     """Return the ways to measure the limit, each with its rewrite; `memory` is float32.
+
+    There are none for ranks on several memories.
 
     Each moves the least number of bytes of the collective. On a GPU it is a copy from device to
     device. On a CPU there are two: `memory` multiplies the buffers, or a part of each, in place,
     one call per buffer; `memory_flat` multiplies one tensor of the same size in one call. The
     faster of the two, which depends on the case, is the limit.
     """
+    if not case.one_memory:
+        return {}
     part = case.minimum_bytes / (2 * sum(t.nbytes for t in memory))
     buffers = [t[: round(t.numel() * part)] for t in memory]
     flat = torch.cat(buffers)
@@ -197,11 +188,15 @@ def limits(case: Case, memory: Sequence[Tensor]) -> dict[str, tuple[Call, Call]]
     if case.on_gpus:
         return {"memcpy": (partial(torch.empty_like(flat).copy_, flat), refill)}
 
+    def multiply() -> None:
+        for tensor in buffers:
+            tensor.mul_(1.0)
+
     def rewrite() -> None:  # ones as float32, so that the limit multiplies no denormal numbers
         for tensor in memory:
             tensor.fill_(1.0)
 
     return {
-        "memory": (partial(multiply_each, buffers), rewrite),
+        "memory": (multiply, rewrite),
         "memory_flat": (partial(flat.mul_, 1.0), refill),
     }

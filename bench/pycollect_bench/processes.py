@@ -12,14 +12,14 @@ from importlib.util import find_spec
 
 import torch
 
-from pycollect._sizes import binary_size, size_range
+from pycollect._sizes import size_range
 
 from . import mpi, options
 from .cases import COLLECTIVES, Case, sized_case
 from .lists import KIB, MANY, MIB, SUMS, devices, table
 from .rank_work import DEEPSPEED, GLOO, MPI, OPERATOR, PEERS, PROGRAM, ZERO_COPY, Task
 from .ranks import Ranks, threads_of
-from .report import Outcome, Table, Target, at_least, over, where, worst
+from .report import Table, Target, at_least, over, where
 from .runner import OURS, Result
 
 # Timeout of a call in seconds, and of the answer of ranks on devices. On one host longer is a hang,
@@ -83,7 +83,6 @@ def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Ca
         for name in (name for name, spec in COLLECTIVES.items() if spec.group):
             for nbytes in (_LEAST, _OTHERS):
                 yield make(name, nbytes, torch.float32, "sum")
-        yield make("all_reduce", _OTHERS, torch.bfloat16, "sum")
 
 
 def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
@@ -160,27 +159,6 @@ _DEVICE_TARGETS = (
 )
 
 
-def _elements_a_second(results: Sequence[Result], dtype: str) -> dict[int, float]:
-    """Return elements per second of all_reduce of 1 MiB, by world."""
-    kind = {"collective": "all_reduce", "op": "sum", "dtype": dtype, "bytes": MIB}
-    return {
-        result.about["world"]: result.about["count"] / row.seconds
-        for result in results
-        if result.about | kind == result.about and (row := result.row(OURS))
-    }
-
-
-def judge(args: argparse.Namespace, results: Sequence[Result]) -> list[Outcome]:
-    """Return an outcome for every target: its worst point of the run.
-
-    At equal bytes, bfloat16's elements per second are compared with float32's.
-    """
-    if args.devices:
-        return [target.judge(results) for target in _DEVICE_TARGETS]
-    narrow, wide = (_elements_a_second(results, dtype) for dtype in ("bfloat16", "float32"))
-    points = [
-        (narrow[world] / wide[world], f"{world} ranks, {binary_size(MIB)}")
-        for world in narrow.keys() & wide.keys()
-    ]
-    speed = worst("bfloat16, elements a second of float32's", 1, points)
-    return [*(target.judge(results) for target in _TARGETS), speed]
+def targets(args: argparse.Namespace) -> Sequence[Target]:
+    """Return the targets of the ranks' device."""
+    return _DEVICE_TARGETS if args.devices else _TARGETS

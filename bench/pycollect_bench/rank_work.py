@@ -50,6 +50,8 @@ LIMITS = ("memory", "memcpy", LINK)
 # Least size in bytes for a limit: fewer bytes take no longer than a call through Python and a
 # barrier. Largest size at which calls between CPUs are timed in batches, because they are short.
 _LEAST_FOR_LIMIT, _LARGEST_IN_BATCHES = 256 << 10, 16 << 10
+# Candidates that use the group of another one.
+_GROUPS = {ZERO_COPY: OURS, OPERATOR: OURS}
 # Seconds by which the last rank is late in the check of a barrier.
 _LATE = 0.01
 _MPI_TYPES = {
@@ -97,17 +99,16 @@ class Candidate:
     rewrite: Callable[[int], object]
     wrong: Callable[[], int] | None
     one_by_one: bool = False  # whether also small calls are timed one by one
-    first: float | None = None  # seconds of the first call, on the slowest rank
+    first: float = 0.0  # seconds of the first call on this rank
 
 
 @dataclass
 class Setting:
-    """What the candidates of a rank need: groups and modules by name, or why there is none."""
+    """What the candidates of a rank need: groups and modules by name, each or why it is missing."""
 
     rank: Rank
     task: Task
-    groups: dict[str, Any] = field(default_factory=dict)
-    refusals: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -132,23 +133,12 @@ class Setting:
             refusal = f"rank {refused.index(1.0)} refused"
         return made, refusal
 
-    def add(self, name: str, make: Callable[[], Any]) -> None:
-        """Make a group, or note why there is none; collective."""
-        made, refusal = self.tries(name, make)
-        if refusal:
-            self.refusals[name] = refusal
-        else:
-            self.groups[name] = made
-
     def group(self, name: str) -> Any:
-        """Return a candidate's group.
-
-        Raises:
-            ValueError: with the reason, if there is none.
-        """
-        if name not in self.groups:
-            raise ValueError(self.refusals[name])
-        return self.groups[name]
+        """Return a candidate's group; a ValueError has the reason why there is none."""
+        group, refusal = self.groups[name]
+        if refusal:
+            raise ValueError(refusal)
+        return group
 
 
 def work(rank: Rank, task: Task) -> None:
@@ -167,7 +157,7 @@ def work(rank: Rank, task: Task) -> None:
     }
     for name in task.names:
         if name in makers:
-            setting.add(name, makers[name])
+            setting.groups[name] = setting.tries(name, makers[name])
     for number, case in enumerate(task.cases):
         result = run_case(case, setting, number)
         if result is not None:
@@ -199,9 +189,7 @@ def _deepspeed(rank: Rank) -> Any:
 
 def candidates(case: Case, setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
     """Return the candidates of a case, and why others do not run; collective."""
-    rank = setting.rank
-    empty = partial(torch.empty, device=setting.device)
-    plain = Buffers(case, rank.number, lambda count, dtype: empty(count, dtype=dtype))
+    plain = Buffers(case, setting.rank.number, partial(torch.empty, device=setting.device))
     found, not_run = [], dict[str, str]()
     for name in setting.task.names:
         if name == ZERO_COPY and not case.count:
@@ -209,64 +197,54 @@ def candidates(case: Case, setting: Setting) -> tuple[list[Candidate], dict[str,
         made, refusal = setting.tries(name, partial(_made, name, plain, setting))
         if refusal:
             not_run[name] = refusal
-            continue
-        buffers, call, took = made
-        check = partial(run_checked, [buffers], call, synchronizer([setting.device]))
-        if case.collective == "barrier":
-            check = partial(_early, call, rank)
-        folds = case.op == "sum" and case.dtype.is_floating_point
-        if setting.task.hosts > 1 and name == OURS and folds:
-            check = partial(host_calls.fold_checked, buffers, call, check)
-        kind = PEER if name in (*PEERS, HSDP) else OURS
-        rewrite, alone = buffers.rewrite, name == ZERO_COPY
-        found.append(Candidate(name, kind, call, rewrite, check, alone, rank.slowest(took)))
+        else:
+            found.append(made)
     return found, not_run
 
 
-def _made(name: str, plain: Buffers, setting: Setting) -> tuple[Buffers, Call, float]:
-    """Return the buffers and the call of a candidate, and the seconds of its first run."""
-    case, buffers = plain.case, plain
-    make = case.spec.group
-    assert make is not None
+def _made(name: str, plain: Buffers, setting: Setting) -> Candidate:
+    """Return a candidate, after its first run."""
+    case, buffers, synchronize = plain.case, plain, synchronizer([setting.device])
     if name == ZERO_COPY:
-        group = setting.group(OURS)
-        empty = partial(pycollect.symmetric_empty, group=group)
-        buffers = Buffers(case, plain.rank, lambda count, dtype: empty(count, dtype=dtype))
-        call = make(buffers, group)
-    elif name == MPI:
-        call = _mpi_call(buffers, setting.group(MPI))
-    elif name in (OPERATOR, DEEPSPEED):
-        call = _operator(name, buffers, setting)
-    elif name == HSDP:
-        call = host_calls.hsdp_call(buffers, setting.group(name))
-    else:
-        if (name, case.collective, setting.device.type) == (GLOO, "send_recv", "cuda"):
-            # gloo reads GPU memory as host memory, and the failing write ends the process.
-            raise ValueError("cannot send CUDA tensors")
-        call = make(buffers, setting.group(name))
+        empty = partial(pycollect.symmetric_empty, group=setting.group(OURS))
+        buffers = Buffers(case, plain.rank, empty)
+    call = _call(name, buffers, setting)
     begin = time.perf_counter()
     call()
-    synchronizer([setting.device])()
-    return buffers, call, time.perf_counter() - begin
+    synchronize()
+    first = time.perf_counter() - begin
+    check = partial(run_checked, [buffers], call, synchronize)
+    if case.collective == "barrier":
+        check = partial(_early, call, setting.rank)
+    folds = case.op == "sum" and case.dtype.is_floating_point
+    if setting.task.hosts > 1 and name == OURS and folds:
+        check = partial(host_calls.fold_checked, buffers, call, check)
+    kind = PEER if name in (*PEERS, HSDP) else OURS
+    return Candidate(name, kind, call, buffers.rewrite, check, name == ZERO_COPY, first)
 
 
-def _mpi_call(buffers: Buffers, module: Any) -> Call:
-    case = buffers.case
-    if case.dtype not in _MPI_TYPES or case.op not in ("sum", "none"):
-        raise ValueError(f"is measured only for sums of C types, not {case.op} of {case.dtype}")
-    assert case.spec.mpi is not None
-    return case.spec.mpi(buffers, module, getattr(module, _MPI_TYPES[case.dtype]))
-
-
-def _operator(name: str, buffers: Buffers, setting: Setting) -> Call:
-    case = buffers.case
-    if not case.is_sum(torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError("is measured only for sums of floats by all_reduce")
-    if name == DEEPSPEED:
-        return partial(setting.group(DEEPSPEED), buffers.input)
-    group = setting.group(OURS).group_name
-    call = torch.ops.pycollect.group_all_reduce_.default
-    return partial(call, buffers.input, "sum", group)
+def _call(name: str, buffers: Buffers, setting: Setting) -> Call:
+    """Return the call of a candidate; a ValueError has the reason why there is none."""
+    case, group = buffers.case, setting.group(_GROUPS.get(name, name))
+    if name in (OPERATOR, DEEPSPEED):
+        if not case.is_sum(torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError("is measured only for sums of floats by all_reduce")
+        if name == DEEPSPEED:
+            return partial(group, buffers.input)
+        operator = torch.ops.pycollect.group_all_reduce_.default
+        return partial(operator, buffers.input, "sum", group.group_name)
+    if name == MPI:
+        if case.dtype not in _MPI_TYPES or case.op not in ("sum", "none"):
+            raise ValueError(f"is measured only for sums of C types, not {case.op} of {case.dtype}")
+        assert case.spec.mpi is not None
+        return case.spec.mpi(buffers, group, getattr(group, _MPI_TYPES[case.dtype]))
+    if name == HSDP:
+        return host_calls.hsdp_call(buffers, group)
+    if (name, case.collective, setting.device.type) == (GLOO, "send_recv", "cuda"):
+        # gloo reads GPU memory as host memory, and the failing write ends the process.
+        raise ValueError("cannot send CUDA tensors")
+    assert case.spec.group is not None
+    return case.spec.group(buffers, group)
 
 
 def _early(call: Call, rank: Rank) -> int:
@@ -373,7 +351,8 @@ def run_case(case: Case, setting: Setting, seed: int) -> Result | None:
         for one in found:
             one.rewrite(0)
             moved = host_calls.link_bytes(one.call, case.nbytes, setting.rank.barrier)
-            numbers[one.name] = {"first": one.first, **moved}
+            first = setting.rank.slowest(one.first)
+            numbers[one.name] = moved if one.kind == LIMIT else {"first": first, **moved}
     gather = setting.rank.barrier.gather
     wrong = {one.name: int(sum(gather(one.wrong()))) for one in found if one.wrong}
     everyone: list[Any] | None = [None] * case.world if setting.rank.number == 0 else None

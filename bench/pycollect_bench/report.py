@@ -7,6 +7,7 @@ that `git diff` shows changed rows. Numbers are medians, in seconds, bytes and r
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ MOST_FOREIGN_CPU = 0.05
 # Significant digits of the numbers in a record; the noise is in the third.
 _DIGITS = 5
 _NOTHING = "-"
+_COMPARE = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -141,44 +143,6 @@ def wrong() -> Column:
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A checked target. `measured` is its worst point, at `where`, or None without any point."""
-
-    what: str
-    wanted: float
-    measured: float | None
-    sign: str = ">="
-    unit: str = "x"
-    where: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target was met; None if it was not measured."""
-        if self.measured is None:
-            return None
-        if self.sign == ">=":
-            return self.measured >= self.wanted
-        return self.measured < self.wanted or (self.sign == "<=" and self.measured == self.wanted)
-
-
-def worst(
-    what: str,
-    wanted: float,
-    points: Iterable[tuple[float | None, str]],
-    sign: str = ">=",
-    unit: str = "x",
-) -> Outcome:
-    """Return the outcome of a target at the worst of the points, which are values and places.
-
-    >>> worst("speed", 2, [(3.0, "here"), (2.5, "there"), (None, "nowhere")]).where
-    'there'
-    """
-    known = [(value, where) for value, where in points if value is not None]
-    value, where = (min if sign == ">=" else max)(known, default=(None, ""))
-    return Outcome(what, wanted, value, sign, unit, where)
-
-
 Value = Callable[["Row"], "float | None"]
 Where = Mapping[str, Container[object]]
 
@@ -188,34 +152,46 @@ def where(given: Where | None = None, /, **allowed: Container[object]) -> Where:
     return {**(given or {}), **allowed}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A checked target. `measured` is its worst point, at `where`, or None without any point."""
+
+    target: str
+    sign: str
+    wanted: float
+    unit: str
+    measured: float | None
+    met: bool | None
+    where: str
+
+
+@dataclass(frozen=True)
 class Target:
     """A speed target: the value of a candidate's row is at least, or at most, `wanted`.
 
     It is for the results whose `about` has one of the values that `where` allows for each key.
     """
 
-    def __init__(
-        self,
-        what: str,
-        wanted: float,
-        row: str,
-        value: Value,
-        where: Where | None = None,
-        sign: str = ">=",
-        unit: str = "x",
-    ) -> None:
-        self._what, self._wanted, self._sign, self._unit = what, wanted, sign, unit
-        self._row, self._value, self._where = row, value, where or {}
+    what: str
+    wanted: float
+    row: str
+    value: Value
+    where: Where | None = None
+    sign: str = ">="
+    unit: str = "x"
 
     def judge(self, results: Iterable[Result]) -> Outcome:
         """Return the outcome: the target's worst point among these results."""
         points = [
-            (self._value(row), self._place(result))
+            (value, self._place(result))
             for result in results
-            if all(result.about.get(key) in allowed for key, allowed in self._where.items())
-            and (row := result.row(self._row))
+            if all(result.about.get(key) in allowed for key, allowed in (self.where or {}).items())
+            and (row := result.row(self.row))
+            and (value := self.value(row)) is not None
         ]
-        return worst(self._what, self._wanted, points, self._sign, self._unit)
+        measured, place = (min if self.sign == ">=" else max)(points, default=(None, ""))
+        met = None if measured is None else _COMPARE[self.sign](measured, self.wanted)
+        return Outcome(self.what, self.sign, self.wanted, self.unit, measured, met, place)
 
     def _place(self, result: Result) -> str:
         """Describe a point, a disturbed run, and a limit that excludes the target."""
@@ -223,8 +199,8 @@ class Target:
         if limit and limit.timing.spread > MOST_SPREAD:
             notes.append("disturbed")
         # The memory bandwidth of this machine may make the ratio to a peer impossible.
-        reach = self._value(limit) if limit and self._unit == "x" else None
-        if reach is not None and reach < self._wanted:
+        reach = self.value(limit) if limit and self.unit == "x" else None
+        if reach is not None and reach < self.wanted:
             notes.append(f"the limit itself is at {reach:.2f}x")
         return "; ".join(notes)
 
@@ -295,7 +271,7 @@ def target_lines(outcomes: Iterable[Outcome]) -> list[str]:
         wanted = f"{o.sign} {o.wanted:g}{o.unit}"
         measured = _NOTHING if o.measured is None else f"{o.measured:.2f}{o.unit}"
         out.append(
-            f"# {o.what:<58} {wanted:>9} {measured:>9}  {words[o.met]:<3}  {o.where}".rstrip()
+            f"# {o.target:<58} {wanted:>9} {measured:>9}  {words[o.met]:<3}  {o.where}".rstrip()
         )
     return out
 
@@ -384,19 +360,6 @@ def _row_record(row: Row) -> dict[str, Any]:
         **row.numbers,
     }
     return {key: value for key, value in found.items() if value not in (None, {})}
-
-
-def target_record(outcome: Outcome) -> dict[str, Any]:
-    """Return one target with its measured value and whether it was met."""
-    return {
-        "target": outcome.what,
-        "sign": outcome.sign,
-        "wanted": outcome.wanted,
-        "unit": outcome.unit,
-        "measured": outcome.measured,
-        "met": outcome.met,
-        "where": outcome.where,
-    }
 
 
 def text(record: dict[str, Any]) -> str:

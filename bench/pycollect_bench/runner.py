@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from pycollect._timing import Timing, median_ratio, ratios
 from . import report
 from .options import add_effort
 from .ranks import RanksFailed
-from .report import Load, Outcome, Table
+from .report import Load, Outcome, Table, Target
 
 # The clocks: the host's until the device is done, the GPU's, the GPU's for a call in a graph, and
 # the host's until the call returns. Names of rows end with the clock, such as default:gpu, unless
@@ -118,7 +118,7 @@ class Script:
     """A script of bench/.
 
     `measure` yields a table before the results that it is for. `check` raises ValueError before
-    anything is measured. `judge` makes the option --targets, `draw` the option --plot. `about` is
+    anything is measured. `targets` makes the option --targets, `draw` the option --plot. `about` is
     added to the record's environment.
     """
 
@@ -129,7 +129,7 @@ class Script:
     seconds: float | None = 1.0  # usual time for a case; None: only a number of runs is chosen
     warmup: int = 3  # usual calls before the first timed one
     check: Callable[[argparse.Namespace], object] = _nothing
-    judge: Callable[[argparse.Namespace, Sequence[Result]], list[Outcome]] | None = None
+    targets: Callable[[argparse.Namespace], Sequence[Target]] | None = None
     draw: Callable[[dict[str, Any], str], None] | None = None
     drawable: Callable[[dict[str, Any]], object] = lambda record: record["cases"]
     about: Callable[[argparse.Namespace], dict[str, Any]] = _nothing
@@ -140,7 +140,7 @@ class Script:
         self.add_arguments(parser)
         add_effort(parser, self.seconds, self.warmup)
         out = parser.add_argument_group("where results go besides standard output")
-        if self.judge:
+        if self.targets:
             out.add_argument("--targets", action="store_true", help="check the speed targets")
         out.add_argument("--json", metavar="FILE", help="all results, in medians")
         if self.draw:
@@ -221,8 +221,8 @@ class Run:
         except RanksFailed as error:  # the times up to then are right
             self._failure = str(error)
             print(f"# FAILED: {error}", flush=True)
-        if script.judge and args.targets:
-            self._outcomes = script.judge(args, self._results)
+        if script.targets and args.targets:
+            self._outcomes = [target.judge(self._results) for target in script.targets(args)]
             print(*report.target_lines(self._outcomes), sep="\n")
         record = self._record(bool(interruption))
         print(*report.footer(record["noise"]), sep="\n")
@@ -279,7 +279,7 @@ class Run:
             "environment": self._about,
             "noise": report.noise(self._before, Load.now(), self._results),
             "cases": [report.case_record(result) for result in self._results],
-            "targets": [report.target_record(outcome) for outcome in self._outcomes],
+            "targets": [asdict(outcome) for outcome in self._outcomes],
             "failure": self._failure or None,
             "interrupted": interrupted,
         }
