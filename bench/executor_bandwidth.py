@@ -9,13 +9,11 @@ them. Try `python bench/executor_bandwidth.py -e 16M`. Without MPI only the exec
 from __future__ import annotations
 
 import argparse
-import shlex
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pycollect._sizes import binary_size, size_argument
 from pycollect._timing import Timing, shuffled, turns
@@ -32,22 +30,18 @@ PEERS = [implementation.name for implementation in mpi.IMPLEMENTATIONS]
 TURN_LIMIT = 600
 TURNS = 5
 LEVEL = "-O3"  # optimisation; tests override it, to compile three times as fast
-# The times of a barrier are stored under this size in bytes.
-BARRIER = 0
 MIB = 1 << 20
 
-Commands = dict[str, Callable[[int], list[str]]]  # candidate: the command for a number of ranks
 
-
-def size(about: dict[str, Any]) -> str:
-    return binary_size(about["bytes"]) if about["bytes"] else "barrier"
+def size(nbytes: int) -> str:
+    return binary_size(nbytes) if nbytes else "barrier"
 
 
 TABLE = report.Table(
     "# Median time per call on the slowest rank (barrier: rank 0); then the peers' time by ours.",
     [
         report.of_about("world", "world"),
-        report.Column("size", "", 8, lambda about, row: size(about)),
+        report.Column("size", "", 8, lambda about, row: size(about["bytes"])),
         report.name("program", 10),
         report.times()[0],
         *(report.faster(peer, f"x {peer}") for peer in PEERS),
@@ -56,70 +50,50 @@ TABLE = report.Table(
 
 
 def run(command: Sequence[str | Path]) -> str:
-    words = [str(word) for word in command]
-    how = {"capture_output": True, "text": True, "timeout": TURN_LIMIT, "check": False}
+    """Return what a command prints; raise RanksFailed if it fails."""
+    how = {"capture_output": True, "text": True, "timeout": TURN_LIMIT, "check": True}
     try:
-        done = subprocess.run(words, **how)
-    except subprocess.TimeoutExpired as error:
-        raise RanksFailed(str(error)) from None
-    if done.returncode:
-        raise RanksFailed(f"{shlex.join(words)}\nended with {done.returncode}\n{done.stderr}")
-    return done.stdout
+        return subprocess.run(list(map(str, command)), **how).stdout
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise RanksFailed(f"{error}\n{error.stderr}") from None
 
 
-def build(folder: Path) -> str:
-    """Build our program and return its path."""
-    return run([ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL]).strip()
-
-
-def build_peer(peer: mpi.InstalledMpi, folder: Path) -> str:
-    """Build the program of an MPI implementation and return its path."""
-    source, program = NATIVE / "allreduce_mpi.cpp", folder / peer.name
-    run(peer.compile_command(["-std=c++20", LEVEL, "-Wall", "-Wextra"], source, program))
-    return str(program)
+def build(folder: Path, installed: Sequence[mpi.Mpi]) -> tuple[str, list[Path]]:
+    """Build our program and those of the MPI implementations; return their paths."""
+    ours = run([ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL]).strip()
+    programs = [folder / peer.name for peer in installed]
+    flags = ["-std=c++20", LEVEL, "-Wall", "-Wextra", NATIVE / "allreduce_mpi.cpp", "-o"]
+    for peer, program in zip(installed, programs, strict=True):
+        run(peer.command(mpi.COMPILER, *flags, program))
+    return ours, programs
 
 
 def medians(text: str) -> dict[int, float]:
-    """Parse the table that measure.h prints; return the median seconds by size in bytes.
+    """Parse what measure.h prints; return the median seconds by size in bytes, 0 for a barrier.
 
-    >>> medians("bytes us best\\n 4 0.5 0.4\\n barrier 0.25 0.2")
+    >>> medians("4 0.5\\n0 0.25\\n")
     {4: 5e-07, 0: 2.5e-07}
     """
-    found = {}
-    for size, time, *_ in map(str.split, text.splitlines()):
-        if size.isdigit() or size == "barrier":
-            found[int(size) if size.isdigit() else BARRIER] = float(time) / 1e6
-    return found
-
-
-def commands(args: argparse.Namespace) -> Commands:
-    """Build all programs; return the command of each candidate for a number of ranks."""
-
-    def launched(peer: mpi.InstalledMpi, program: str, world: int) -> list[str]:
-        return [*peer.launch_command(world), program, most]
-
-    folder, most = args.build.resolve(), str(max(1, args.maxbytes // MIB))
-    ours = build(folder)
-    found: Commands = {
-        COPY: lambda world: [ours, str(world), most],
-        ZERO_COPY: lambda world: [ours, str(world), most, ZERO_COPY],
-    }
-    for peer in mpi.find_all():
-        found[peer.name] = partial(launched, peer, build_peer(peer, folder))
-    return found
+    found = re.findall(r"^(\d+) ([\d.]+)$", text, re.MULTILINE)
+    return {int(nbytes): float(time) / 1e6 for nbytes, time in found}
 
 
 def measure(args: argparse.Namespace) -> Iterator[Item]:
     """Run all programs in turns, world by world; a wrong element ends a program, and the run."""
-    found = ", ".join(map(str, mpi.find_all())) or "no MPI was found, see bench/README.md"
+    installed = mpi.find_all()
+    found = ", ".join(map(str, installed)) or "no MPI was found, see bench/README.md"
     yield f"# peers: {found}"
-    programs = commands(args)
+    ours, theirs = build(args.build.resolve(), installed)
+    most = max(1, args.maxbytes // MIB)
     yield TABLE
     for world in args.world:
+        commands = {COPY: [ours, world, most], ZERO_COPY: [ours, world, most, ZERO_COPY]}
+        for peer, program in zip(installed, theirs, strict=True):
+            commands[peer.name] = [*peer.launch_command(world), program, most]
         # A run measures all sizes and warms up by itself, so it is not a sampler of `interleave`.
-        runs: dict[str, list[dict[int, float]]] = {name: [] for name in programs}
-        for _, name in turns(list(programs), args.iterations or TURNS, shuffled(world)):
-            runs[name].append(medians(run(programs[name](world))))
+        runs: dict[str, list[dict[int, float]]] = {name: [] for name in commands}
+        for _, name in turns(list(commands), args.iterations or TURNS, shuffled(world)):
+            runs[name].append(medians(run(commands[name])))
         for nbytes in sorted(runs[COPY][0]):
             times = {n: Timing(tuple((t[nbytes],) for t in of)) for n, of in runs.items()}
             peers = {name: times.pop(name) for name in PEERS if name in times}
@@ -128,16 +102,14 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
             yield Result({"world": world, "bytes": nbytes}, rows)
 
 
-def targets(args: argparse.Namespace) -> Sequence[report.Target]:
-    """Return the outcomes of the targets: each peer is beaten at every size and in the barrier."""
+def targets(args: argparse.Namespace) -> Iterator[report.Target]:
+    """Yield the targets: each peer is beaten at every size and in the barrier."""
     large = report.where(bytes=report.at_least(MIB))
-    targets = []
     for peer in mpi.IMPLEMENTATIONS:
-        what, faster = f"{peer.title}, every size and the barrier", report.over(peer.name)
-        targets.append(report.Target(what, 1, COPY, faster))
+        faster = report.over(peer.name)
+        yield report.Target(f"{peer.title}, every size and the barrier", 1, COPY, faster)
         what = f"{peer.title}, zero-copy, from 1 MiB"
-        targets.append(report.Target(what, 2.5, ZERO_COPY, faster, large))
-    return targets
+        yield report.Target(what, 2.5, ZERO_COPY, faster, large)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -64,8 +64,8 @@ ON_DEVICE = {
     "train": ("train --models lenet --worlds 1 2 --batch 6 -n 1 --targets",
               "one replica, whole batch|naive loop|pycollect, overlapped|DDP, gloo|"
               "examples in memory, none ahead"),
-    "overlap": ("copies --overlap --size 8 --products 2 -n 1 --world 2",
-                "products, until the calls return|products and non-blocking copies"),
+    "overlap": ("copies --overlap 8 -n 1",
+                "products, then blocking copies to the CPU|products and non-blocking copies"),
 }  # fmt: skip
 ON_CPU, ON_GPU = ({f"{n}-{of}": r for n, r in ON_DEVICE.items()} for of in ("cpu", "cuda:0"))
 SMOKE = ALONE | ON_CPU | ON_GPU
@@ -206,7 +206,7 @@ def no_reduction(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def failing_program(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr("executor_bandwidth.build", lambda folder: "false")
+    patch.setattr("executor_bandwidth.build", lambda *_: ("false", []))
     patch.setattr("executor_bandwidth.mpi.find_all", list)
 
 
@@ -225,7 +225,7 @@ WRONG = {
               f"train --models lenet --worlds 2 --batch 4 --no-ddp --no-loading {ONCE}", " 16\n"),
     "threads": (without_effect(dist, "all_reduce"), THREADS,
                 "threads not run: AssertionError: all_reduce of 1 elements is wrong on rank"),
-    "executor": (failing_program, "executor_bandwidth --world 2 -e 1M", "\nended with 1\n"),
+    "executor": (failing_program, "executor_bandwidth --world 2 -e 1M", "exit status 1"),
 }  # fmt: skip
 
 

@@ -1,16 +1,12 @@
-// Benchmark of the executor alone between forked processes: allreduce [world] [largest MiB]
-// [zero-copy | copy] [algorithm | -] [staging buffer KiB]. Build it with tests/native/build.sh
-// FOLDER bench/native/allreduce.cpp -O3.
-#include <sched.h>
+// Benchmark of the executor alone between forked processes: allreduce WORLD LARGEST_MIB
+// [zero-copy]. Built by bench/executor_bandwidth.py.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <string>
 #include <thread>
 
 #include "../../csrc/bootstrap/store.h"
@@ -21,14 +17,6 @@
 
 namespace pycollect::ipc {
 namespace {
-
-struct Options {
-  int world = 2;
-  std::size_t largest_bytes = std::size_t{128} << 20;
-  bool zero_copy = false;
-  std::string algorithm = {};
-  std::size_t buffer_bytes = GroupSettings{}.buffer_bytes;
-};
 
 // A folder, in which a key is a file that gets its name once it is complete.
 struct FolderStore final : Store {
@@ -51,32 +39,29 @@ struct FolderStore final : Store {
   }
 };
 
-void run_rank(Store& store, Rank rank, const Options& options) {
+void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, bool zero_copy) {
   GroupSettings settings;
-  settings.buffer_bytes = options.buffer_bytes;
-  settings.symmetric_heap_bytes = options.zero_copy ? options.largest_bytes + 4096 : 0;
-  Group group(store, rank, options.world, settings);
+  settings.symmetric_heap_bytes = zero_copy ? largest_bytes + 4096 : 0;
+  Group group(store, rank, world, settings);
   std::byte* data = nullptr;
-  if (options.zero_copy) {
+  if (zero_copy) {
     const std::size_t at = group.layout().heap(rank);
-    group.segment()->commit(at, options.largest_bytes + 4096);
-    group.segment()->touch(group.layout().heaps, options.world * group.layout().heap_stride);
+    group.segment()->commit(at, largest_bytes + 4096);
+    group.segment()->touch(group.layout().heaps, world * group.layout().heap_stride);
     // Offset the ranks' data like an allocator would, so that they do not share cache sets.
     data = group.heap(rank) + rank % 16 * 64;
   } else {
-    data = static_cast<std::byte*>(mmap(nullptr, options.largest_bytes, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    data = static_cast<std::byte*>(
+        mmap(nullptr, largest_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   }
-  std::memset(data, 1, options.largest_bytes);
+  std::memset(data, 1, largest_bytes);
   uint64_t call = 0;
   ShmTransport transport(group, {});
   // One deadline for all calls: reading the clock takes a third of a barrier, and Open MPI has no
   // deadlines.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
-  CollectiveRequest request{.collective = Collective::all_reduce,
-                            .dtype = DType::f32,
-                            .algorithm = options.algorithm,
-                            .in_place = true};
+  CollectiveRequest request{
+      .collective = Collective::all_reduce, .dtype = DType::f32, .in_place = true};
   request.input.segments.resize(1);
   request.input.blocks.resize(1);
   const auto reduce = [&](float* at, std::size_t n) {
@@ -87,36 +72,28 @@ void run_rank(Store& store, Rank rank, const Options& options) {
   const auto barrier = [&] {
     run(transport, {.collective = Collective::barrier, .tensors = 0}, call++, deadline);
   };
-  bench::table({rank, options.world}, reinterpret_cast<float*>(data), options.largest_bytes, reduce,
-               barrier);
-}
-
-// Returns true if the results of every rank were right.
-bool run_all(const Options& options) {
-  const auto folder =
-      std::filesystem::temp_directory_path() / ("allreduce." + std::to_string(getpid()));
-  for (Rank r = 0; r < options.world; ++r)
-    if (fork() == 0) {
-      bench::pin(r);
-      FolderStore store(folder);
-      run_rank(store, r, options);
-      std::_Exit(0);
-    }
-  bool right = true;
-  for (int status = 0; ::wait(&status) > 0;) right = right && status == 0;
-  std::filesystem::remove_all(folder);
-  return right;
+  bench::RankBench{rank, world, reduce, barrier}.print(reinterpret_cast<float*>(data),
+                                                       largest_bytes);
 }
 
 }  // namespace
 }  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  pycollect::ipc::Options options;
-  if (argc > 1) options.world = std::atoi(argv[1]);
-  if (argc > 2) options.largest_bytes = std::strtoull(argv[2], nullptr, 10) << 20;
-  if (argc > 3) options.zero_copy = std::string(argv[3]) == "zero-copy";
-  if (argc > 4) options.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
-  if (argc > 5) options.buffer_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
-  return pycollect::ipc::run_all(options) ? 0 : 1;
+  if (argc < 3) return 2;
+  const int world = std::atoi(argv[1]);
+  const std::size_t largest_bytes = std::strtoull(argv[2], nullptr, 10) << 20;
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("allreduce." + std::to_string(getpid()));
+  for (int rank = 0; rank < world; ++rank)
+    if (fork() == 0) {
+      bench::pin(rank);
+      pycollect::ipc::FolderStore store(folder);
+      pycollect::ipc::run_rank(store, rank, world, largest_bytes, argc > 3);
+      std::_Exit(0);
+    }
+  bool right = true;  // the results of every rank
+  for (int status = 0; ::wait(&status) > 0;) right = right && status == 0;
+  std::filesystem::remove_all(folder);
+  return right ? 0 : 1;
 }

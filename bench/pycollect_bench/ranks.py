@@ -32,7 +32,7 @@ import pycollect_bench
 from pycollect._command import interrupts_kept_from_children
 
 if TYPE_CHECKING:
-    from .mpi import InstalledMpi
+    from .mpi import Mpi
     from .namespaces import Namespaces
 
 dist: Any = import_module("torch.distributed")  # torch has no type annotations for its stores
@@ -201,7 +201,7 @@ class Ranks:
         *,
         threads: int | None = None,
         timeout: float = 120.0,
-        mpi: InstalledMpi | None = None,
+        mpi: Mpi | None = None,
         hosts: Namespaces | None = None,
     ) -> None:
         self.world, self._mpi, self._hosts = world, mpi, hosts

@@ -11,7 +11,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ class Script:
     seconds: float | None = 1.0  # usual time for a case; None: only a number of runs is chosen
     warmup: int = 3  # usual calls before the first timed one
     check: Callable[[argparse.Namespace], object] = _nothing
-    targets: Callable[[argparse.Namespace], Sequence[Target]] | None = None
+    targets: Callable[[argparse.Namespace], Iterable[Target]] | None = None
     draw: Callable[[dict[str, Any], str], None] | None = None
     drawable: Callable[[dict[str, Any]], object] = lambda record: record["cases"]
     about: Callable[[argparse.Namespace], dict[str, Any]] = _nothing
