@@ -36,7 +36,7 @@ print(tensors)
 assert all((t == 10).all() for t in tensors)"""
 ALL_REDUCE = "allreduce_bandwidth --targets"
 SWEEP = f"{ALL_REDUCE} --seconds 1.5"
-LENET = "train --models lenet --worlds 4 --seconds 10 --no-ddp --no-loading --targets"
+LENET = "train --models lenet --worlds 4 --seconds 10 --no-ddp --targets"
 TINY = "-b 4K -e 4K -n 1 -w 1"
 # Stage, name, limit in seconds, script with arguments, and those that a rehearsal adds; the last of
 # an option counts.

@@ -19,12 +19,9 @@ from statistics import median_low
 from typing import Any
 
 from pycollect._timing import Timing
-from pycollect_bench import report, runner
-from pycollect_bench.decoding.llama import Case
-from pycollect_bench.decoding.picture import draw
-from pycollect_bench.decoding.rank import Measured
-from pycollect_bench.decoding.stamps import divided
-from pycollect_bench.decoding.variants import ALONE, CLIENT, GLOO, VARIANTS
+from pycollect_bench import plot, report, runner
+from pycollect_bench.decoding import ALONE, CLIENT, GLOO, VARIANTS, Measured, divided
+from pycollect_bench.llama import EXPERTS, HEAD, Case
 from pycollect_bench.options import effort, list_of, one_of, positive, whole
 from pycollect_bench.ranks import Ranks, RanksFailed
 from pycollect_bench.report import Column, Table, Target, number, of_row, over, where
@@ -45,7 +42,14 @@ LEGEND = """\
 # the same way, by this time. first: ms until the token after the prompt. token: ms for each other.
 # %wait: of the token, in collectives until the last rank has called them: other ranks compute.
 # %move: the rest of the collectives, in the mean of the ranks; us/call: the same for each call.
-# error: of the logits: norm of the difference from one rank alone, divided by the norm."""
+# What remains of a token is computing; what dtensor's is above plain's, DTensor's own work.
+# error: of the logits: norm of the difference from one rank alone, divided by the norm.
+# #wrong: 1 if it is too large."""
+
+
+def share(part: str) -> Callable[[Row], float]:
+    """Return the value of the percentage of a token that is `waiting` or `moving`."""
+    return lambda row: 100 * row.numbers[part] / row.seconds
 
 
 def of_calls(head: str, value: Callable[[Row], float]) -> Column:
@@ -63,10 +67,11 @@ TABLE = Table(
         report.faster(GLOO),
         of_row("first", "first", "(ms)", 8, 1, 1e3),
         Column("token", "(ms)", 8, lambda about, row: number(row.seconds, 2, 1e3)),
-        of_calls("%wait", lambda row: 100 * row.numbers["waiting"] / row.seconds),
-        of_calls("%move", lambda row: 100 * row.numbers["moving"] / row.seconds),
+        of_calls("%wait", share("waiting")),
+        of_calls("%move", share("moving")),
         of_calls("us/call", lambda row: 1e6 * row.numbers["moving"] / row.numbers["calls"]),
         Column("error", "", 8, lambda about, row: f"{row.numbers['error']:.1e}"),
+        report.wrong(),
     ),
     title=lambda result: f"# {report.place(result.about)}",
 )
@@ -87,22 +92,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = [name for name in VARIANTS if not name.startswith(CLIENT)]
     what = f"{', '.join(VARIANTS)} (all but {CLIENT}')"
     add("--variants", type=list_of(one_of(VARIANTS)), default=own, help=what)
-    for name, usual, what in (
-        ("--layers", 8, "layers"),
-        ("--vocab", 8192, "tokens of the vocabulary"),
-        ("--prompt", 32, "tokens before the first new one"),
-        ("--tokens", 6, "tokens of a turn after the first new one"),
-    ):
-        add(name, type=positive, default=usual, help=f"{what} ({usual})")
+    add("--layers", type=positive, default=8, help="layers (8)")
+    add("--vocab", type=positive, default=8192, help="tokens of the vocabulary (8192)")
+    add("--prompt", type=positive, default=32, help="tokens before the first new one (32)")
+    add("--tokens", type=positive, default=6, help="tokens of a turn after the first new one (6)")
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError if these numbers of ranks cannot divide the models."""
     for case, ranks in product(cases(args), args.ranks):
-        for what, size in case.divided.items():
-            if ranks == 1 or not size or size % ranks:
-                model = f"{case.model} {case.hidden}"
-                raise ValueError(f"--ranks {ranks} cannot divide the {size} {what} of {model}")
+        units = [case.vocab, *[EXPERTS, case.batch] * case.moe]
+        if ranks == 1 or case.hidden % (2 * HEAD * ranks) or any(n % ranks for n in units):
+            raise ValueError(f"--ranks {ranks} cannot divide {case.model} {case.hidden} evenly")
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -118,27 +119,18 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     names = [name for name in VARIANTS if name in args.variants]
     task = names, effort(args, single_calls=True)
     for world in args.ranks:
-        with Ranks(world, "pycollect_bench.decoding.rank:work", task) as ranks:
+        with Ranks(world, "pycollect_bench.decoding:work", task) as ranks:
             for case in cases(args):
                 yield result(case, ranks.ask(case))
 
 
 def result(case: Case, of_ranks: Sequence[dict[str, Measured]]) -> Result:
-    """Return the rows of a case, and what DTensor itself costs."""
-    about = {**asdict(case), "world": len(of_ranks)}
+    """Return the rows of a case."""
     rows = {name: row(name, case, [mine[name] for mine in of_ranks]) for name in of_ranks[0]}
     for name, found in rows.items():
         gloo = rows.get(f"{name.partition(':')[0]}:{GLOO}")
         rows[name] = found.compared({GLOO: gloo.timing} if gloo else {})
-    notes = [f"# WRONG: {name}" for name, found in rows.items() if found.wrong]
-    if DTENSOR in rows and PLAIN in rows:
-        computed = {
-            n: r.seconds - r.numbers["waiting"] - r.numbers["moving"] for n, r in rows.items()
-        }
-        own = computed[DTENSOR] - computed[PLAIN]
-        percent = 100 * own / rows[DTENSOR].seconds
-        notes.append(f"# DTensor itself computes {own * 1e3:.2f} ms of a token, {percent:.0f} %")
-    return Result(about, list(rows.values()), notes=tuple(notes))
+    return Result({**asdict(case), "world": len(of_ranks)}, list(rows.values()))
 
 
 def row(name: str, case: Case, of_ranks: Sequence[Measured]) -> Row:
@@ -148,7 +140,8 @@ def row(name: str, case: Case, of_ranks: Sequence[Measured]) -> Row:
     Raises:
         RanksFailed: if a token has not its number of calls, so that times are missing.
     """
-    calls = case.collectives + name.startswith(CLIENT)  # it divides the embedding, too
+    of_layer = 5 if case.moe else 2  # a sum, and three exchanges and a gather or another sum
+    calls = case.layers * of_layer + 1 + name.startswith(CLIENT)  # it divides the embedding, too
     calls *= name != ALONE
     turns = list(zip(*(turns for turns, _ in of_ranks), strict=True))
     found = {len(one.calls) / case.tokens for turn in turns for one in turn}
@@ -168,25 +161,53 @@ def row(name: str, case: Case, of_ranks: Sequence[Measured]) -> Row:
     )
 
 
-def moving(row: Row) -> float:
-    """Return the percentage of a token that data move."""
-    return 100 * row.numbers["moving"] / row.seconds
-
-
 ONE = where(model=("llama",), batch=(1,))  # what targets are for
 FASTER = "a token of hidden {} through DTensor, over gloo"
 TARGETS = (
     Target(FASTER.format(1024), 2.0, DTENSOR, over(GLOO), where(ONE, hidden=(1024,))),
     Target(FASTER.format(512), 5.0, DTENSOR, over(GLOO), where(ONE, hidden=(512,))),
-    Target("moving, of a token through DTensor", 1.0, DTENSOR, moving, ONE, "<=", "%"),
+    Target("moving, of a token through DTensor", 1.0, DTENSOR, share("moving"), ONE, "<=", "%"),
 )
 
 
-def targets(args: argparse.Namespace) -> Sequence[Target]:
-    return TARGETS
+COLOURS = {ALONE: plot.BASELINE, "computing": plot.COMPUTING}
+COLOURS |= {"waiting": plot.WAITING, "moving": plot.MOVING}
 
 
-SCRIPT = Script("tensor_parallel", __doc__, add_arguments, measure, 10.0, 1, check, targets, draw)
+def draw(record: dict[str, Any], path: str) -> None:
+    """Write bars of a token's time to `path`: a row of panels per world, of which each has a model
+    with its smallest batch.
+    """
+    worlds: dict[int, dict[str, list[plot.Bar]]] = {}
+    smallest: dict[tuple[str, int], int] = {}
+    for case in sorted(record["cases"], key=lambda case: int(case["batch"])):
+        if case["batch"] > smallest.setdefault((case["model"], case["hidden"]), case["batch"]):
+            continue
+        title = "{model} {hidden}, batch {batch}, {world} ranks".format_map(case)
+        bars = worlds.setdefault(case["world"], {}).setdefault(title, [])
+        for row in case["rows"]:
+            name, token = row["name"], row["time"]["p50"] * 1e3
+            parts = {part: row[part] * 1e3 for part in ("waiting", "moving")}
+            own = token - sum(parts.values())
+            text = f"{case['batch'] * 1e3 / token:.3g}/s"
+            if "speedup" in row and row["kind"] != runner.PEER:
+                text += f", {row['speedup'][GLOO]:.2g}x gloo"
+            parts = {ALONE if name == ALONE else "computing": own, **parts}
+            bars.append((f"{name}, {case['dtype']}", parts, text))
+    plot.plot_bars(list(worlds.values()), COLOURS, "ms per token", record, path)
+
+
+SCRIPT = Script(
+    "tensor_parallel",
+    __doc__,
+    add_arguments,
+    measure,
+    10.0,
+    1,
+    check,
+    targets=lambda args: TARGETS,
+    draw=draw,
+)
 main = SCRIPT.main
 
 if __name__ == "__main__":

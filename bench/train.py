@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+from typing import Any
 
 import pycollect
 from pycollect.train.models import MODELS
-from pycollect_bench import report, training
+from pycollect_bench import plot, report, training
 from pycollect_bench.options import effort, positive
 from pycollect_bench.report import Column, Table, Target, where
-from pycollect_bench.runner import Item, Result, Script
-
-DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
+from pycollect_bench.runner import Item, Script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,80 +27,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=models, default=models, help="models to train (both)")
     add("--worlds", nargs="+", type=positive, default=[1, 2, 4], help="numbers of ranks (1 2 4)")
     add("--batch", type=positive, default=256, help="examples of all ranks together (256)")
-    what = "height and width of the images; LeNet needs 28 (28)"
-    add("--size", type=positive, default=28, help=what)
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("--no-ddp", action="store_true", help="leave out DDP")
     add("--compile", action="store_true", help="add the step as one graph of torch.compile")
-    what = "leave out the benefit of preparing batches ahead"
-    add("--no-loading", action="store_true", help=what)
 
 
 def cases(args: argparse.Namespace) -> list[training.TrainingCase]:
-    """Return a case for every model and number of ranks; raise ValueError if one is impossible."""
-    if args.size != 28 and "lenet" in args.models:
-        raise ValueError("LeNet takes images of 28 x 28: add --models resnet18")
+    """Return a case for every model and number of ranks; raise ValueError if DDP refuses them."""
     devices = pycollect.devices(args.devices)
+    if not args.no_ddp and len({device.type for device in devices}) > 1:
+        raise ValueError("DDP needs all ranks on CPUs or all on GPUs: add --no-ddp")
     return [
-        training.TrainingCase(
-            model, args.batch, tuple(devices[r % len(devices)] for r in range(world)), args.size
-        )
+        training.TrainingCase(model, args.batch, tuple(islice(cycle(devices), world)))
         for model in args.models
         for world in args.worlds
     ]
 
 
-def title(result: Result) -> str:
-    ranks = "1 rank" if result.about["world"] == 1 else "{world} ranks"
-    return f"# {{model}}, {ranks}, batch {{batch}}, {{size}} x {{size}}".format_map(result.about)
-
-
-OF_ONE, STEP = report.time_over(training.ONE), where(what=(training.STEP,))
+OF_ONE = report.time_over(training.ONE)
 STEPS = Table(
-    f"""\
+    """\
 # x one: step time divided by one replica's on the whole batch, median over rounds.
 # reduct: the time in which a step waits for its reduction; for DDP, which overlaps, a separate
-# reduction of the same bytes. epoch: the steps for {DIGITS} digits. #wrong: parameters of all ranks
-# whose bits differ from the naive loop's""",
+# reduction of the same bytes. #wrong: parameters of all ranks whose bits differ from the naive
+# loop's""",
     (
         report.name("step", 26),
         *report.times("ms"),
-        Column(
-            "x one", "", 6, lambda about, row: report.number(report.time_over(training.ONE)(row))
-        ),
-        Column("epoch", "(s)", 9, lambda a, row: f"{row.seconds * -(-DIGITS // a['batch']):.2f}"),
+        Column("x one", "", 6, lambda about, row: report.number(OF_ONE(row))),
         report.of_row("reduct", "reduction", "(ms)", 10, 3, 1e3),
         Column("% step", "", 6, lambda about, row: report.number(training.share(row))),
         report.wrong(),
     ),
-    title,
-)
-WAITED = report.of_row("waited", "waited", "(ms)", 9, 3, 1e3)
-LOADING = Table(
-    "# waited: the time in which a step waits for its batch",
-    (report.name("lenet on two ranks", 32), *report.times("ms"), WAITED),
+    lambda result: f"# {report.place(result.about)}",
 )
 
 
 def measure(args: argparse.Namespace) -> Iterator[Item]:
-    found, how = cases(args), effort(args, single_calls=True)
+    how = effort(args, single_calls=True)
     yield STEPS
-    for case in found:
+    for case in cases(args):
         yield training.measure(case, how, not args.no_ddp, args.compile)
-    if not args.no_loading:
-        yield LOADING
-        yield training.measure_loading([found[0].devices[0]] * 2, args.batch, how)
 
 
-TWO = where(STEP, world=(2,), batch=report.at_least(256))
+TWO = where(world=(2,), batch=report.at_least(256))
 TARGETS = (
     *(Target(f"{m}: two ranks' step, of {training.ONE}", 1.05, training.OVERLAPPED, OF_ONE,
              where(TWO, model=(m,)), "<=") for m in MODELS),
     *(Target(f"{m}: reduction's share of the step", most, training.PYCOLLECT, training.share,
-             where(STEP, model=(m,)), "<", "%")
+             where(model=(m,)), "<", "%")
       for m, most in (("lenet", 10.0), ("resnet18", 2.0))),
 )  # fmt: skip
-SHARED = where(STEP, model=("lenet",), world=(4,), devices=report.ONE_GPU)
+SHARED = where(model=("lenet",), world=(4,), devices=report.ONE_GPU)
 GPU_TARGETS = (
     Target("lenet: DDP of 4 processes on a GPU, of gloo", 3.0, training.DDP_OURS,
            report.over(training.DDP_GLOO), SHARED),
@@ -120,9 +98,30 @@ def targets(args: argparse.Namespace) -> Sequence[Target]:
     return GPU_TARGETS if on_gpu else TARGETS
 
 
-SCRIPT = Script(
-    "train", __doc__, add_arguments, measure, 30.0, 1, cases, targets=targets, draw=training.draw
-)
+COLOURS = {training.ONE: plot.BASELINE, "forward, backward, update": plot.COMPUTING}
+COLOURS |= {"reduction": plot.MOVING}
+
+
+def draw(record: dict[str, Any], path: str) -> None:
+    """Write bars of a run's steps to `path` (PNG, SVG or PDF by its suffix), a panel per model."""
+    one, computing, reduction = COLOURS
+    panels: dict[str, list[plot.Bar]] = {}
+    for case in record["cases"]:
+        bars = panels.setdefault("{model}, batch {batch}".format_map(case), [])
+        for row in case["rows"]:
+            step, name = row["time"]["p50"] * 1e3, row["name"]
+            reduced = min(row.get("reduction", 0.0) * 1e3, step)
+            parts = {one if name == one else computing: step - reduced, reduction: reduced}
+            text = f"{1 / row['speedup'][one]:.2f}x"
+            text += f", reduction {100 * reduced / step:.2g} %" if reduced else ""
+            ranks = f"{case['world']} rank{'s' * (case['world'] > 1)}"
+            label = name if name == one else f"{ranks}: {name}"
+            bars.append((label, parts, text))
+    what = "median step (ms); x: of one replica in the same rounds"
+    plot.plot_bars([panels], COLOURS, what, record, path)
+
+
+SCRIPT = Script("train", __doc__, add_arguments, measure, 30.0, 1, cases, targets, draw=draw)
 main = SCRIPT.main
 
 if __name__ == "__main__":

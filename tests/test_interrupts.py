@@ -81,7 +81,7 @@ def interrupt(process, number=signal.SIGINT):
 MANY = ["-b", "4K", "-e", "1G", "-f", "2", "--seconds", "0.05"]
 BENCH, TWO = [*CLI, "bench", *MANY], ["--world", "2"]
 PROCESSES = [*BENCH, "--peers", "none", "--processes"]
-LENET = ["--models", "lenet", "--batch", "8", "--no-loading"]
+LENET = ["--models", "lenet", "--batch", "8"]
 ALONE = [*LENET, "--no-ddp", "--seconds", "0.05"]
 ONCE = [*LENET, "--worlds", "2", "-n", "1"]
 DDP = [*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]
@@ -93,7 +93,7 @@ CASES = {
     "bench, SIGTERM": ([*BENCH, *TWO], "      2        8192", "", 1, TERM, 143, "cases", 2),
     "processes": ([*PROCESSES, "2"], "      2        8192", "", 3, INT, 130, "cases", 2),
     "copies": ([*script("copies"), *MANY], " scatter", "", 1, INT, 130, "cases", 1),
-    "training": ([*script("train"), *ALONE], "# lenet, 1 rank", "", 1, INT, 130, "cases", 1),
+    "training": ([*script("train"), *ALONE], "# step, lenet", "", 1, INT, 130, "cases", 1),
     "starting processes": ([*PROCESSES, "3"], "# world", "", 4, INT, 130, None, 0),
     "starting DDP": ([*script("train"), *ONCE], "#", "", 4, INT, 130, None, 0),
     # Two ranks and multiprocessing's resource tracker.

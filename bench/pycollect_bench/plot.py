@@ -1,11 +1,11 @@
-"""Plots of speed against size on logarithmic axes, a panel per world: library, peers and limit.
+"""Pictures of records: lines of speed against size, and bars of what a time is spent on.
 
-A plot is drawn from a record. matplotlib is imported only when a plot is drawn.
+matplotlib is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycollect._files import write_picture
@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 # Colours that the colour-blind can distinguish (Okabe and Ito); the library has the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
-_PEERS = {
-    "naive": "#d55e00",
-    "stack": "#e69f00",
-    "comm": "#cc79a7",
-    "cupy": "#56b4e9",
-    "gloo": "#d55e00",
-    "mpi": "#e69f00",
-    "deepspeed": "#cc79a7",
-}
+_PEERS = dict.fromkeys(("naive", "gloo"), "#d55e00") | dict.fromkeys(("stack", "mpi"), "#e69f00")
+_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7") | {"cupy": "#56b4e9"}
 _GREY = "#7f7f7f"
+# Colours of bars: of what the others are compared with, and of the parts of a time.
+BASELINE, COMPUTING, WAITING, MOVING = "#bdbdbd", "#56b4e9", "#e69f00", "#d55e00"
 
 _Case = dict[str, Any]  # as report.case_record returns it
 _Key = tuple[str, str, str]
+# A bar's label, the lengths of its parts by the names of their colours, and the text at its end.
+Bar = tuple[str, Mapping[str, float], str]
 
 
 def drawn(record: dict[str, Any]) -> list[_Case]:
@@ -51,36 +48,25 @@ def drawn(record: dict[str, Any]) -> list[_Case]:
     ]
 
 
-def _points(cases: Sequence[_Case], name: str | None = None) -> list[tuple[int, float]]:
-    """Return bytes and GB/s of the rows of this name, or of the limits without a name."""
-    return [
+def _line(axes: Axes, cases: Sequence[_Case], name: str | None, **style: Any) -> None:
+    """Draw bytes and GB/s of the rows of this name, or of the limits without a name."""
+    points = [
         (case["bytes"], row.get("moved", row.get("busbw", 0)) / 1e9)
         for case in cases
         for row in case["rows"]
         if row["name"] == (name or case.get("limit"))
     ]
-
-
-def _line(axes: Axes, cases: Sequence[_Case], name: str, **style: Any) -> None:
-    points = _points(cases, name)
     if points:
-        axes.plot(*zip(*points, strict=True), label=name, **style)
-
-
-def _limit_area(axes: Axes, cases: Sequence[_Case]) -> None:
-    """Draw the limit as a wide grey line, behind the other lines."""
-    points = _points(cases)
-    if not points:
-        return
-    sizes, speeds = zip(*points, strict=True)
-    axes.plot(sizes, speeds, color=_GREY, linewidth=5, alpha=0.45, label="memory limit", zorder=1)
+        axes.plot(*zip(*points, strict=True), **{"label": name, **style})
 
 
 def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     cases = sorted(cases, key=lambda case: int(case["bytes"]))
     rows = [row for case in cases for row in case["rows"]]
     kinds = {row["name"]: row["kind"] for row in rows if row["clock"] == WALL}
-    _limit_area(axes, cases)
+    # The limit is a wide grey line, behind the other lines.
+    limit = {"label": "memory limit", "color": _GREY, "linewidth": 5, "alpha": 0.45, "zorder": 1}
+    _line(axes, cases, None, **limit)
     ours = [name for name, kind in kinds.items() if kind == OURS]
     clocked = [row["name"] for row in rows if ours and row["name"].startswith(f"{ours[0]}:")]
     for i, name in enumerate(ours):
@@ -105,19 +91,17 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     axes.minorticks_off()
     axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_xlabel("bytes per rank")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Figure) -> None:
-    """Draw one legend for all panels, beside them, so that it hides no line."""
-    found: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        list(found.values()), list(found), loc="outside right center", frameon=False, fontsize=9
-    )
+def _finish(
+    figure: Figure, colours: Mapping[str, Any], place: str, columns: int, caption: str, path: str
+) -> None:
+    """Write the figure to a file, with one legend beside its panels, where it hides nothing."""
+    options: Any = {"loc": f"outside {place}", "ncols": columns, "frameon": False, "fontsize": 9}
+    figure.legend(list(colours.values()), list(colours), **options)
+    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    write_picture(figure, path)
 
 
 def plot(record: dict[str, Any], path: str) -> None:
@@ -156,8 +140,57 @@ def plot(record: dict[str, Any], path: str) -> None:
         steps = (1, 2, 5) if high < 1e4 * low else (1,)
         row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _legend(figure)
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
     about = record["environment"]
     caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    write_picture(figure, path)
+    _finish(figure, handles, "right center", 1, caption, path)
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str]) -> None:
+    longest = max(sum(parts.values()) for _, parts, _ in bars)
+    for place, (_, parts, text) in enumerate(bars):
+        end = 0.0
+        for name, length in parts.items():
+            axes.barh(place, length, left=end, color=colours[name])
+            end += length
+        axes.text(end + 0.015 * longest, place, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, _, _ in bars], fontsize=8)
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.45 * longest)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_bars(
+    rows: Sequence[Mapping[str, Sequence[Bar]]],
+    colours: Mapping[str, str],
+    what: str,
+    record: dict[str, Any],
+    path: str,
+) -> None:
+    """Write rows of panels to `path`, each with a title and bars of what the x axis measures.
+
+    Raises:
+        ImportError: without matplotlib.
+        OutputError: if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    across = max(map(len, rows))
+    most = max(len(bars) for row in rows for bars in row.values())
+    size = 6.0 * across, 0.6 + (0.9 + 0.2 * most) * len(rows)
+    figure = Figure(figsize=size, layout="constrained")
+    for number, row in enumerate(rows):
+        for place, (title, bars) in enumerate(row.items(), 1):
+            axes = figure.add_subplot(len(rows), across, number * across + place)
+            _draw_bars(axes, bars, colours)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel(what)
+    about = record["environment"]
+    caption = f"{about['machine']}, {about['cores']} cores; torch {about['torch']}"
+    patches = {name: Patch(color=colour) for name, colour in colours.items()}
+    _finish(figure, patches, "upper center", len(patches), caption, path)

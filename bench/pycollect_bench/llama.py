@@ -8,16 +8,19 @@ Modules have the names of transformers' Llama.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .stamps import GATHER, dist
-
+dist: Any = import_module("torch.distributed")  # without types: its functions are replaced
+# Of two names of a gather, the newer one: if torch has it, its older name warns at every call.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 HEAD = 64  # elements of a head
 CHOSEN = 2  # experts of a token
 EXPERTS = 8
@@ -57,20 +60,6 @@ class Case:
     def inner(self) -> int:
         """Llama's inner size of the feed-forward network, which the experts of a token share."""
         return self.hidden * 11 // 4 // (CHOSEN if self.moe else 1)
-
-    @property
-    def divided(self) -> dict[str, int]:
-        """What the ranks divide, and its number."""
-        found = {"key heads": self.kv_heads, "tokens of the vocabulary": self.vocab}
-        if self.moe:
-            return found | {"experts": EXPERTS, "sequences": self.batch}
-        return found | {"inner sizes": self.inner}
-
-    @property
-    def collectives(self) -> int:
-        """The collectives of a token in the divided model."""
-        of_feed = 4 if self.moe else 1  # three exchanges and a gather, or a sum
-        return self.layers * (1 + of_feed) + 1
 
 
 class Collectives:
@@ -125,17 +114,11 @@ class Collectives:
             output.copy_(given)
 
 
-def without_memory(case: Case, calls: Collectives) -> Llama:
-    """Return the model without its weights."""
-    with torch.device("meta"):
-        return Llama(case, calls)
-
-
 def weights(case: Case, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
     """Return the rank's part of random weights by name; they do not depend on the world."""
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name, parameter in without_memory(case, Collectives()).named_parameters():
+    for name, parameter in Llama(case, Collectives()).named_parameters():
         values = torch.ones(parameter.shape)
         if parameter.dim() > 1:  # of variance 1 / inputs, so that activations keep their scale
             most = (3 / parameter.shape[-1]) ** 0.5
@@ -147,29 +130,37 @@ def weights(case: Case, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
     return found
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer without bias."""
-    return nn.Linear(inputs, outputs, bias=False)
+linear = partial(nn.Linear, bias=False)
 
 
 class Llama(nn.Module):
-    """The decoder; the collectives divide its linear layers and its experts."""
+    """The decoder; the collectives divide its linear layers and its experts.
+
+    Its weights have no memory until they are loaded.
+    """
 
     def __init__(self, case: Case, calls: Collectives) -> None:
         super().__init__()
         self.case, self.calls = case, calls
-        self.embed_tokens = nn.Embedding(case.vocab, case.hidden)
-        self.layers = nn.ModuleList(Layer(case, calls) for _ in range(case.layers))
-        self.norm = nn.RMSNorm(case.hidden, eps=1e-5)
-        self.lm_head = linear(case.hidden, case.vocab // calls.parts)
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(case.vocab, case.hidden)
+            self.layers = nn.ModuleList(Layer(case, calls) for _ in range(case.layers))
+            self.norm = nn.RMSNorm(case.hidden, eps=1e-5)
+            self.lm_head = linear(case.hidden, case.vocab // calls.parts)
 
-    def forward(self, ids: Tensor, at: int, caches: list[Cache]) -> Tensor:
+    def load(self, weights: Mapping[str, Tensor]) -> Llama:
+        """Use these weights and empty caches; return the model."""
+        self.load_state_dict(weights, assign=True)
+        self._caches = [Cache(self.case, self.calls.world) for _ in self.layers]
+        return self
+
+    def forward(self, ids: Tensor, at: int) -> Tensor:
         """Return the logits (batch, vocab) after the last of `ids` (batch, steps).
 
         The first of them is at position `at`.
         """
         x = self.embed_tokens(ids)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, self._caches, strict=True):
             x = layer(x, at, cache)
         return self.calls.gathered(self.lm_head(self.norm(x[:, -1])))
 

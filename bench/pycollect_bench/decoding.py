@@ -1,0 +1,344 @@
+"""Tensor-parallel decoding on one rank: its variants, their turns, the times of their collectives.
+
+A variant is undivided, on rank 0 alone; divided by DTensor's parallelize_module; divided plainly,
+by a model that calls its collectives itself; or a model of transformers with its `tp_plan="auto"`.
+
+The clock of a collective is CLOCK_MONOTONIC, which all processes of a host share. So the time in it
+is divided at the moment when the last rank has called it: before it a rank waits for another one's
+computing, after it data move.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from time import monotonic_ns, perf_counter
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, parallel
+
+import pycollect
+from pycollect._timing import Effort, interleave, shuffled
+
+from .llama import DIVIDED, GATHER, HEAD, Case, Collectives, Llama, dist, weights
+from .ranks import Rank, threads_of
+
+ALONE, GLOO, OURS, CLIENT = "alone", "gloo", "pycollect", "transformers"
+# The calls of a decoder: the logits (batch, vocab) after some tokens that begin at a position.
+Decoder = Callable[[Tensor, int], Tensor]
+# Without its types, because its functions are replaced.
+funcol: Any = import_module("torch.distributed._functional_collectives")
+# Begin and end of each stay of a rank in one collective, in nanoseconds: of the call, and of the
+# wait for its result if it is asynchronous.
+Stays = list[int]
+# DTensor's collectives, as far as torch has them: they start a call, whose result is awaited later.
+_STARTS = ("all_reduce", "all_gather_single", "all_gather_tensor")
+
+
+class Stamps:
+    """The stays of this rank in torch's collectives from now on, whoever calls them, in order."""
+
+    def __init__(self) -> None:
+        self._backend = ""
+        self._calls: list[Stays] = []
+        self._under_way = 0  # DTensor's calls whose result has not been awaited
+        for name in ("all_reduce", "all_to_all_single", GATHER):
+            setattr(dist, name, self.timed(getattr(dist, name)))
+        for name in filter(partial(hasattr, funcol), _STARTS):
+            setattr(funcol, name, self.timed(getattr(funcol, name), awaited=1))
+        funcol.wait_tensor = self._awaited(funcol.wait_tensor)
+
+    def start(self, backend: str) -> list[Stays]:
+        """Return the calls since the last start; refuse from now on those of other backends than
+        this one, unless it is empty.
+
+        Raises:
+            RuntimeError: if this torch awaits them in another way, so that times are missing.
+        """
+        if self._backend and self._under_way:
+            raise RuntimeError(f"{self._under_way} of DTensor's collectives were not awaited")
+        calls, self._calls, self._under_way, self._backend = self._calls, [], 0, backend
+        return calls
+
+    def timed(self, call: Callable[..., Any], awaited: int = 0) -> Callable[..., Any]:
+        """Return a function that makes the same call, and records its begin and its end.
+
+        The group, or mesh and dimension, is the call's third argument, or has its name.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            group: Any = kwargs.get("group", args[2] if len(args) > 2 else None)
+            if isinstance(group, tuple):
+                mesh, dim = group
+                group = mesh.get_group(dim)
+            if self._backend and (found := dist.get_backend(group)) != self._backend:
+                raise RuntimeError(f"a collective of {self._backend} is one of {found}")
+            self._under_way += awaited
+            stays = [monotonic_ns()]
+            self._calls.append(stays)
+            result = call(*args, **kwargs)
+            stays.append(monotonic_ns())
+            return result
+
+        return run
+
+    def _awaited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that waits likewise, and adds this stay to the last call.
+
+        A call that waits itself, as a gather along the last dimension, has this time already.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin, stays = monotonic_ns(), self._calls[-1]
+            result = wait(*args, **kwargs)
+            if len(stays) % 2 == 0:
+                stays += [begin, monotonic_ns()]
+            self._under_way -= 1
+            return result
+
+        return run
+
+
+def divided(of_ranks: Sequence[Sequence[Stays]]) -> tuple[float, float]:
+    """Return the seconds of waiting and of moving in the same calls, in the mean of all ranks.
+
+    >>> divided([[[0, 4_000, 9_000, 10_000]], [[3_000, 6_000, 8_000, 10_000]]])
+    (1.5e-06, 3.5e-06)
+    """
+    waiting = moving = 0
+    for call in zip(*of_ranks, strict=True):
+        complete = max(stays[0] for stays in call)
+        for stays in call:
+            for begin, end in zip(stays[::2], stays[1::2], strict=True):
+                waiting += max(0, min(end, complete) - begin)
+                moving += max(0, end - max(begin, complete))
+    return waiting / len(of_ranks) / 1e9, moving / len(of_ranks) / 1e9
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all variants of a case share on one rank, such as its part of the weights."""
+
+    case: Case
+    weights: Mapping[str, Tensor]
+    groups: Mapping[str, Any]
+    stamps: Stamps
+    prompt: Tensor
+
+
+def undivided(parts: Parts, backend: str) -> Decoder:
+    """Make the whole model."""
+    return Llama(parts.case, Collectives()).load(weights(parts.case))
+
+
+def dtensor(parts: Parts, backend: str) -> Decoder:
+    """Divide the model by parallelize_module, and give each DTensor its part of the weights."""
+    group = parts.groups[backend]
+    # DTensor's caches are shared by meshes that are equal, whatever their groups: without the name
+    # all models would use the first one's group.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(backend,))
+    model = Llama(parts.case, Collectives(group))
+    plan: dict[str, parallel.ParallelStyle] = {
+        path: parallel.RowwiseParallel() if DIVIDED[name] else parallel.ColwiseParallel()
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (name := path.rpartition(".")[2]) in DIVIDED
+    }
+    plan["lm_head"] = parallel.ColwiseParallel(output_layouts=Replicate())
+    parallel.parallelize_module(model, mesh, plan, src_data_rank=None)
+    own = dict(parts.weights)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            own[name] = DTensor.from_local(own[name], mesh, parameter.placements, run_check=False)
+    return model.load(own)
+
+
+def plain(parts: Parts, backend: str, direct: bool = False, symmetric: bool = False) -> Decoder:
+    """Divide the model by hand: with dist.all_reduce, or directly with the operator, which passes
+    by torch.distributed's Python. `symmetric`: sums are in symmetric memory.
+    """
+    group, all_reduce, sums = parts.groups[backend], dist.all_reduce, None
+    if direct:
+        operator, name = torch.ops.pycollect.group_all_reduce_.default, group.group_name
+        all_reduce = parts.stamps.timed(lambda tensor, group: operator(tensor, "sum", name))
+    if symmetric:
+        dtype = getattr(torch, parts.case.dtype)
+        sums = cache(partial(pycollect.SymmetricAllocator(group).empty, dtype=dtype))
+    calls = Collectives(group, partial(all_reduce, group=group), sums)
+    return Llama(parts.case, calls).load(parts.weights)
+
+
+def transformers(parts: Parts, backend: str) -> Decoder:
+    """Let transformers make the model and divide it by its own plan."""
+    library: Any = import_module(CLIENT)
+    case, dtype = parts.case, getattr(torch, parts.case.dtype)
+    config = library.LlamaConfig(
+        hidden_size=case.hidden,
+        intermediate_size=case.inner,
+        num_hidden_layers=case.layers,
+        num_attention_heads=2 * case.kv_heads,
+        num_key_value_heads=case.kv_heads,
+        head_dim=HEAD,
+        vocab_size=case.vocab,
+        rms_norm_eps=1e-5,
+        dtype=dtype,
+    )
+    of_ranks = import_module("transformers.distributed").DistributedConfig(
+        tp_plan="auto", tp_size=dist.get_world_size()
+    )
+    # Their names differ in that attention is a module.
+    of_attention = partial(re.sub, r"\.([qkvo]_proj)", r".self_attn.\1")
+    whole = {of_attention(f"model.{name}"): weight for name, weight in weights(case).items()}
+    whole["lm_head.weight"] = whole.pop("model.lm_head.weight")
+    library.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # that past_key_values gets another name
+    _tell_meshes_apart()
+    with mock.patch.object(
+        dist, "init_device_mesh", partial(_mesh, dist.init_device_mesh, backend)
+    ):
+        model = library.LlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=whole, distributed_config=of_ranks, dtype=dtype
+        )
+    seen: Any = None
+
+    def logits(ids: Tensor, at: int) -> Tensor:
+        nonlocal seen
+        if at == 0:
+            seen = library.DynamicCache(config=config)
+        found: Tensor = model(ids, past_key_values=seen, use_cache=True, logits_to_keep=1).logits
+        return found[:, -1]
+
+    return logits
+
+
+def _mesh(make: Callable[..., Any], backend: str, *args: Any, **kwargs: Any) -> Any:
+    """Make a mesh with this backend for tensor parallelism.
+
+    transformers takes the default group's backend, and here several backends take turns.
+    """
+    override = {"tp": backend} if "tp" in kwargs["mesh_dim_names"] else None
+    return make(*args, **kwargs, backend_override=override)
+
+
+@cache
+def _tell_meshes_apart() -> None:
+    """Make meshes of different groups unequal.
+
+    DTensor's caches are shared by equal meshes, and transformers' meshes have equal names. Without
+    this, all its models would use the first one's group.
+    """
+    equal = DeviceMesh.__eq__
+
+    def equal_with_groups(mesh: Any, other: Any) -> bool:
+        return equal(mesh, other) and mesh._dim_group_names == other._dim_group_names
+
+    setattr(DeviceMesh, "__eq__", equal_with_groups)  # noqa: B010  # mypy allows no assignment
+
+
+# How each variant is made, and its backend.
+VARIANTS: dict[str, tuple[Callable[[Parts, str], Decoder], str]] = {
+    ALONE: (undivided, ""),
+    "dtensor:gloo": (dtensor, GLOO),
+    "dtensor:pycollect": (dtensor, OURS),
+    "plain:gloo": (plain, GLOO),
+    "plain:pycollect": (plain, OURS),
+    "plain:direct": (partial(plain, direct=True), OURS),
+    "plain:zero-copy": (partial(plain, direct=True, symmetric=True), OURS),
+    "transformers:gloo": (transformers, GLOO),
+    "transformers:pycollect": (transformers, OURS),
+}
+
+
+class Turn(NamedTuple):
+    """The seconds of the prompt and of a token in one turn, and the calls of all its tokens."""
+
+    first: float = 0.0
+    token: float = 0.0
+    calls: Sequence[Stays] = ()
+
+
+# A variant's turns on one rank, and the error of its logits: the norm of the difference from those
+# of one rank alone, divided by their norm.
+Measured = tuple[list[Turn], float]
+
+
+class Candidate:
+    """A variant on this rank; one rank alone has no decoder on the other ranks."""
+
+    def __init__(self, name: str, parts: Parts, rank: Rank) -> None:
+        make, self._backend = VARIANTS[name]
+        alone = name == ALONE
+        self._parts, self._threads = parts, threads_of(1 if alone else rank.world)
+        self._decoder = None if alone and rank.number else make(parts, self._backend)
+        self.turns: list[Turn] = []
+
+    def logits(self) -> Tensor:
+        """Return the logits after the prompt and after one more token, in float32."""
+        case, ids, start = self._parts.case, self._parts.prompt, self._parts.stamps.start
+        if not self._decoder:
+            return torch.empty(2, case.batch, case.vocab)
+        start(self._backend)
+        found = self._decoder(ids, 0), self._decoder(ids[:, :1], case.prompt)
+        logits = torch.stack(found).float()  # which awaits the last collective
+        start("")
+        return logits
+
+    def sample(self, turns: int) -> list[float]:
+        """Return the seconds of a token in each of some turns; a sampler."""
+        for _ in range(turns):
+            torch.set_num_threads(self._threads)
+            self.turns.append(self._turn())
+            dist.barrier()  # of gloo, in which the other ranks sleep while one rank is alone
+        return [turn.token for turn in self.turns[-turns:]]
+
+    def _turn(self) -> Turn:
+        if not self._decoder:
+            return Turn()
+        case, start = self._parts.case, self._parts.stamps.start
+        start(self._backend)
+        begin = perf_counter()
+        ids = self._decoder(self._parts.prompt, 0).argmax(-1, keepdim=True)
+        first = perf_counter() - begin
+        start(self._backend)
+        begin = perf_counter()
+        for number in range(case.tokens):
+            ids = self._decoder(ids, case.prompt + number).argmax(-1, keepdim=True)
+        return Turn(first, (perf_counter() - begin) / case.tokens, start(""))
+
+
+def measured(
+    names: Sequence[str], parts: Parts, effort: Effort, seed: int, rank: Rank
+) -> dict[str, Measured]:
+    """Measure the variants of these names in turns, and check their logits."""
+    made = {name: Candidate(name, parts, rank) for name in (ALONE, *names)}
+    right = made[ALONE].logits()
+    dist.broadcast(right, 0)
+    errors = {ALONE: 0.0}
+    for name in filter(ALONE.__ne__, names):
+        error = (made[name].logits() - right).norm() / right.norm()
+        errors[name] = float(error.nan_to_num(torch.inf))
+    samplers = {name: made[name].sample for name in names}
+    timings = interleave(samplers, effort, shuffled(seed), rank.slowest)
+    return {name: (made[name].turns[-timings[name].count :], errors[name]) for name in names}
+
+
+def work(rank: Rank, task: tuple[Sequence[str], Effort]) -> None:
+    """Measure the variants in each case that is requested."""
+    rank.init_process_group()
+    groups, stamps = {GLOO: dist.group.WORLD, OURS: dist.new_group(backend=OURS)}, Stamps()
+    variants, effort = task
+    with torch.no_grad():  # in inference mode DTensor finds the sharding of a linear layer anew
+        for seed, case in enumerate(rank.requests()):
+            # The experts are none of transformers' models.
+            names = [n for n in variants if not (case.moe and n.startswith(CLIENT))]
+            shape, generator = (case.batch, case.prompt), torch.Generator().manual_seed(1)
+            prompt = torch.randint(case.vocab, shape, generator=generator)
+            parts = Parts(case, weights(case, rank.number, rank.world), groups, stamps, prompt)
+            rank.send(measured(names, parts, effort, seed, rank))
