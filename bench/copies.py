@@ -2,8 +2,8 @@
 
 Try `python bench/copies.py -e 256M --world 4`. On the CPU the peers are .to() and
 torch.tensor_split with clone. --overlap measures asynchronous copies instead, in the example of
-Dive into Deep Learning: products of matrices and their copies to the CPU, where no call is
-asynchronous.
+Dive into Deep Learning: products of matrices, each followed by its copy to the CPU. On a CPU no
+call is asynchronous.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-f", "--stepfactor", type=int, help="from size to size (16)")
     add("--world", type=positive, help="ranks of a scatter (4)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
-    what = "instead: products of matrices of this size, and their copies to the CPU (4000)"
+    what = "instead: products of matrices of this size (4000; less on a CPU), and their copies"
     add("--overlap", metavar="SIZE", nargs="?", type=positive, const=4000, help=what)
 
 
@@ -168,12 +168,14 @@ def overlapped(size: int, devices: Devices, synchronize: Call) -> Ways:
     return {
         "products": products,
         "products, then blocking copies to the CPU": then_copies,
-        "products and non-blocking copies": lambda: to(products(), [CPU] * len(hosts), True),
+        "products and non-blocking copies": lambda: [
+            m.mm(m).to(CPU, non_blocking=True, copy=True) for m in matrices
+        ],
         "products and asynchronous copy_ to pinned memory": with_async_copies,
     }
 
 
-def measure_overlap(size: int, devices: Devices, iterations: int) -> Iterator[Item]:
+def measure_overlap(size: int, devices: Devices, wanted: Effort) -> Iterator[Item]:
     """Yield the times until the devices are done; what a run returns is freed after its time."""
     about = {"devices": report.devices_named(devices), "size": size, "products": PRODUCTS}
     title = "# {products} products of {size} x {size} float32 matrices on each of: {devices}"
@@ -183,7 +185,6 @@ def measure_overlap(size: int, devices: Devices, iterations: int) -> Iterator[It
         name: host_time(lambda run=run: kept.append(run()), kept.clear, synchronize)
         for name, run in overlapped(size, devices, synchronize).items()
     }
-    wanted = Effort(iterations=iterations, warmup=1, single_calls=True)  # long runs
     timings = interleave(samplers, wanted)
     yield Result(about, [Row(n, t, OURS if "copy_" in n else PEER) for n, t in timings.items()])
 
@@ -207,7 +208,7 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     named, world, wanted = pycollect.devices(args.devices), args.world, effort(args)
     if args.overlap:
         devices = list(dict.fromkeys(named))
-        yield from measure_overlap(args.overlap, devices, args.iterations or 3)
+        yield from measure_overlap(args.overlap, devices, effort(args, single_calls=True))
         return
     devices = [named[rank % len(named)] for rank in range(world)]
     of_host = ("pinned", "pageable") if named[0].type == "cuda" else ()

@@ -55,7 +55,7 @@ def run(command: Sequence[str | Path]) -> str:
     try:
         return subprocess.run(list(map(str, command)), **how).stdout
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        raise RanksFailed(f"{error}\n{error.stderr}") from None
+        raise RanksFailed(f"{error}\n{error.stderr or ''}") from None
 
 
 def build(folder: Path, installed: Sequence[mpi.Mpi]) -> tuple[str, list[Path]]:

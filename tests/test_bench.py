@@ -60,13 +60,14 @@ ON_DEVICE = {
     "clocks": (PROCESSES, f"pycollect:gpu|pycollect:return|gloo|gloo:gpu{ALL_COLLECTIVES}"),
     "copies": (f"copies -b 64K -e 64K {ONCE} --world 3 --targets", "pycollect|to|copy_ device"),
     "threads": (f"{THREADS} --targets",
-                "threads, parallel|processes, gloo|processes, pycollect|list|2 processes"),
+                "threads, parallel|processes, gloo|processes, pycollect|list"),
     "train": ("train --models lenet --worlds 1 2 --batch 6 -n 1 --targets",
               "one replica, whole batch|naive loop|pycollect, overlapped|DDP, gloo"),
     "overlap": ("copies --overlap 8 -n 1",
                 "products, then blocking copies to the CPU|products and non-blocking copies"),
 }  # fmt: skip
 ON_CPU, ON_GPU = ({f"{n}-{of}": r for n, r in ON_DEVICE.items()} for of in ("cpu", "cuda:0"))
+ON_CPU["threads-cpu"] = (ON_CPU["threads-cpu"][0], f"{ON_CPU['threads-cpu'][1]}|2 processes")
 SMOKE = ALONE | ON_CPU | ON_GPU
 PICTURES = ("processes", "decoding", "lists-cpu", "train-cpu")
 SLOW, CUDA = [pytest.mark.slow], [pytest.mark.cuda]
@@ -221,6 +222,8 @@ WRONG = {
                f"copies -b 64K -e 64K --devices cpu {ONCE}", " 16384\n"),
     "train": (no_reduction,  # LeNet has eight parameters on each of two ranks
               f"train --models lenet --worlds 2 --batch 4 --no-ddp {ONCE}", " 16\n"),
+    "DDP": (lambda patch, folder: patch.setattr(training, "BACKENDS", {"DDP, gloo": "warp"}),
+            f"train --models lenet --worlds 2 --batch 4 {ONCE}", "# FAILED: DDP, gloo: rank "),
     "threads": (without_effect(dist, "all_reduce"), THREADS,
                 "threads not run: AssertionError: all_reduce of 1 elements is wrong on rank"),
     "executor": (failing_program, "executor_bandwidth --world 2 -e 1M", "exit status 1"),
@@ -290,6 +293,7 @@ def test_a_call_without_effect_has_wrong_results(name):
 FAILING = {
     "cupy": ("lists.peer", f"allreduce_bandwidth -e 4K {ONCE} --peers cupy", 0, "default"),
     "list": ("threads.pycollect.all_reduce", f"{THREADS} --peers none", 0, "threads"),
+    "threads": ("threads.nothing", f"{THREADS} --peers none", 1, "threads, parallel"),
     "pycollect": ("", f"allreduce_bandwidth --processes 2 -e 4 --backend warp --peers gloo {ONCE}",
                   1, "gloo"),
 }  # fmt: skip

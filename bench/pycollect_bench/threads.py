@@ -75,7 +75,9 @@ _TABLE = report.Table(
 # All ways take turns; times are medians, ratios are medians over rounds.
 # xgloo, xlist: the time of gloo between processes, and of the list call, divided by this time.""",
     [
-        report.of_about("world", "world"),
+        report.Column(
+            "world", "", 5, lambda a, row: "1" if row.name in FLOORS else str(a["world"])
+        ),
         report.of_about("size", "bytes", "(B)", 9),
         report.name("way", 24),
         *report.times(),
@@ -123,10 +125,11 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     yield _TABLE
     for world in args.threads:
         yield from _measure_sizes(args, world, device, names)
-    yield _START_TABLE
-    rounds = min(_ROUNDS, args.iterations or _ROUNDS)
-    for world in args.threads:
-        yield _start_and_end(world, device, rounds, with_processes=bool(names))
+    if device.type == "cpu":  # a world that does nothing uses no device
+        yield _START_TABLE
+        rounds = min(_ROUNDS, args.iterations or _ROUNDS)
+        for world in args.threads:
+            yield _start_and_end(world, rounds, with_processes=bool(names))
 
 
 def run_batches(
@@ -281,24 +284,36 @@ def nothing(rank: object, argument: object) -> None:
     """Do nothing, as a rank of a launch or as one of the processes."""
 
 
-def _start_and_end(world: int, device: torch.device, rounds: int, with_processes: bool) -> Result:
-    """Start and end worlds in turns: in a round, some launches and one world of processes."""
+def _start_and_end(world: int, rounds: int, with_processes: bool) -> Result:
+    """Start and end worlds in turns: in a round, some launches and one world of processes.
+
+    A way that fails leaves the turns, and its error is in `not_run`.
+    """
 
     def processes() -> None:
         with Ranks(world, f"{__name__}:{nothing.__name__}"):
             pass
 
-    ways = {THREADS: host_time(partial(launch, nothing, world, device=device))}
+    ways = {THREADS: host_time(partial(launch, nothing, world))}
     if with_processes:
         ways[PROCESSES] = host_time(processes)
-    ways[THREADS](1)  # untimed, as it may import modules
     samples: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
-    for _, way in turns(list(ways), rounds):
-        samples[way].append(tuple(ways[way](_LAUNCHES if way == THREADS else 1)))
-    timings = {way: Timing(tuple(taken)) for way, taken in samples.items()}
-    threads = Row(THREADS, timings.pop(THREADS)).compared(timings)
-    rows = [threads, *(Row(way, timing, PEER) for way, timing in timings.items())]
-    return Result({"what": START, "world": world, "device": str(device)}, rows)
+    not_run: dict[str, str] = {}
+    # The first launch is untimed, as it may import modules.
+    for number, way in [(-1, THREADS), *turns(list(ways), rounds)]:
+        if way in not_run:
+            continue
+        try:
+            seconds = ways[way](_LAUNCHES if way == THREADS and number >= 0 else 1)
+        except Exception as error:  # any error is the reason why the way has no time
+            not_run[way] = _reason(error)
+        else:
+            samples[way] += [tuple(seconds)] * (number >= 0)
+    timings = {way: Timing(tuple(of)) for way, of in samples.items() if way not in not_run}
+    peers = {way: timing for way, timing in timings.items() if way != THREADS}
+    kinds = {THREADS: OURS, PROCESSES: PEER}
+    rows = [Row(way, timing, kinds[way]).compared(peers) for way, timing in timings.items()]
+    return Result({"what": START, "world": world}, rows, not_run, failed=THREADS in not_run)
 
 
 _LIST_SHARE = report.time_over(LIST)

@@ -30,7 +30,7 @@ from pycollect.train.replica_trainer import ReplicaTrainer
 from pycollect.train.settings import StepOptions
 
 from .clocks import synchronizer
-from .ranks import Rank, Ranks
+from .ranks import Rank, Ranks, RanksFailed
 from .report import ONE_GPU, devices_named
 from .runner import OURS, PEER, Result, Row
 
@@ -47,6 +47,8 @@ PEERS = (ONE, NAIVE, WHOLE, DDP_GLOO)
 _LR = 1e-4
 # Number of steps after which parameters are compared, and their learning rate, large for all bits.
 _CHECKED, _CHECKED_LR = 3, 0.1
+# Timeout in seconds for the answers of DDP's ranks: a step takes seconds at most.
+_ANSWER_SECONDS = 300.0
 # Elements of DDP's default buckets, 25 MB; the separately timed reduction uses the same buckets.
 _BUCKET_ELEMENTS = (25 << 20) // 4
 
@@ -183,11 +185,14 @@ def ddp_rank(rank: Rank, task: tuple[TrainingCase, str]) -> None:
         rank.send((steps(calls), reductions(calls)))
 
 
-def _ddp_sampler(ranks: Ranks, reductions: list[float]) -> Sampler:
+def _ddp_sampler(name: str, ranks: Ranks, reductions: list[float]) -> Sampler:
     """Return a sampler of the slowest rank's steps; it appends its reductions to `reductions`."""
 
     def sample(calls: int) -> list[float]:
-        steps, reduced = zip(*ranks.ask(calls), strict=True)
+        try:
+            steps, reduced = zip(*ranks.ask(calls, _ANSWER_SECONDS), strict=True)
+        except RanksFailed as error:
+            raise RanksFailed(f"{name}: {error}; --no-ddp leaves it out") from None
         reductions.extend(map(max, zip(*reduced, strict=True)))
         return list(map(max, zip(*steps, strict=True)))
 
@@ -211,8 +216,9 @@ def measure(case: TrainingCase, effort: Effort, ddp: bool = True, compiled: bool
         for name, backend in BACKENDS.items() if ddp else ():
             program = f"{__name__}:{ddp_rank.__name__}"
             ranks = stack.enter_context(Ranks(case.world, program, (case, backend)))
-            samplers[name] = _ddp_sampler(ranks, reductions[name])
+            samplers[name] = _ddp_sampler(name, ranks, reductions[name])
         timings = interleave(samplers, effort)
+    samplers.clear()  # the memory of their replicas, before those of the check
     peers = {name: timings[name] for name in PEERS if name in timings}
     wrong, rows = wrong_parameters(case), []
     for name, timing in timings.items():
