@@ -17,9 +17,9 @@ import pycollect  # noqa: F401  # before torch: Ctrl-C from here on prints no tr
 # isort: split
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,18 +30,28 @@ from pycollect_bench.lists import only_extras
 from pycollect_bench.options import dtype, list_of, one_of, positive, whole
 from pycollect_bench.plot import drawn, plot
 from pycollect_bench.ranks import threads_of
-from pycollect_bench.report import Target
-from pycollect_bench.runner import Item, Script
+from pycollect_bench.runner import Script
 
-PEERS = tuple(dict.fromkeys((*peers.NAMES, *rank_work.PEERS, *hosts.PEERS, *threads.PEERS)))
-# The kinds of ranks, by their option; "" is a list.
-KINDS: dict[str, ModuleType] = {
-    "": lists,
-    "processes": processes,
-    "threads": threads,
-    "hosts": hosts,
+
+class Kind(NamedTuple):
+    """A kind of ranks: its module, peers and usual sizes, and the options that others have not."""
+
+    module: ModuleType
+    peers: Sequence[str]
+    sizes: tuple[str, str, int]
+    options: str
+
+
+_USED = "collective dtype op devices targets plot torch_threads"
+# By their option; "" is a list.
+KINDS = {
+    "": Kind(lists, peers.NAMES, ("4K", "128M", 4), f"{_USED} world algorithms coalesced overhead"),
+    "processes": Kind(processes, rank_work.PEERS, ("4", "128M", 4), f"{_USED} backend"),
+    "threads": Kind(threads, threads.PEERS, ("4", "64M", 64), "devices targets"),
+    "hosts": Kind(hosts, hosts.PEERS, ("1K", "16M", 4), "collective dtype op rates"),
 }
-# Values of options that are not given, of all kinds of ranks and of some.
+PEERS = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.peers))
+# Values of options that are not given.
 USUAL: dict[str, Any] = {
     "collective": "all_reduce",
     "dtype": [torch.float32],
@@ -49,28 +59,6 @@ USUAL: dict[str, Any] = {
     "world": [2, 4, 8],
     "backend": "pycollect",
     "rates": [1e9, 1e10],
-}
-SIZES = {
-    "": ("4K", "128M", 4),
-    "processes": ("4", "128M", 4),
-    "threads": ("4", "64M", 64),
-    "hosts": ("1K", "16M", 4),
-}
-# The kinds of ranks that an option is for; those left out are for all.
-ONLY_FOR = {
-    "world": [""],
-    "algorithms": [""],
-    "coalesced": [""],
-    "overhead": [""],
-    "backend": ["processes"],
-    "rates": ["hosts"],
-    "torch_threads": ["", "processes"],
-    "devices": ["", "processes", "threads"],
-    "collective": ["", "processes", "hosts"],
-    "dtype": ["", "processes", "hosts"],
-    "op": ["", "processes", "hosts"],
-    "targets": ["", "processes", "threads"],
-    "plot": ["", "processes"],
 }
 
 
@@ -122,41 +110,30 @@ def kind_of(args: argparse.Namespace) -> str:
 
 def check(args: argparse.Namespace) -> None:
     """Give values to options that were left out; raise ValueError for those that are wrong."""
-    kind = kind_of(args)
-    where = f"with --{kind}" if kind else "on lists"
-    for name, kinds in ONLY_FOR.items():
-        if getattr(args, name) and kind not in kinds:
+    option = kind_of(args)
+    kind, where = KINDS[option], f"with --{option}" if option else "on lists"
+    for name in " ".join(kind.options for kind in KINDS.values()).split():
+        if getattr(args, name) and name not in kind.options.split():
             raise ValueError(f"--{name.replace('_', '-')} has no effect {where}; leave it out")
     for name, value in USUAL.items():
         setattr(args, name, getattr(args, name) or value)
-    begin, end, step = SIZES[kind]
+    begin, end, step = kind.sizes
     args.minbytes = args.minbytes or parse_size(begin)
     args.maxbytes = args.maxbytes or max(parse_size(end), args.minbytes)
     args.stepfactor = args.stepfactor or step
     size_range(args.minbytes, args.maxbytes, args.stepfactor)
-    known = [name for name, s in COLLECTIVES.items() if (s.group if kind else s.lists)]
-    if args.collective not in known:
-        raise ValueError(
-            f"--collective {args.collective} does not exist {where}; there are {', '.join(known)}"
-        )
-    found = KINDS[kind].peers(args)
-    for name in args.peers or ():
-        if name not in found:
-            raise ValueError(f"{name!r} is not a peer {where}; there are {', '.join(found)}")
+    known = [name for name, spec in COLLECTIVES.items() if (spec.group if option else spec.lists)]
+    for what, name, among in (
+        ("collective", args.collective, known),
+        *(("peer", name, kind.peers) for name in args.peers or ()),
+    ):
+        if name not in among:
+            raise ValueError(f"{name!r} is not a {what} {where}; there are {', '.join(among)}")
     if args.plot and (args.collective == "barrier" or only_extras(args)):
         raise ValueError("--plot draws speed against size, and no sizes are measured")
-    if args.torch_threads and not kind:
+    if args.torch_threads and not option:
         torch.set_num_threads(args.torch_threads)
-    KINDS[kind].check(args)
-
-
-def measure(args: argparse.Namespace) -> Iterator[Item]:
-    yield from KINDS[kind_of(args)].measure(args)
-
-
-def targets(args: argparse.Namespace) -> Sequence[Target]:
-    found: Sequence[Target] = KINDS[kind_of(args)].targets(args)
-    return found
+    kind.module.check(args)
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -175,9 +152,9 @@ SCRIPT = Script(
     "allreduce_bandwidth",
     __doc__,
     add_arguments,
-    measure,
+    measure=lambda args: KINDS[kind_of(args)].module.measure(args),
     check=check,
-    targets=targets,
+    targets=lambda args: KINDS[kind_of(args)].module.targets(args),
     draw=plot,
     drawable=drawn,
     about=about,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -236,15 +235,6 @@ def test_wrong_numbers_are_counted_and_fail_the_run(name, tmp_path, capfd, monke
     set_wrong(monkeypatch, tmp_path)
     assert run(command) == 1
     assert says in capfd.readouterr().out
-
-
-def test_the_last_answer_is_read_although_another_rank_has_ended():
-    pool = ranks.Ranks(2, "")
-    (ended, its_end), (answers, sender) = multiprocessing.Pipe(), multiprocessing.Pipe()
-    pool._ranks = [ended, answers]
-    its_end.close()
-    sender.send("result")
-    assert pool.answer() == "result"
 
 
 RANKS = """

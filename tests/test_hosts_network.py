@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from dist_pool import OURS
 
-from pycollect_bench.namespaces import Namespaces, two_hosts, why_no_namespaces
+from pycollect_bench.namespaces import Namespaces, why_no_namespaces
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone"),
@@ -81,7 +81,7 @@ print("right")
 
 @pytest.fixture
 def hosts() -> Iterator[Namespaces]:
-    with two_hosts(rate=1e9) as hosts:
+    with Namespaces(2, rate=1e9) as hosts:
         yield hosts
 
 
@@ -156,7 +156,7 @@ def test_a_link_that_goes_down(hosts):
     for run in runs:
         assert run.stdout.readline() == "begun\n", run.communicate(timeout=30)
     down = time.monotonic()
-    hosts.link_down(1)
+    hosts.link(1, "down")
     for rank, run in enumerate(runs):
         out, err = run.communicate(timeout=30)
         error = re.search(r"^([\d.]+) (Timeout|PeerLost) (.*)$", out, re.MULTILINE)
@@ -178,9 +178,9 @@ def test_a_link_that_becomes_slow_and_is_cut_for_a_while(hosts):
         assert run.stdout.readline() == "begun\n", run.communicate(timeout=30)
     hosts.limit(20e6)
     time.sleep(1)
-    hosts.link_down(1)
+    hosts.link(1, "down")
     time.sleep(1)
-    hosts.link_up(1)
+    hosts.link(1, "up")
     hosts.limit(1e9)
     for run in runs:
         out, err = run.communicate(timeout=60)

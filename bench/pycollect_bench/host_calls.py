@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import pycollect
+from torch import Tensor
 
 from .cases import OPS, Buffers, Call, Case, all_gather, reduce_scatter
 from .namespaces import INTERFACE
@@ -26,36 +24,25 @@ _LATENCY = 300e-6
 _COUNTED_BYTES, _LEAST_COUNTED, _MOST_COUNTED = 1 << 20, 4, 64
 
 
-@dataclass(frozen=True)
-class HsdpGroups:
-    """Two groups of a rank: the ranks of its host, and those in its place on each host."""
+def hsdp_groups(hosts: int, ranks_per_host: int) -> tuple[Any, Any]:
+    """Make the groups of HSDP's device mesh, and return this rank's two.
 
-    host: Any
-    column: Any
-
-
-def fast_group() -> Any:
-    """Make pycollect's group of all ranks that adds the sums of the hosts."""
-    fast = pycollect.distributed.options(hosts="fast")
-    return dist.new_group(backend="pycollect", pg_options=fast)
-
-
-def hsdp_groups(hosts: int, ranks_per_host: int) -> HsdpGroups:
-    """Make the groups of HSDP's device mesh, (hosts, ranks of a host)."""
-    of_hosts = [list(range(h * ranks_per_host, (h + 1) * ranks_per_host)) for h in range(hosts)]
-    columns = [list(column) for column in zip(*of_hosts, strict=True)]
+    They are the ranks of its host, and those in its place on each host.
+    """
+    mesh = torch.arange(hosts * ranks_per_host).view(hosts, ranks_per_host)
     split: Any = dist.new_subgroups_by_enumeration  # torch has no type annotations for it
-    host, _ = split(of_hosts, backend="pycollect")
-    column, _ = split(columns, backend="gloo")
-    return HsdpGroups(host, column)
+    host, _ = split(mesh.tolist(), backend="pycollect")
+    column, _ = split(mesh.T.tolist(), backend="gloo")
+    return host, column
 
 
-def hsdp_call(buffers: Buffers, groups: HsdpGroups) -> Call:
+def hsdp_call(buffers: Buffers, groups: tuple[Any, Any]) -> Call:
     """Return the all_reduce that HSDP composes, in place; a buffer of uneven parts is padded."""
     case, tensor = buffers.case, buffers.input
     if case.collective != "all_reduce":
         raise NotImplementedError(f"HSDP composes an all_reduce, no {case.collective}")
-    op, count, ranks = OPS[case.op], tensor.numel(), dist.get_world_size(groups.host)
+    host, column = groups
+    op, count, ranks = OPS[case.op], tensor.numel(), dist.get_world_size(host)
     part = -(-count // ranks)
     shard = torch.empty(part, dtype=tensor.dtype)
     even = part * ranks == count
@@ -64,9 +51,9 @@ def hsdp_call(buffers: Buffers, groups: HsdpGroups) -> Call:
     def call() -> None:
         if not even:
             whole[:count].copy_(tensor)
-        reduce_scatter(shard, whole, op, groups.host)
-        dist.all_reduce(shard, op, groups.column)
-        all_gather(whole, shard, groups.host)
+        reduce_scatter(shard, whole, op, host)
+        dist.all_reduce(shard, op, column)
+        all_gather(whole, shard, host)
         if not even:
             tensor.copy_(whole[:count])
 
@@ -94,20 +81,18 @@ def fold_checked(buffers: Buffers, call: Call, check: Callable[[], int]) -> int:
     """
     case, wrong = buffers.case, check()
     wide = torch.promote_types(case.dtype, torch.float32)
-    total = torch.zeros(())
-    for rank in range(case.world):
-        values = torch.empty(case.count, dtype=wide)
+
+    def of_rank(rank: int) -> Tensor:
         # No uniform values: those are multiples of 2**-24, whose sums are exact in any order.
-        values.normal_(generator=torch.Generator().manual_seed(rank))
-        values = values.to(case.dtype)
-        if rank == buffers.rank:
-            buffers.input.copy_(values)
-        total = total + values.to(wide) if rank else values.to(wide)
+        random = torch.Generator().manual_seed(rank)
+        return torch.empty(case.count, dtype=wide).normal_(generator=random).to(case.dtype)
+
+    buffers.input.copy_(of_rank(buffers.rank))
     call()
-    wanted = total.to(case.dtype)
+    total = reduce(torch.add, (of_rank(rank).to(wide) for rank in range(case.world)))
     parts = case.spec.parts(case, buffers.rank)
-    whole = torch.cat([wanted[at : at + n] for _, at, n in parts])
-    return wrong + count_wrong(buffers.output, whole)
+    wanted = torch.cat([total[at : at + n] for _, at, n in parts]).to(case.dtype)
+    return wrong + count_wrong(buffers.output, wanted)
 
 
 def link_bytes(call: Call, nbytes: int, barrier: SpinBarrier) -> dict[str, float]:
@@ -117,21 +102,16 @@ def link_bytes(call: Call, nbytes: int, barrier: SpinBarrier) -> dict[str, float
     host, in a batch of their own.
     """
     calls = max(_LEAST_COUNTED, min(_MOST_COUNTED, _COUNTED_BYTES // max(1, nbytes)))
-    barrier.barrier()
-    before = own_counters()
+    folder = Path("/sys/class/net", INTERFACE, "statistics")
+
+    def counters() -> list[int]:
+        barrier.barrier()
+        return [int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
+
+    before = counters()
     barrier.barrier()
     for _ in range(calls):
         call()
-    barrier.barrier()
-    sent, received = (
-        max(barrier.gather((end - begin) / calls / nbytes))
-        for begin, end in zip(before, own_counters(), strict=True)
-    )
+    moved = zip(counters(), before, strict=True)
+    sent, received = (max(barrier.gather((now - then) / calls / nbytes)) for now, then in moved)
     return {"sent": sent, "received": received}
-
-
-def own_counters() -> tuple[int, int]:
-    """Return the bytes that the host of this process has sent and received so far."""
-    folder = Path("/sys/class/net", INTERFACE, "statistics")
-    sent, received = (int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
-    return sent, received

@@ -10,7 +10,7 @@ the first rank of the first host to the first rank of the second.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from .namespaces import MOST_HOSTS, Namespaces, why_no_namespaces
 from .rank_work import FAST, GLOO, HSDP, LINK, PROGRAM, Task
 from .ranks import Ranks
 from .report import Column, Table
-from .runner import OURS, Result, Row
+from .runner import OURS, Result
 
 PEERS = (GLOO, HSDP)
 _LEGEND = """\
@@ -66,12 +66,10 @@ def ranks_of(text: str) -> tuple[int, int]:
     >>> ranks_of("2x4")
     (2, 4)
     """
-    numbers = text.split("x")
-    if len(numbers) != 2 or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
-        raise ValueError(f"{text!r} is not hosts x ranks of each host; give for example 2x4")
-    if int(numbers[0]) < 2:
-        raise ValueError(f"{text!r} has one host, and so no link")
-    return int(numbers[0]), int(numbers[1])
+    hosts, _, ranks = text.partition("x")
+    if not 2 <= options.whole(hosts) <= MOST_HOSTS:
+        raise ValueError(f"{text!r} has {hosts} hosts; there may be 2 to {MOST_HOSTS}")
+    return int(hosts), options.whole(ranks)
 
 
 def rate_of(text: str) -> float | None:
@@ -88,18 +86,26 @@ def rate_of(text: str) -> float | None:
     return rate
 
 
-def gigabits(rate: float | None) -> str:
-    """Return a rate in Gbit/s as text.
-
-    >>> gigabits(2.5e9), gigabits(None)
-    ('2.5', 'none')
-    """
-    return "none" if rate is None else f"{rate / 1e9:g}"
-
-
-def peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names of all peers between hosts."""
-    return PEERS
+_TABLE = Table(
+    _LEGEND,
+    (
+        report.of_about("ranks", "shape"),
+        Column("link", "(Gb/s)", 6, lambda a, r: f"{a['rate'] / 1e9:g}" if a["rate"] else "none"),
+        report.of_about("size", "bytes", "(B)", 11),
+        report.of_about("type", "dtype", width=13),
+        report.name("peer", 9),
+        *report.times(),
+        report.of_row("first", "first", "(ms)", scale=1e3),
+        Column("algbw", "(GB/s)", 8, lambda a, r: f"{a['bytes'] / r.seconds / 1e9:.2f}"),
+        report.limit(),
+        report.faster(GLOO),
+        report.of_row("out/S", "sent", width=6),
+        report.of_row("in/S", "received", width=6),
+        report.of_row("least/S", "least", width=7),
+        report.of_row("model", "model", width=6),
+        report.wrong(),
+    ),
+)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -107,94 +113,64 @@ def check(args: argparse.Namespace) -> None:
     if args.collective not in LEAST:
         known = ", ".join(LEAST)
         raise ValueError(f"--collective {args.collective} is not measured on hosts, only {known}")
-    for hosts, _ in args.hosts:
-        if hosts > MOST_HOSTS:
-            raise ValueError(f"--hosts: {hosts} hosts are too many; there may be {MOST_HOSTS}")
     if reason := why_no_namespaces():
         raise ValueError(reason)
 
 
-def measure(args: argparse.Namespace) -> Iterator[Table | Result | str]:
+def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
     """Measure world by world, each on links of each rate."""
     sizes = size_range(args.minbytes, args.maxbytes, args.stepfactor)
+    names = (*(PEERS if args.peers is None else args.peers), OURS, FAST)
     for hosts, ranks in args.hosts:
-        devices = (CPU,) * hosts * ranks
-        make = partial(sized_case, args.collective, op=args.op, devices=devices, of_group=True)
-        cases = tuple(dict.fromkeys(make(n, dtype) for dtype in args.dtype for n in sizes))
-        names = (*(PEERS if args.peers is None else args.peers), OURS, FAST)
+        on = (CPU,) * hosts * ranks
+        make = partial(sized_case, args.collective, op=args.op, devices=on, of_group=True)
+        cases = dict.fromkeys(make(n, dtype) for dtype in args.dtype for n in sizes)
         with Namespaces(hosts) as namespaces:
             for rate in args.rates:
                 namespaces.limit(rate)
-                task = Task(devices, cases, names, options.effort(args), hosts=hosts, rate=rate)
-                yield _table()
-                yield from _measured(task, namespaces)
+                yield _TABLE
+                task = Task(on, names, options.effort(args), hosts=hosts, rate=rate)
+                with Ranks(len(on), PROGRAM, task, hosts=namespaces) as processes:
+                    for case in cases:
+                        yield _completed(task, case, processes.ask(case)[0])
 
 
-def _measured(task: Task, namespaces: Namespaces) -> Iterator[Result | str]:
-    found: list[Result] = []
-    with Ranks(len(task.devices), PROGRAM, task, hosts=namespaces) as ranks:
-        for case in task.cases:
-            result = ranks.answer()
-            shape = f"{task.hosts}x{task.ranks_per_host}"
-            about = result.about | {"shape": shape, "rate": task.rate}
-            rows = [_completed(task, case, row) for row in result.rows]
-            found.append(replace(result, about=about, rows=rows))
-            yield found[-1]
-    yield from _link_lines(task, found)
+def _completed(task: Task, case: Case, result: Result) -> Result:
+    """Return the result with the shape and the rate, and what follows from the times."""
+    about = {"shape": f"{task.hosts}x{task.ranks_per_host}", "rate": task.rate}
+    rows = []
+    for row in result.rows:
+        least = LEAST[case.collective](task.hosts, task.ranks_per_host)
+        numbers = row.numbers | {"least": 1 if row.name == LINK else least}
+        if seconds := _predicted(task, case, row.name):
+            numbers["model"] = seconds / row.seconds
+        rows.append(replace(row, numbers=numbers))
+    link = next(row.seconds for row in rows if row.name == LINK)
+    notes = _notes(task, case.nbytes, link)
+    return replace(result, about=result.about | about, rows=rows, notes=notes)
 
 
-def _table() -> Table:
-    return Table(
-        _LEGEND,
-        (
-            report.of_about("ranks", "shape"),
-            Column("link", "(Gb/s)", 6, lambda about, row: gigabits(about["rate"])),
-            report.of_about("size", "bytes", "(B)", 11),
-            report.of_about("type", "dtype", width=13),
-            report.name("peer", 9),
-            *report.times(),
-            report.of_row("first", "first", "(ms)", scale=1e3),
-            Column("algbw", "(GB/s)", 8, lambda a, r: f"{a['bytes'] / r.seconds / 1e9:.2f}"),
-            report.limit(),
-            report.faster(GLOO),
-            report.of_row("out/S", "sent", width=6),
-            report.of_row("in/S", "received", width=6),
-            report.of_row("least/S", "least", width=7),
-            report.of_row("model", "model", width=6),
-            report.wrong(),
-        ),
-    )
-
-
-def _completed(task: Task, case: Case, row: Row) -> Row:
-    """Return the row with the lower bound of its bytes and, where the model is of use, the
-    predicted time divided by its time.
-    """
-    least = LEAST[case.collective](task.hosts, task.ranks_per_host)
-    numbers = row.numbers | {"least": 1 if row.name == LINK else least}
-    is_ours = row.name in (OURS, FAST) and case.collective != "send_recv"
-    is_planned = is_ours and case.dtype == torch.float32
-    if not is_planned or not task.rate or case.nbytes < _LEAST_FOR_MODEL:
-        return replace(row, numbers=numbers)
-    fast = row.name == FAST and case.spec.reduces
+def _predicted(task: Task, case: Case, name: str) -> float | None:
+    """Return the seconds that the model predicts, where it is of use."""
+    is_planned = name in (OURS, FAST) and case.collective != "send_recv"
+    if not is_planned or case.dtype != torch.float32 or case.nbytes < _LEAST_FOR_MODEL:
+        return None
+    if not task.rate:
+        return None
+    fast = name == FAST and case.spec.reduces
     plan = pc.plan(
         case.collective,
         hosts=(task.ranks_per_host,) * task.hosts,
         nbytes=case.nbytes,
         algorithm="host_direct" if fast else None,
     )
-    seconds = plan.predict(replace(_MODEL, network=_SHARE_OF_RATE * task.rate / 8))
-    return replace(row, numbers=numbers | {"model": seconds / row.seconds})
+    return plan.predict(replace(_MODEL, network=_SHARE_OF_RATE * task.rate / 8))
 
 
-def _link_lines(task: Task, results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line with the measured rate of the link, and a warning if it is not the wanted."""
-    largest = max(results, key=lambda result: result.about["bytes"])
-    row, nbytes = largest.row(LINK), largest.about["bytes"]
-    if row is None or nbytes < _LEAST_FOR_RATE:
-        return
-    rate = 8 * nbytes / row.seconds
-    wanted = f"of {gigabits(task.rate)}" if task.rate else "without a limit"
-    yield f"# link: sends of {nbytes} bytes move {rate / 1e9:.2f} Gbit/s {wanted}"
-    if task.rate and abs(rate / task.rate - 1) > _MOST_MISSED:
-        yield "# WARNING: this machine does not reach the rate of the link, or exceeds it"
+def _notes(task: Task, nbytes: int, seconds: float) -> tuple[str, ...]:
+    """Return a warning if sends of these bytes have not the wanted rate of the link."""
+    rate = 8 * nbytes / seconds
+    if not task.rate or nbytes < _LEAST_FOR_RATE or abs(rate / task.rate - 1) < _MOST_MISSED:
+        return ()
+    measured = f"{rate / 1e9:.2f} Gbit/s instead of {task.rate / 1e9:g}"
+    return (f"# WARNING: sends of {nbytes} bytes move {measured}",)

@@ -50,26 +50,18 @@ _DEVICE_LEGEND = """\
 # #wrong: elements of all ranks that differ from the exact result, in a separate run."""
 
 
-def why_no_mpi(names: Sequence[str]) -> str:
-    """Return the reason why MPI is not measured, or "" if it is.
-
-    Only Open MPI is measured between processes of Python.
-    """
-    if MPI not in names:
-        return Task.no_mpi
+def why_no_mpi() -> str:
+    """Return the reason why MPI is not measured, or ""; between processes it is only Open MPI."""
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     return "" if mpi.find(mpi.OPEN_MPI) else "Open MPI was not found"
 
 
-def peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names of all peers of these processes."""
-    return (GLOO,) if args.devices else PEERS
-
-
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError if there are no such devices."""
+    """Raise ValueError if there are no such devices, or peers have no calls on devices."""
     devices(args.devices or "cpu", 1)
+    if args.devices and not {GLOO}.issuperset(args.peers or ()):
+        raise ValueError(f"with --processes and --devices the only peer is {GLOO}")
 
 
 def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Case]:
@@ -87,32 +79,26 @@ def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Ca
 
 def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
     """Measure world by world."""
-    names = peers(args) if args.peers is None else tuple(args.peers)
-    no_mpi = why_no_mpi(names)
+    usual = [GLOO] if args.devices else [*PEERS]
+    names = usual if args.peers is None else args.peers
+    no_mpi = why_no_mpi()
     missing = [MPI] * bool(no_mpi) + [DEEPSPEED] * (find_spec("deepspeed") is None)
     shown = [name for name in names if name not in missing]
-    legend = _DEVICE_LEGEND if args.devices else _LEGEND
+    launcher = mpi.find(mpi.OPEN_MPI) if MPI in shown else None
+    ours, legend, timeout, seconds = [OURS, ZERO_COPY, OPERATOR], _LEGEND, _TIMEOUT, None
+    if args.devices:
+        ours, legend, timeout, seconds = [OURS], _DEVICE_LEGEND, _DEVICE_TIMEOUT, _DEVICE_ANSWER
+    effort, both_clocks = options.effort(args), bool(args.devices)
     for world in args.processes:
         on = devices(args.devices or "cpu", world)
         found = tuple(dict.fromkeys(cases(args, on)))
         threads = args.torch_threads or threads_of(world)
         one_memory = all(case.one_memory for case in found)
         yield table(one_memory, shown, legend.format(threads=threads), title)
-        ours = (OURS,) if args.devices else (OURS, ZERO_COPY, OPERATOR)
-        task = Task(
-            on,
-            found,
-            (*ours, *names),
-            options.effort(args),
-            args.backend,
-            no_mpi,
-            both_clocks=bool(args.devices),
-        )
-        timeout, seconds = (_DEVICE_TIMEOUT, _DEVICE_ANSWER) if args.devices else (_TIMEOUT, None)
-        launcher = None if no_mpi else mpi.find(mpi.OPEN_MPI)
+        task = Task(on, (*ours, *names), effort, args.backend, no_mpi, both_clocks)
         with Ranks(world, PROGRAM, task, threads=threads, timeout=timeout, mpi=launcher) as ranks:
-            for _ in found:
-                yield ranks.answer(seconds)
+            for case in found:
+                yield ranks.ask(case, seconds)[0]
 
 
 def title(result: Result) -> str:
