@@ -359,7 +359,7 @@ def test_bad_options_are_refused_in_one_sentence(command, message, capsys):
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure lists on the CPU as if on a GPU, whose clock advances by a second per call."""
-    fake = SimpleNamespace(now=0.0, _sleep=lambda cycles: None)
+    fake = SimpleNamespace(now=0.0, _sleep=lambda cycles: None, synchronize=lambda device: None)
 
     def recorded(device: torch.device) -> SimpleNamespace:
         at = fake.now
@@ -370,7 +370,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             fake.now += calls
             return run()
 
-        return clocks.gpu_time(tick, rewrite, devices, calls)
+        return clocks.gpu_time(tick, rewrite, [torch.device("cuda:0")], calls)
 
     monkeypatch.setattr(clocks, "_cuda", fake)
     monkeypatch.setattr(clocks, "_recorded", recorded)

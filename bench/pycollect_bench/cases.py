@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-import pycollect
 
 from .pattern import Pattern, are_zero, count_wrong
 from .report import devices_named
@@ -132,17 +130,8 @@ class Buffers:
         self.outputs = self.inputs
         if not spec.in_place:
             self.outputs = tensors(part if spec.scatters else whole)
+        self.input, self.output = self.inputs[0], self.outputs[0]  # mostly the only ones
         self.rewrite()
-
-    @property
-    def input(self) -> Tensor:
-        """The first, mostly the only input."""
-        return self.inputs[0]
-
-    @property
-    def output(self) -> Tensor:
-        """The first, mostly the only output."""
-        return self.outputs[0]
 
     def rewrite(self, value: int = 1) -> None:
         """Write every input, as a producer would."""
@@ -152,28 +141,29 @@ class Buffers:
     def fill(self, pattern: Pattern) -> None:
         """Write the rank's inputs of a pattern."""
         if not self.case.spec.in_place:  # outputs are wrong before the call, in every element
-            for tensor, expected in zip(self.outputs, self._expected(pattern), strict=True):
-                tensor.copy_(are_zero(expected).view_as(tensor))
-        whole = pattern.rank(self.rank, sum(tensor.numel() for tensor in self.inputs))
-        for tensor, part in zip(self.inputs, _split(whole, self.inputs), strict=True):
-            tensor.copy_(part.view_as(tensor))
+            _write(self.outputs, are_zero(self._expected(pattern)))
+        count = sum(tensor.numel() for tensor in self.inputs)
+        _write(self.inputs, pattern.part(self.rank, 0, count))
 
     def wrong(self, pattern: Pattern) -> int:
         """Return the number of elements that are not the collective's result of this pattern."""
-        return sum(map(count_wrong, self.outputs, self._expected(pattern)))
+        got = torch.cat([tensor.reshape(-1) for tensor in self.outputs])
+        return count_wrong(got, self._expected(pattern))
 
-    def _expected(self, pattern: Pattern) -> Sequence[Tensor]:
-        """Return the elements of each output."""
-        parts = [
-            pattern.reduced(count, start) if source is None else pattern.rank(source, count, start)
-            for source, start, count in self.case.spec.parts(self.case, self.rank)
-        ]
-        return _split(torch.cat([pattern.reduced(0), *parts]), self.outputs)
+    def _expected(self, pattern: Pattern) -> Tensor:
+        """Return the elements of all outputs."""
+        parts = self.case.spec.parts(self.case, self.rank)
+        return torch.cat([pattern.part(*part) for part in [(None, 0, 0), *parts]])
 
 
-def _split(whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the elements of a flat tensor that belong to each of some tensors."""
-    return torch.split(whole, [tensor.numel() for tensor in tensors])
+def _write(tensors: Sequence[Tensor], whole: Tensor) -> None:
+    """Copy the elements of a flat tensor to some tensors, one after the other."""
+    parts = torch.split(whole, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+_pattern = cache(Pattern)
 
 
 def run_checked(buffers: Sequence[Buffers], call: Call, synchronize: Call) -> int:
@@ -181,11 +171,7 @@ def run_checked(buffers: Sequence[Buffers], call: Call, synchronize: Call) -> in
     case = buffers[0].case
     # Collectives without a reduction can move any small integers; those of "max" vary the most.
     op = case.op if case.spec.reduces else "max"
-    of_device = {
-        device: Pattern(case.dtype, op, case.world, device)
-        for device in {case.devices[one.rank] for one in buffers}
-    }
-    patterns = [of_device[case.devices[one.rank]] for one in buffers]
+    patterns = [_pattern(case.dtype, op, case.world, case.devices[one.rank]) for one in buffers]
     for one, pattern in zip(buffers, patterns, strict=True):
         one.fill(pattern)
     call()
@@ -197,32 +183,21 @@ def run_checked(buffers: Sequence[Buffers], call: Call, synchronize: Call) -> in
 class Collective:
     """A collective's calls, expected result of a rank, and byte counts.
 
-    `lists` is called with the buffers of all ranks and the call's options, `group` with those of
-    one rank and its process group, `mpi` with those, the module mpi4py.MPI and a datatype.
+    `group` is called with the buffers of a rank and its process group, `mpi` with those, the module
+    mpi4py.MPI and a datatype.
     """
 
     parts: Callable[[Case, int], list[Part]]
     buffers_moved: Callable[[int], float]  # world to moved bytes per byte of a rank
     bus_factor: Callable[[int], float]  # nccl-tests' ratio of bus to algorithm bandwidth
-    lists: Callable[[Sequence[Buffers], dict[str, Any]], Call] | None = None
+    lists: bool = False  # whether pycollect has it on lists of tensors
     group: Callable[[Buffers, Any], Call] | None = None
     mpi: Callable[[Buffers, Any, Any], Call] | None = None
     gathers: bool = False  # a rank's input is one part of its output
     scatters: bool = False  # a rank's output is one part of its input
     in_place: bool = False
     reduces: bool = False
-
-
-def _inputs(ranks: Sequence[Buffers]) -> list[Tensor]:
-    return [one.input for one in ranks]
-
-
-def _outputs(ranks: Sequence[Buffers]) -> list[Tensor]:
-    return [one.output for one in ranks]
-
-
-def _op(ranks: Sequence[Buffers]) -> str:
-    return ranks[0].case.op
+    rooted: bool = False  # rank 0 has the result, or all data
 
 
 def _of_each(case: Case, start: int) -> list[Part]:
@@ -263,7 +238,7 @@ def _mpi_send_recv(b: Buffers, mpi: Any, of: Any) -> Call:
 
 
 _ALL_REDUCE = Collective(
-    lists=lambda ranks, how: partial(pycollect.all_reduce, _inputs(ranks), _op(ranks), **how),
+    lists=True,
     group=lambda b, group: partial(dist.all_reduce, b.input, OPS[b.case.op], group),
     mpi=_mpi("Allreduce"),
     parts=lambda case, rank: [(None, 0, case.count)],
@@ -274,15 +249,10 @@ _ALL_REDUCE = Collective(
 )
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _ALL_REDUCE,
-    "all_reduce_coalesced": replace(
-        _ALL_REDUCE,
-        lists=lambda ranks, how: partial(
-            pycollect.all_reduce_coalesced, [one.inputs for one in ranks], _op(ranks), **how
-        ),
-        group=None,
-    ),
+    "all_reduce_coalesced": replace(_ALL_REDUCE, group=None),
     "reduce": Collective(
-        lists=lambda ranks, how: partial(pycollect.reduce, _inputs(ranks), 0, _op(ranks), **how),
+        lists=True,
+        rooted=True,
         parts=lambda case, rank: [(rank or None, 0, case.count)],
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: 1,
@@ -290,7 +260,8 @@ COLLECTIVES: dict[str, Collective] = {
         reduces=True,
     ),
     "broadcast": Collective(
-        lists=lambda ranks, how: partial(pycollect.broadcast, _inputs(ranks), 0, **how),
+        lists=True,
+        rooted=True,
         group=lambda b, group: partial(dist.broadcast, b.input, 0, group),
         mpi=lambda b, mpi, of: partial(mpi.COMM_WORLD.Bcast, [b.input.numpy(), of], 0),
         parts=lambda case, rank: [(0, 0, case.count)],
@@ -299,9 +270,7 @@ COLLECTIVES: dict[str, Collective] = {
         in_place=True,
     ),
     "all_gather": Collective(
-        lists=lambda ranks, how: partial(
-            pycollect.all_gather, _inputs(ranks), out=_outputs(ranks), **how
-        ),
+        lists=True,
         group=lambda b, group: partial(all_gather, b.output, b.input, group),
         mpi=_mpi("Allgather"),
         parts=lambda case, rank: _of_each(case, 0),
@@ -310,9 +279,7 @@ COLLECTIVES: dict[str, Collective] = {
         gathers=True,
     ),
     "reduce_scatter": Collective(
-        lists=lambda ranks, how: partial(
-            pycollect.reduce_scatter, _inputs(ranks), _op(ranks), out=_outputs(ranks), **how
-        ),
+        lists=True,
         group=lambda b, group: partial(reduce_scatter, b.output, b.input, OPS[b.case.op], group),
         mpi=_mpi("Reduce_scatter_block"),
         parts=lambda case, rank: [

@@ -38,27 +38,15 @@ def synchronizer(devices: Sequence[torch.device]) -> Callable[[], None]:
 
     def synchronize() -> None:
         for device in gpus:
-            torch.cuda.synchronize(device)
+            _cuda.synchronize(device)
 
     return synchronize
 
 
-class _HostEvent:
-    """An event on the CPU: the host's time at which it is recorded."""
-
-    def record(self, stream: object) -> None:
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, end: _HostEvent) -> float:
-        """Return the milliseconds until `end`, like CUDA events."""
-        return (end._at - self._at) * 1e3
-
-
 def _recorded(device: torch.device) -> Any:
-    """Return an event that is recorded on the device's current stream."""
-    gpu = device.type == "cuda"
-    event = _cuda.Event(enable_timing=True) if gpu else _HostEvent()
-    event.record(torch.cuda.current_stream(device) if gpu else None)
+    """Return an event that is recorded on the GPU's current stream."""
+    event = _cuda.Event(enable_timing=True)
+    event.record(_cuda.current_stream(device))
     return event
 
 
@@ -73,19 +61,15 @@ def gpu_time(
 ) -> Sampler:
     """Time `run` by events, after an untimed `rewrite`; a time is seconds per call in `run`.
 
-    With several devices it is the time of the slowest. The first sample determines the delay. Calls
-    that wait for other processes cannot be issued before they run: with `delayed=False` there is no
-    delay, and time in which the stream waits for the host is included. For `barrier` see
-    `host_time`.
+    With several devices it is the time of the slowest; without a GPU it is the host's time. The
+    first sample determines the delay. Calls that wait for other processes cannot be issued before
+    they run: with `delayed=False` there is no delay, and time in which the stream waits for the
+    host is included. For `barrier` see `host_time`.
     """
-    distinct, synchronize = sorted(set(devices), key=str), synchronizer(devices)
-    cycles: list[int] = []
-
-    def sample(calls: int) -> list[float]:
-        if delayed and not cycles:
-            issue = max(host_time(run, synchronize)(3))  # until `run` returns; it must be warm
-            cycles.append(int((_LEAST_DELAY + _MARGIN * issue) * _CYCLES_PER_SECOND))
-        return [once() / calls_in_run for _ in range(calls)]
+    synchronize = synchronizer(devices)
+    if synchronize is nothing:
+        return host_time(run, rewrite, barrier=barrier, calls_in_run=calls_in_run)
+    distinct, cycles = sorted(set(devices), key=str), list[int]()
 
     def once() -> float:
         rewrite()
@@ -101,6 +85,12 @@ def gpu_time(
         synchronize()
         spans = zip(starts, ends, strict=True)
         return max(float(start.elapsed_time(end)) for start, end in spans) / 1e3
+
+    def sample(calls: int) -> list[float]:
+        if delayed and not cycles:
+            issue = max(host_time(run, synchronize)(3))  # until `run` returns; it must be warm
+            cycles.append(int((_LEAST_DELAY + _MARGIN * issue) * _CYCLES_PER_SECOND))
+        return [once() / calls_in_run for _ in range(calls)]
 
     return sample
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,8 @@ from pycollect._timing import Effort, Sampler, Timing, batched, host_time, inter
 from . import options, report
 from .cases import CPU, LENET, Buffers, Call, Case, run_checked, sized_case
 from .clocks import GRAPH_CALLS, gpu_time, graph_of, synchronizer
-from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduce, usual
-from .report import (
-    ONE_GPU,
-    Column,
-    Table,
-    Target,
-    at_least,
-    in_microseconds,
-    over,
-    percent_of_limit,
-    where,
-)
+from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduce
+from .report import ONE_GPU, Column, Table, Target, at_least, over, percent_of_limit, where
 from .runner import GPU, GRAPH, LIMIT, OURS, PEER, WALL, Result, Row, clocked
 
 DEFAULT, INSIDE = "default", "inside"  # `algorithm=None`, and the same call without Python
@@ -63,12 +53,13 @@ _MOVED = (
 _BUS = "\n# busbw: as nccl-tests define it; no limit is measured between memories."
 
 
-def table(one_memory: bool, peers: Sequence[str], legend: str, title: Any = None) -> Table:
+def table(
+    one_memory: bool,
+    peers: Sequence[str],
+    legend: str,
+    title: Callable[[Result], str] = lambda result: "",
+) -> Table:
     """Return nccl-tests' table; for ranks on one memory `moved` replaces `busbw`."""
-
-    def per_second(nbytes: Callable[[dict[str, Any], Row], float]) -> Any:
-        return lambda about, row: report.number(nbytes(about, row), scale=1e-9)
-
     speed = "moved" if one_memory else "busbw"
     columns = (
         report.of_about("world", "world"),
@@ -78,13 +69,13 @@ def table(one_memory: bool, peers: Sequence[str], legend: str, title: Any = None
         report.of_about("redop", "op", width=5),
         report.name(),
         *report.times(),
-        Column("algbw", "(GB/s)", 8, per_second(lambda about, row: about["bytes"] / row.seconds)),
+        Column("algbw", "(GB/s)", 8, lambda a, r: report.number(a["bytes"] / r.seconds, 2, 1e-9)),
         report.of_row(speed, speed, "(GB/s)", scale=1e-9),
         report.limit(),
         *map(report.faster, peers),
         report.wrong(),
     )
-    return Table(legend, columns, *([title] if title else []))
+    return Table(legend, columns, title)
 
 
 def devices(named: str | None, world: int) -> tuple[torch.device, ...]:
@@ -111,8 +102,7 @@ def algorithms(text: str | None, collective: str) -> tuple[str | None, ...]:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """Return the cases that the options request."""
-    found = []
-    sizes = size_range(args.minbytes, args.maxbytes, args.stepfactor)
+    found, sizes = [], size_range(args.minbytes, args.maxbytes, args.stepfactor)
     for dtype in args.dtype:
         for world in args.world:
             on = devices(args.devices, world)
@@ -150,11 +140,22 @@ def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
         legend += (_MOVED if one_memory else _BUS) + _RATIOS
         yield table(one_memory, [NAIVE], legend)
     for case in found:
-        names = usual(case) if args.peers is None else tuple(args.peers)
+        usual = NAMES if case.on_gpus else NAMES[:2]
+        names = usual if args.peers is None else args.peers
         yield Candidates(case, algorithms(args.algorithms, case.collective), names).result(effort)
     if args.overhead or args.targets:
         yield Table("", (report.name("call", 36), *report.times()))
         yield call_costs(effort, devices(args.devices, 1)[0])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a row is timed; a call of `checked` has the result whose wrong elements are counted."""
+
+    kind: str
+    clock: str
+    sampler: Sampler
+    checked: Call | None = None
 
 
 class Candidates:
@@ -167,17 +168,13 @@ class Candidates:
         self.memory: list[Tensor] = []  # that of all buffers, as float32
         self.ranks = [Buffers(case, r, partial(self._empty, d)) for r, d in enumerate(case.devices)]
         self.synchronize = synchronizer(case.devices)
-        self.samplers: dict[str, Sampler] = {}
-        self.kinds: dict[str, tuple[str, str]] = {}  # kind and clock
-        self.calls: dict[str, Call] = {}
+        self.ways: dict[str, Way] = {}  # by row
         self.not_run: dict[str, str] = {}
-        assert case.spec.lists is not None
         for algorithm in algorithms:
-            make = partial(case.spec.lists, self.ranks, {"algorithm": algorithm})
-            self._try(algorithm or DEFAULT, OURS, make)
+            self._try(algorithm or DEFAULT, OURS, partial(self._call, algorithm))
         on_cpu = case.one_memory and not case.on_gpus
-        if case.collective == "all_reduce" and on_cpu and DEFAULT in self.samplers:
-            self.samplers[INSIDE], self.kinds[INSIDE] = self._inside, (INSIDE, WALL)
+        if case.collective == "all_reduce" and on_cpu and DEFAULT in self.ways:
+            self.ways[INSIDE] = Way(INSIDE, WALL, self._inside)
         for name in peers:
             self._try(name, PEER, partial(peer, name, case, self.ranks))
         for limit, (call, rewrite) in limits(case, self.memory).items():
@@ -187,6 +184,14 @@ class Candidates:
         nbytes = count * dtype.itemsize
         self.memory.append(torch.ones(-(-nbytes // 4), device=device))
         return self.memory[-1].view(torch.uint8)[:nbytes].view(dtype)
+
+    def _call(self, algorithm: str | None) -> Call:
+        """Return pycollect's call on the buffers."""
+        case, spec = self.case, self.case.spec
+        tensors = [one.inputs if len(case.shapes) > 1 else one.input for one in self.ranks]
+        arguments = [tensors, *[0] * spec.rooted, *[case.op] * spec.reduces]
+        out = {} if spec.in_place else {"out": [one.output for one in self.ranks]}
+        return partial(getattr(pycollect, case.collective), *arguments, **out, algorithm=algorithm)
 
     def rewrite(self, value: int = 1) -> None:
         """Write every input, as a producer would."""
@@ -208,28 +213,27 @@ class Candidates:
                 raise
             self.not_run[name] = reason(error)
             return
-        self._add(name, kind, call, self.rewrite)
-        self.calls[name] = call
+        self._add(name, kind, call, self.rewrite, call)
         if kind == OURS and self.case.on_gpus and self.case.one_memory:
+            graph = clocked(name, GRAPH)
             try:
-                self._add_graph(name, call)
+                # Many calls, on zeros, which no op changes; one call is checked.
+                replay, once = (graph_of(call, number) for number in (GRAPH_CALLS, 1))
             except RuntimeError as error:  # the calls themselves are still measured
-                self.not_run[clocked(name, GRAPH)] = reason(error)
+                self.not_run[graph] = reason(error)
+            else:
+                zeros = partial(self.rewrite, 0)
+                sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
+                self.ways[graph] = Way(OURS, GRAPH, sampler, once)
 
-    def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
-        self.samplers[name] = host_time(call, rewrite, self.synchronize)
-        self.kinds[name] = kind, WALL
+    def _add(
+        self, name: str, kind: str, call: Call, rewrite: Call, checked: Call | None = None
+    ) -> None:
+        sampler = host_time(call, rewrite, self.synchronize)
+        self.ways[name] = Way(kind, WALL, sampler, checked)
         if self.case.on_gpus:
-            self.samplers[clocked(name, GPU)] = gpu_time(call, rewrite, self.case.devices)
-            self.kinds[clocked(name, GPU)] = kind, GPU
-
-    def _add_graph(self, name: str, call: Call) -> None:
-        """Add the call, captured many times in a graph and run on zeros, which no op changes."""
-        timed = clocked(name, GRAPH)
-        replay, self.calls[timed] = graph_of(call, GRAPH_CALLS), graph_of(call, 1)
-        zeros = partial(self.rewrite, 0)
-        self.samplers[timed] = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
-        self.kinds[timed] = OURS, GRAPH
+            sampler = gpu_time(call, rewrite, self.case.devices)
+            self.ways[clocked(name, GPU)] = Way(kind, GPU, sampler)
 
     def _inside(self, calls: int) -> list[float]:
         """Return the seconds of calls that the extension makes itself, without Python."""
@@ -239,24 +243,21 @@ class Candidates:
 
     def result(self, effort: Effort) -> Result:
         """Measure every candidate in turns, check its result, and return its ratios."""
-        timings = interleave(self.samplers, effort)
-        rows = [self._row(name, timings) for name in self.kinds]
+        timings = interleave({name: way.sampler for name, way in self.ways.items()}, effort)
+        rows = [self._row(name, way, timings) for name, way in self.ways.items()]
         # A call that does not run in a graph fails the run as well.
         failed = DEFAULT in {name.partition(":")[0] for name in self.not_run}
         return Result(self.case.about(), rows, self.not_run, failed)
 
-    def _row(self, name: str, timings: dict[str, Timing]) -> Row:
-        (kind, clock), timing = self.kinds[name], timings[name]
-        by = WALL if clock == WALL else GPU  # the clock of peers and limits
+    def _row(self, name: str, way: Way, timings: dict[str, Timing]) -> Row:
+        by = WALL if way.clock == WALL else GPU  # the clock of peers and limits
         peers = {p: timings[clocked(p, by)] for p in self.peers if clocked(p, by) in timings}
-        wrong = None
-        if name in self.calls:
-            wrong = run_checked(self.ranks, self.calls[name], self.synchronize)
-        numbers = self.case.speed(timing.percentile(50))
-        row = Row(name, timing, kind, clock, wrong, numbers=numbers)
-        ways = [timings[name] for name, found in self.kinds.items() if found == (LIMIT, by)]
-        fastest = min(ways, key=lambda timing: timing.percentile(50), default=None)
-        return row.compared(peers, None if kind == INSIDE else fastest)  # it rewrites nothing
+        wrong = way.checked and run_checked(self.ranks, way.checked, self.synchronize)
+        numbers = self.case.speed(timings[name].percentile(50))
+        row = Row(name, timings[name], way.kind, way.clock, wrong, numbers=numbers)
+        found = [timings[n] for n, w in self.ways.items() if (w.kind, w.clock) == (LIMIT, by)]
+        fastest = min(found, key=lambda timing: timing.percentile(50), default=None)
+        return row.compared(peers, None if way.kind == INSIDE else fastest)  # it rewrites nothing
 
 
 def reason(error: Exception) -> str:
@@ -298,6 +299,12 @@ MANY = at_least(2)  # ranks
 _ON_CPU = where(SUMS, devices=("cpu",))
 _LENET = where(SUMS, collective=("all_reduce_coalesced",), devices=("cpu", *ONE_GPU), world=(4,))
 _LOOP, _LIMIT = over(NAIVE), percent_of_limit
+
+
+def _microseconds(row: Row) -> float:
+    return row.seconds * 1e6
+
+
 _TARGETS = (
     Target("limit, from 1 MiB", 90, DEFAULT, _LIMIT,
            where(_ON_CPU, world=MANY, bytes=at_least(MIB)), unit="%"),
@@ -309,7 +316,7 @@ _TARGETS = (
           ("at 4 KiB", 3.0, (4 * KIB,)), ("at 64 KiB", 3.0, (64 * KIB,)),
           ("at 1 MiB", 2.0, (MIB,)), ("from 16 MiB", 3.0, at_least(16 * MIB)))),
     Target("naive loop, LeNet's gradients of 4 ranks", 5.0, DEFAULT, _LOOP, _LENET),
-    Target("cost of a call, 4 ranks x 4 elements", 3.0, CALL, in_microseconds, None, "<", "us"),
+    Target("cost of a call, 4 ranks x 4 elements", 3.0, CALL, _microseconds, None, "<", "us"),
 )  # fmt: skip
 _ON_GPU = where(SUMS, dtype=("float32", "bfloat16"), devices=ONE_GPU)
 _SMALL = where(_ON_GPU, world=(4, 8), bytes=range(256 * KIB + 1))
@@ -318,8 +325,8 @@ _BY_GPU, _IN_GRAPH = clocked(DEFAULT, GPU), clocked(DEFAULT, GRAPH)
 _GPU_TARGETS = (
     Target("limit, from 64 MiB, GPU time", 92, _BY_GPU, _LIMIT, _LARGE, unit="%"),
     Target("naive loop, from 64 MiB", 2.0, DEFAULT, _LOOP, _LARGE),
-    Target("a call up to 256 KiB, GPU time", 8.0, _BY_GPU, in_microseconds, _SMALL, "<=", "us"),
-    Target("the same in a graph of many", 5.0, _IN_GRAPH, in_microseconds, _SMALL, "<=", "us"),
+    Target("a call up to 256 KiB, GPU time", 8.0, _BY_GPU, _microseconds, _SMALL, "<=", "us"),
+    Target("the same in a graph of many", 5.0, _IN_GRAPH, _microseconds, _SMALL, "<=", "us"),
     *(Target(f"naive loop, {w} ranks, up to 256 KiB", x, DEFAULT, _LOOP, where(_SMALL, world=(w,)))
       for w, x in ((4, 6.0), (8, 10.0))),
     Target("naive loop, LeNet's gradients of 4 ranks", 20.0, DEFAULT, _LOOP, _LENET),

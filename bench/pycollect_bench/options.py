@@ -51,11 +51,8 @@ def positive(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Parse a positive number of seconds, as a type for argparse."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not (math.isfinite(found) and found > 0):
+    found = float(text)
+    if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return found
 

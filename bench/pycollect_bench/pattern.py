@@ -7,8 +7,8 @@ computed for one period, in int64, by code that shares nothing with the measured
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -19,16 +19,14 @@ PERIOD = 65_521
 MOST_VALUES = 13
 
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda rows: rows.sum(0),
-    "avg": lambda rows: rows.sum(0),
-    "prod": lambda rows: rows.prod(0),
-    "min": lambda rows: rows.amin(0),
-    "max": lambda rows: rows.amax(0),
-    "band": lambda rows: functools.reduce(torch.bitwise_and, rows),
-    "bor": lambda rows: functools.reduce(torch.bitwise_or, rows),
-    "bxor": lambda rows: functools.reduce(torch.bitwise_xor, rows),
+    "sum": partial(torch.sum, dim=0),
+    "prod": partial(torch.prod, dim=0),
+    "min": partial(torch.amin, dim=0),
+    "max": partial(torch.amax, dim=0),
+    "band": partial(reduce, torch.bitwise_and),
+    "bor": partial(reduce, torch.bitwise_or),
+    "bxor": partial(reduce, torch.bitwise_xor),
 }
-OPS = tuple(_REDUCE)
 
 
 def largest_exact(dtype: torch.dtype) -> int:
@@ -48,70 +46,60 @@ class Pattern:
     """The inputs of `world` ranks for one `op` and `dtype`, and their reduction.
 
     >>> p = Pattern(torch.float32, "sum", 2)
-    >>> bool((p.rank(0, 9) + p.rank(1, 9) == p.reduced(9)).all())
+    >>> bool((p.part(0, 0, 9) + p.part(1, 0, 9) == p.part(None, 0, 9)).all())
     True
     """
 
     def __init__(
         self, dtype: torch.dtype, op: str, world: int, device: torch.device | None = None
     ) -> None:
-        self.dtype, self.op, self.world = dtype, op, world
-        # A multiplicative hash: neighbours differ, and no shift maps the sequence onto itself.
-        digits = (torch.arange(PERIOD, dtype=torch.int64) * 2_654_435_761 >> 15) % 5_003
-        ranks = torch.arange(world, dtype=torch.int64).unsqueeze(1)
-        rows = self._integers(digits, ranks)
-        # One period is computed on the CPU, and repeated on the ranks' device.
-        self._rows = [self._convert(row).to(device) for row in rows]
-        self._reduced = self._convert_total(_REDUCE[op](rows)).to(device)
-
-    def rank(self, rank: int, count: int, start: int = 0) -> Tensor:
-        """Return elements [start, start + count) of a rank's input, one-dimensional."""
-        return _repeat(self._rows[rank], start, count)
-
-    def reduced(self, count: int, start: int = 0) -> Tensor:
-        """Return elements [start, start + count) of the reduction over all ranks."""
-        return _repeat(self._reduced, start, count)
-
-    def _integers(self, digits: Tensor, ranks: Tensor) -> Tensor:
-        """Return the inputs of one period as int64, one row per rank."""
-        room = largest_exact(self.dtype)
-        if self.dtype == torch.bool:
-            return (digits + ranks) % 2
-        if self.op == "prod":  # at most `twos` ranks have a 2, the others a 1
-            twos = room.bit_length() - 1
-            return 1 + ((digits + ranks) % max(self.world, 2) < min(twos, self.world)).long()
-        if self.op not in ("sum", "avg"):
-            return 1 + (digits + ranks) % min(room, MOST_VALUES)
-        if self.world <= room:
-            return 1 + (digits + ranks) % min(room // self.world, MOST_VALUES)
-        # More ranks than the type's largest exact integer: most of them have a 0.
-        return ((digits + ranks) % -(-self.world // room) == 0).long()
-
-    def _convert_total(self, total: Tensor) -> Tensor:
-        if self.op != "avg":
-            return self._convert(total)
-        if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            # Values are positive, so this division rounds toward zero.
-            return self._convert(total // self.world)
-        # Definition of "avg": the sum times 1/world in the accumulator's type, then one rounding.
-        wide = self.dtype in (torch.float64, torch.complex128)
-        accumulator = torch.float64 if wide else torch.float32
-        share = torch.tensor(1.0, dtype=accumulator) / self.world
-        return self._convert(total.to(accumulator) * share)
-
-    def _convert(self, values: Tensor) -> Tensor:
-        if not self.dtype.is_complex:
-            return values.to(self.dtype)
+        rows = _inputs(dtype, op, world)
         # Products are of real values: imaginary parts would make them too large to be exact.
-        real = values.to(torch.float64)
-        imag = torch.zeros_like(real) if self.op == "prod" else real
-        return torch.complex(real, imag).to(self.dtype)
+        factor = 1 + 1j if dtype.is_complex and op != "prod" else 1
+        # One period is computed on the CPU, and repeated on the ranks' device.
+        periods = dict[int | None, Tensor](enumerate(rows))
+        periods[None] = _reduction(rows, dtype, op)
+        self._of = {key: (one * factor).to(dtype).to(device) for key, one in periods.items()}
+
+    def part(self, source: int | None, start: int, count: int) -> Tensor:
+        """Return elements [start, start + count) of a rank's input, or of the reduction for None.
+
+        They are one-dimensional.
+        """
+        skip = start % PERIOD
+        copies = -(-(skip + count) // PERIOD)
+        return self._of[source].repeat(copies)[skip : skip + count]
 
 
-def _repeat(period: Tensor, start: int, count: int) -> Tensor:
-    skip = start % PERIOD
-    copies = -(-(skip + count) // PERIOD)
-    return period.repeat(copies)[skip : skip + count]
+def _inputs(dtype: torch.dtype, op: str, world: int) -> Tensor:
+    """Return the inputs of one period as int64, one row per rank."""
+    room = largest_exact(dtype)
+    # A multiplicative hash: neighbours differ, and no shift maps the sequence onto itself.
+    digits = (torch.arange(PERIOD, dtype=torch.int64) * 2_654_435_761 >> 15) % 5_003
+    mixed = digits + torch.arange(world, dtype=torch.int64).unsqueeze(1)
+    if dtype == torch.bool:
+        return mixed % 2
+    if op == "prod":  # at most `twos` ranks have a 2, the others a 1
+        twos = room.bit_length() - 1
+        return 1 + (mixed % max(world, 2) < min(twos, world)).long()
+    if op not in ("sum", "avg"):
+        return 1 + mixed % min(room, MOST_VALUES)
+    # If there are more ranks than the type's largest exact integer, most of them have a 0.
+    values = 1 + mixed % max(1, min(room // world, MOST_VALUES))
+    return values * (mixed % -(-world // room) == 0)
+
+
+def _reduction(rows: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+    """Return the reduction of the rows, before the conversion to `dtype`."""
+    if op != "avg":
+        return _REDUCE[op](rows)
+    total, world = rows.sum(0), len(rows)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.div(total, world, rounding_mode="trunc")  # toward zero
+    # Definition of "avg": the sum times 1/world in the accumulator's type, then one rounding.
+    wide = dtype in (torch.float64, torch.complex128)
+    accumulator = torch.float64 if wide else torch.float32
+    return total.to(accumulator) * (torch.tensor(1.0, dtype=accumulator) / world)
 
 
 def are_zero(values: Tensor) -> Tensor:
@@ -120,7 +108,7 @@ def are_zero(values: Tensor) -> Tensor:
     >>> are_zero(torch.tensor([0.0, 2.0])).tolist()
     [True, False]
     """
-    return (values.view(torch.uint8).view(values.numel(), -1) == 0).all(dim=1)
+    return (_bytes(values) == 0).all(dim=1)
 
 
 def count_wrong(got: Tensor, wanted: Tensor) -> int:
@@ -132,7 +120,10 @@ def count_wrong(got: Tensor, wanted: Tensor) -> int:
     got = got.detach().to(wanted.device).reshape(-1)
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
         return max(got.numel(), wanted.numel(), 1)
-    if not got.numel():
-        return 0
-    a, b = (t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (got, wanted))
+    a, b = _bytes(got), _bytes(wanted)
     return 0 if torch.equal(a, b) else int((a != b).any(dim=1).sum())
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Return the bytes of a flat tensor, one row per element."""
+    return values.contiguous().view(torch.uint8).view(values.numel(), values.itemsize)

@@ -1,8 +1,8 @@
 """The peers of lists, which `--peers` selects, and their limits: loops and library calls.
 
-`naive` is Dive into Deep Learning's loop over the tensors; `stack` uses torch's stack and sum; on
-GPUs `comm` is torch.cuda.comm, and `cupy` is CuPy on the same memory. The limit is `memory`, which
-multiplies all buffers in place by a number; on a GPU it is `memcpy`.
+`naive` is Dive into Deep Learning's loop over the tensors. All_reduce has more peers: `stack` uses
+torch's stack and sum; on GPUs `comm` is torch.cuda.comm, and `cupy` is CuPy on the same memory. The
+limit is `memory`, which multiplies all buffers in place by a number; on a GPU it is `memcpy`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from .cases import Buffers, Call, Case
 
 NAIVE = "naive"
 NAMES = (NAIVE, "stack", "comm", "cupy")
-Peer = Callable[..., object]  # of the tensors of all ranks and, not in place, their outputs
 comm: Any = import_module("torch.cuda.comm")  # a module without type annotations
 
 
@@ -62,16 +60,9 @@ def naive_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
 
 def stack_all_reduce(data: list[Tensor]) -> None:
     """Stack, sum, and copy the result to every tensor."""
-    _copied([_total(data)] * len(data), data)
-
-
-def _total(data: list[Tensor]) -> Tensor:
-    return torch.stack([t.to(data[0].device) for t in data]).sum(0)
-
-
-def _copied(sources: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, out, strict=True):
-        target.copy_(source)
+    total = torch.stack([t.to(data[0].device) for t in data]).sum(0)
+    for target in data:
+        target.copy_(total)
 
 
 def _comm_all_reduce(data: list[Tensor]) -> None:
@@ -79,67 +70,35 @@ def _comm_all_reduce(data: list[Tensor]) -> None:
     comm.broadcast(comm.reduce_add(data, data[0].get_device()), out=data)
 
 
-def _cupy_all_reduce(cupy: Any, arrays: list[Any]) -> None:
-    """Add the arrays of all ranks with CuPy, and copy the sum to each."""
-    total = reduce(cupy.add, arrays)
-    for array in arrays:
-        array[...] = total
-
-
-# The loop of Dive into Deep Learning, torch's stack, sum and cat, and torch.cuda.comm.
-_PEERS: dict[str, dict[str, Peer]] = {
-    "all_reduce": {NAIVE: naive_all_reduce, "stack": stack_all_reduce, "comm": _comm_all_reduce},
-    "reduce": {
-        NAIVE: naive_reduce,
-        "stack": lambda data: _copied([_total(data)], data[:1]),
-        "comm": lambda data: data[0].copy_(comm.reduce_add(data, data[0].get_device())),
-    },
-    "broadcast": {
-        NAIVE: naive_broadcast,
-        "comm": lambda data: comm.broadcast(data[0], out=data[1:]),
-    },
-    "all_gather": {
-        NAIVE: naive_all_gather,
-        "stack": lambda data, out: _copied(
-            [torch.cat([t.to(data[0].device) for t in data])] * len(out), out
-        ),
-    },
-    "reduce_scatter": {
-        NAIVE: naive_reduce_scatter,
-        "stack": lambda data, out: _copied(_total(data).chunk(len(out)), out),
-    },
+# Of the tensors of all ranks and, not in place, their outputs.
+_LOOPS: dict[str, Callable[..., None]] = {
+    "all_reduce": naive_all_reduce,
+    "reduce": naive_reduce,
+    "broadcast": naive_broadcast,
+    "all_gather": naive_all_gather,
+    "reduce_scatter": naive_reduce_scatter,
 }
-_CUPY_DTYPES = (torch.float64, torch.float32, torch.float16, torch.int32, torch.int64, torch.int8)
-
-
-def usual(case: Case) -> tuple[str, ...]:
-    """Return the default peers of a case; those for GPUs only if all ranks are on GPUs.
-
-    CuPy is included if it is installed and the ranks share one GPU.
-    """
-    if not case.on_gpus:
-        return NAMES[:2]
-    with_cupy = case.one_memory and find_spec("cupy") is not None
-    return NAMES if with_cupy else NAMES[:3]
 
 
 def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
     """Return the peer's call on these buffers, one after the other for several tensors of a rank.
 
     Raises:
-        ValueError: if the peer has no such collective, op, dtype or device.
+        ImportError: if its library is not installed.
+        ValueError: if the peer has no such collective, op or device.
     """
     collective = case.collective.removesuffix("_coalesced")
     columns = [list(tensors) for tensors in zip(*(one.inputs for one in ranks), strict=True)]
     if case.op not in ("sum", "none"):
         raise ValueError(f"is measured only for sums, not {case.op}")
-    if name == "cupy" and collective == "all_reduce":
+    if name != NAIVE and collective != "all_reduce":
+        raise ValueError(f"is measured only for all_reduce, not {collective}")
+    if name == "cupy":
         return _cupy(case, columns)
-    if name not in _PEERS[collective]:
-        raise ValueError(f"has no {case.collective}")
     if name == "comm" and not case.on_gpus:
         raise ValueError("needs every rank on a GPU")
-    function = _PEERS[collective][name]
+    others = {"stack": stack_all_reduce, "comm": _comm_all_reduce}
+    function: Callable[..., None] = _LOOPS[collective] if name == NAIVE else others[name]
     if not case.spec.in_place:
         return partial(function, columns[0], [one.output for one in ranks])
     if len(columns) == 1:
@@ -147,24 +106,24 @@ def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
     return partial(_for_each, function, columns)
 
 
-def _for_each(function: Callable[[list[Any]], object], columns: list[list[Any]]) -> None:
+def _for_each(function: Callable[[list[Tensor]], object], columns: list[list[Tensor]]) -> None:
     for data in columns:
         function(data)
 
 
 def _cupy(case: Case, columns: list[list[Tensor]]) -> Call:
+    """Return the call that adds the arrays of all ranks with CuPy, and copies the sum to each."""
     if not (case.on_gpus and case.one_memory):
         raise ValueError("needs all ranks on one GPU")
-    if case.dtype not in _CUPY_DTYPES:
-        raise ValueError(f"is not measured for {case.dtype}")
-    if find_spec("cupy") is None:
-        raise ValueError("CuPy is not installed")
     cupy = import_module("cupy")
     arrays = [[cupy.from_dlpack(t) for t in column] for column in columns]
 
     def call() -> None:
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            _for_each(partial(_cupy_all_reduce, cupy), arrays)
+            for of_ranks in arrays:
+                total = reduce(cupy.add, of_ranks)
+                for array in of_ranks:
+                    array[...] = total
 
     return call
 
@@ -172,12 +131,10 @@ def _cupy(case: Case, columns: list[list[Tensor]]) -> Call:
 def limits(case: Case, memory: Sequence[Tensor]) -> dict[str, tuple[Call, Call]]:
     """Return the ways to measure the limit, each with its rewrite; `memory` is float32.
 
-    There are none for ranks on several memories.
-
-    Each moves the least number of bytes of the collective. On a GPU it is a copy from device to
-    device. On a CPU there are two: `memory` multiplies the buffers, or a part of each, in place,
-    one call per buffer; `memory_flat` multiplies one tensor of the same size in one call. The
-    faster of the two, which depends on the case, is the limit.
+    There are none for ranks on several memories. Each moves the least number of bytes of the
+    collective. On a GPU it is a copy from device to device. On a CPU there are two: `memory`
+    multiplies the buffers, or a part of each, in place, one call per buffer; `memory_flat`
+    multiplies one tensor of the same size in one call. The faster one is the limit.
     """
     if not case.one_memory:
         return {}
@@ -196,7 +153,4 @@ def limits(case: Case, memory: Sequence[Tensor]) -> dict[str, tuple[Call, Call]]
         for tensor in memory:
             tensor.fill_(1.0)
 
-    return {
-        "memory": (multiply, rewrite),
-        "memory_flat": (partial(flat.mul_, 1.0), refill),
-    }
+    return {"memory": (multiply, rewrite), "memory_flat": (partial(flat.mul_, 1.0), refill)}

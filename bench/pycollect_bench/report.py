@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycollect._files import check_input
 from pycollect._machine import read_lines
 from pycollect._sizes import binary_size
 from pycollect._timing import MOST_SPREAD
@@ -63,12 +64,9 @@ class Table:
 
     def head(self) -> list[str]:
         """Return the legend and the header lines, as comments."""
-        heads, units = (
-            [c.fit(t) for c, t in zip(self.columns, row, strict=True)]
-            for row in ([c.head for c in self.columns], [c.unit for c in self.columns])
-        )
-        lines = [f"#{' '.join(heads)}", f"#{' '.join(units)}".rstrip()]
-        return [*self.legend.splitlines(), *(line for line in lines if line != "#")]
+        heads = " ".join(c.fit(c.head) for c in self.columns)
+        units = " ".join(c.fit(c.unit) for c in self.columns).rstrip()
+        return [*self.legend.splitlines(), f"#{heads}", *[f"#{units}"] * bool(units)]
 
     def rows(self, result: Result) -> list[str]:
         """Return a line per row."""
@@ -76,10 +74,6 @@ class Table:
             " " + " ".join(c.fit(c.text(result.about, row)) for c in self.columns).rstrip()
             for row in result.rows
         ]
-
-    def refused(self, result: Result) -> list[str]:
-        """Return a comment for each candidate that did not run."""
-        return [f"# {name} not run: {why}" for name, why in result.not_run.items()]
 
 
 def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
@@ -89,12 +83,6 @@ def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
     ('25.6', '-')
     """
     return _NOTHING if value is None else f"{value * scale:.{digits}f}"
-
-
-def microseconds(seconds: float) -> str:
-    """Return seconds in microseconds, as text; whole ones from a millisecond on."""
-    us = seconds * 1e6
-    return f"{us:.2f}" if us < 1_000 else f"{us:.0f}"
 
 
 def of_about(head: str, key: str, unit: str = "", width: int = 6) -> Column:
@@ -116,14 +104,16 @@ def name(head: str = "algorithm", width: int = 16) -> Column:
 
 def times(unit: str = "us") -> tuple[Column, Column]:
     """Return the columns of the median and of the 99th percentile, in us, ms or s."""
+    scale, digits = {"us": (1e6, 1), "ms": (1e3, 2), "s": (1, 4)}[unit]
 
-    def cell(percent: int) -> Callable[[dict[str, Any], Row], str]:
-        if unit == "us":
-            return lambda about, row: microseconds(row.timing.percentile(percent))
-        scale, digits = {"ms": (1e3, 2), "s": (1, 4)}[unit]
-        return lambda about, row: number(row.timing.percentile(percent), digits, scale)
+    def column(head: str, percent: int) -> Column:
+        def text(about: dict[str, Any], row: Row) -> str:
+            found = scale * row.timing.percentile(percent)
+            return number(found, digits if found < 1000 else 0)
 
-    return Column("time", f"({unit})", 9, cell(50)), Column("p99", f"({unit})", 9, cell(99))
+        return Column(head, f"({unit})", 9, text)
+
+    return column("time", 50), column("p99", 99)
 
 
 def faster(peer: str, head: str = "") -> Column:
@@ -138,31 +128,12 @@ def limit() -> Column:
 
 def wrong() -> Column:
     """Return the column of wrong elements."""
-    return Column(
-        "#wrong", "", 6, lambda about, row: _NOTHING if row.wrong is None else str(row.wrong)
-    )
+    return Column("#wrong", "", 6, lambda about, row: number(row.wrong, 0))
 
 
 Value = Callable[["Row"], "float | None"]
-Where = Mapping[str, Container[object]]
-
-
-def where(given: Where | None = None, /, **allowed: Container[object]) -> Where:
-    """Return the allowed values by key, those given and more: `where(world=(4,))`."""
-    return {**(given or {}), **allowed}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A checked target. `measured` is its worst point, at `where`, or None without any point."""
-
-    target: str
-    sign: str
-    wanted: float
-    unit: str
-    measured: float | None
-    met: bool | None
-    where: str
+# Allowed values of a result's `about` by key. `where(LARGE, world=(4,))` has those of LARGE, too.
+where = dict[str, Container[object]]
 
 
 @dataclass(frozen=True)
@@ -176,12 +147,15 @@ class Target:
     wanted: float
     row: str
     value: Value
-    where: Where | None = None
+    where: Mapping[str, Container[object]] | None = None
     sign: str = ">="
     unit: str = "x"
 
-    def judge(self, results: Iterable[Result]) -> Outcome:
-        """Return the outcome: the target's worst point among these results."""
+    def judge(self, results: Iterable[Result]) -> dict[str, Any]:
+        """Return the target with its worst point among these results, for the record.
+
+        `measured` and `met` are None without any point.
+        """
         points = [
             (value, self._place(result))
             for result in results
@@ -190,8 +164,15 @@ class Target:
             and (value := self.value(row)) is not None
         ]
         measured, place = (min if self.sign == ">=" else max)(points, default=(None, ""))
-        met = None if measured is None else _COMPARE[self.sign](measured, self.wanted)
-        return Outcome(self.what, self.sign, self.wanted, self.unit, measured, met, place)
+        return {
+            "target": self.what,
+            "sign": self.sign,
+            "wanted": self.wanted,
+            "unit": self.unit,
+            "measured": measured,
+            "met": None if measured is None else _COMPARE[self.sign](measured, self.wanted),
+            "where": place,
+        }
 
     def _place(self, result: Result) -> str:
         """Describe a point, a disturbed run, and a limit that excludes the target."""
@@ -245,12 +226,7 @@ def over(peer: str) -> Value:
 
 def time_over(peer: str) -> Value:
     """Return the value of a row's time divided by that of a peer."""
-
-    def value(row: Row) -> float | None:
-        speedup = row.faster_than(peer)
-        return 1 / speedup if speedup else None
-
-    return value
+    return lambda row: (speedup := row.faster_than(peer)) and 1 / speedup
 
 
 def percent_of_limit(row: Row) -> float | None:
@@ -258,56 +234,38 @@ def percent_of_limit(row: Row) -> float | None:
     return None if row.limit_share is None else 100 * row.limit_share
 
 
-def in_microseconds(row: Row) -> float:
-    """Return the median time in microseconds."""
-    return row.seconds * 1e6
-
-
-def target_lines(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return the table of targets: wanted value, measured value, and whether it is met."""
+def target_lines(targets: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the table of judged targets: wanted and measured value, and whether it is met."""
     words = {True: "yes", False: "NO", None: "not measured"}
     out = [f"# {'target':<58} {'wanted':>9} {'measured':>9}  met  worst at"]
-    for o in outcomes:
-        wanted = f"{o.sign} {o.wanted:g}{o.unit}"
-        measured = _NOTHING if o.measured is None else f"{o.measured:.2f}{o.unit}"
-        out.append(
-            f"# {o.target:<58} {wanted:>9} {measured:>9}  {words[o.met]:<3}  {o.where}".rstrip()
-        )
+    for t in targets:
+        wanted = f"{t['sign']} {t['wanted']:g}{t['unit']}"
+        measured = number(t["measured"]) + t["unit"] * (t["met"] is not None)
+        line = f"# {t['target']:<58} {wanted:>9} {measured:>9}  {words[t['met']]:<3}  {t['where']}"
+        out.append(line.rstrip())
     return out
 
 
-@dataclass(frozen=True)
-class Load:
-    """CPU time counters of the machine and of this benchmark, in seconds.
+def load() -> tuple[float, float, float]:
+    """Return the time and the CPU time of other processes so far, in seconds, and the load average.
 
-    `own` counts this process and its ended children.
+    This process and its ended children are not among the others.
     """
-
-    seconds: float
-    busy: float
-    own: float
-    average: float
-
-    @classmethod
-    def now(cls) -> Load:
-        """Read the counters."""
-        ticks = [int(x) for line in read_lines("/proc/stat", "cpu ") for x in line.split()[1:9]]
-        # user, nice, system, idle, iowait, irq, softirq, steal: idle and iowait are not busy.
-        busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
-        own = os.times()
-        spent = own.user + own.system + own.children_user + own.children_system
-        return cls(time.monotonic(), busy, spent, os.getloadavg()[0])
+    ticks = [int(x) for line in read_lines("/proc/stat", "cpu ") for x in line.split()[1:9]]
+    # user, nice, system, idle, iowait, irq, softirq, steal: idle and iowait are not busy.
+    busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy - sum(os.times()[:4]), os.getloadavg()[0]
 
 
-def noise(before: Load, after: Load, results: Iterable[Result]) -> dict[str, Any]:
-    """Return the CPU share of other processes between the loads, and the limit's variation."""
-    capacity = (after.seconds - before.seconds) * (os.cpu_count() or 1)
-    foreign = (after.busy - before.busy) - (after.own - before.own)
+def noise(before: tuple[float, float, float], results: Iterable[Result]) -> dict[str, Any]:
+    """Return the CPU share of other processes since this load, and the limit's variation."""
+    (begun, foreign, average), (now, foreign_now, average_now) = before, load()
+    share = (foreign_now - foreign) / (now - begun) / (os.cpu_count() or 1)
     limits = [row.timing for result in results if (row := result.limit)]
     return {
-        "load_average_before": before.average,
-        "load_average_after": after.average,
-        "foreign_cpu_share": max(0.0, foreign / capacity) if capacity else 0.0,
+        "load_average_before": average,
+        "load_average_after": average_now,
+        "foreign_cpu_share": max(0.0, share),
         "limit_rounds_max_over_min": max((t.spread for t in limits), default=None),
         "limit_p99_over_p50": max((t.tail for t in limits), default=None),
     }
@@ -329,16 +287,15 @@ def footer(measured: dict[str, Any]) -> list[str]:
     share, spread = measured["foreign_cpu_share"], measured["limit_rounds_max_over_min"]
     tail = measured["limit_p99_over_p50"]
     varied = f"; limit: rounds max/min {spread:.2f}, p99/p50 {tail:.2f}" if spread else ""
-    out = [
+    noise = (
         f"# noise: load average {measured['load_average_before']:.2f} -> "
         f"{measured['load_average_after']:.2f}, other processes {100 * share:.0f} % of all cores"
         + varied
-    ]
-    if share > MOST_FOREIGN_CPU or (spread or 1) > MOST_SPREAD:
-        out.append(
-            "# WARNING: the machine was not quiet; rely on ratios rather than times, and run again"
-        )
-    return out
+    )
+    warning = (
+        "# WARNING: the machine was not quiet; rely on ratios rather than times, and run again"
+    )
+    return [noise, *[warning] * (share > MOST_FOREIGN_CPU or (spread or 1) > MOST_SPREAD)]
 
 
 def case_record(result: Result) -> dict[str, Any]:
@@ -355,7 +312,7 @@ def _row_record(row: Row) -> dict[str, Any]:
         "clock": row.clock,
         "time": {"p50": row.timing.percentile(50), "p99": row.timing.percentile(99)},
         "limit_share": row.limit_share,
-        "speedup": {peer: row.faster_than(peer) for peer in row.speedup},
+        "speedup": row.speedup,
         "wrong": row.wrong,
         **row.numbers,
     }
@@ -363,8 +320,8 @@ def _row_record(row: Row) -> dict[str, Any]:
 
 
 def text(record: dict[str, Any]) -> str:
-    """Return the record as JSON: a line for each object in a list, and for each inner object
-    without objects and lists; other objects are indented. Numbers are rounded.
+    """Return the record as JSON: a line for each entry, for each one of `environment`, and for each
+    object in a list. Numbers are rounded.
 
     >>> rows = [{"name": "a", "time": {"p50": 0.5}}, {"name": "b"}]
     >>> print(text({"noise": {"before": 1, "after": 1 / 3}, "rows": rows}), end="")
@@ -375,34 +332,36 @@ def text(record: dict[str, Any]) -> str:
       {"name": "b"}]
     }
     """
-    return _form(record, "\n", in_row=False) + "\n"
+    lines = {key: _line(value) for key, value in record.items()}
+    if "environment" in record:
+        entries = {key: _line(value) for key, value in record["environment"].items()}
+        lines["environment"] = _object(entries, "\n ")
+    return _object(lines, "\n") + "\n"
 
 
-def _form(value: Any, margin: str, in_row: bool) -> str:
-    """Return `value` as JSON; `margin` is a line feed and the indentation of the last line."""
-    inner = margin + " "
-    if isinstance(value, dict) and value:
-        plain = not any(isinstance(entry, dict | list) for entry in value.values())
-        in_row = in_row or (plain and margin != "\n")
-        at = margin if in_row else inner
-        entries = [f"{json.dumps(key)}: {_form(entry, at, in_row)}" for key, entry in value.items()]
-        if in_row:
-            return "{" + ", ".join(entries) + "}"
-        return "{" + inner + f",{inner}".join(entries) + margin + "}"
-    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-        rows = [_form(row, inner, in_row=True) for row in value]
-        return "[" + inner + f",{inner}".join(rows) + "]"
-    if isinstance(value, float):
-        value = float(f"{value:.{_DIGITS}g}")
-    return json.dumps(value)
+def _object(texts: Mapping[str, str], margin: str) -> str:
+    """Return a JSON object of these texts, each on a line; `margin` is that of its last line."""
+    entries = [f"{margin} {json.dumps(key)}: {text}" for key, text in texts.items()]
+    return "{" + ",".join(entries) + margin + "}"
 
 
-def read(what: str, path: Path) -> dict[str, Any]:
+def _line(value: Any, margin: str = "\n  ") -> str:
+    """Return `value` as JSON on one line, except that each object in a list begins a line."""
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(key)}: {_line(entry, margin)}" for key, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, list) and any(isinstance(row, dict) for row in value):
+        return "[" + ",".join(margin + _line(row, margin + " ") for row in value) + "]"
+    return json.dumps(float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value)
+
+
+def read(path: Path) -> dict[str, Any]:
     """Read a record; raise ValueError if the file does not contain a JSON object."""
+    check_input("record", path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"the {what} {path} cannot be read ({error})") from None
+        raise ValueError(f"the record {path} cannot be read ({error})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"the {what} {path} holds no JSON object")
+        raise ValueError(f"the record {path} holds no JSON object")
     return found

@@ -9,25 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pycollect import _command
 from pycollect._command import Interruption
-from pycollect._files import check_input, check_output_path, check_picture, write, writing
+from pycollect._files import check_output_path, check_picture, writing
 from pycollect._files import replace as replace_file
 from pycollect._machine import describe
-from pycollect._timing import Timing, median_ratio, ratios
+from pycollect._timing import Timing, median_ratio
 
 from . import report
 from .options import add_effort
 from .ranks import RanksFailed
-from .report import Load, Outcome, Table, Target
+from .report import Table, Target
 
 # The clocks: the host's until the device is done, the GPU's, the GPU's for a call in a graph, and
 # the host's until the call returns. Names of rows end with the clock, such as default:gpu, unless
@@ -41,8 +40,8 @@ OURS, PEER, LIMIT = "pycollect", "peer", "limit"
 class Row:
     """The result of one candidate. `limit_share` is 1.0 at the limit, `wrong` counts elements.
 
-    `speedup[peer]` has the peer's time divided by this candidate's, by round. `numbers` has what
-    only this benchmark measures, for its columns and the record.
+    `speedup[peer]` has the peer's time divided by this candidate's, the median over the rounds.
+    `numbers` has what only this benchmark measures, for its columns and the record.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Row:
     clock: str = WALL
     wrong: int | None = None
     limit_share: float | None = None
-    speedup: dict[str, list[float]] = field(default_factory=dict)
+    speedup: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,14 +59,13 @@ class Row:
         return self.timing.percentile(50)
 
     def faster_than(self, peer: str) -> float | None:
-        """Return the median speedup over the rounds, or None if the peer did not run."""
-        rounds = self.speedup.get(peer)
-        return statistics.median(rounds) if rounds else None
+        """Return the speedup over a peer, or None if it did not run."""
+        return self.speedup.get(peer)
 
     def compared(self, peers: Mapping[str, Timing], limit: Timing | None = None) -> Row:
         """Return the row with its ratios to the peers and to the limit."""
         mine = self.timing.rounds
-        speedup = {peer: ratios(timing.rounds, mine) for peer, timing in peers.items()}
+        speedup = {peer: median_ratio(timing.rounds, mine) for peer, timing in peers.items()}
         share = median_ratio(limit.rounds, mine) if limit else None
         return replace(self, speedup=speedup, limit_share=share)
 
@@ -109,10 +107,6 @@ def clocked(name: str, clock: str) -> str:
 Item = Result | Table | str  # a string is a comment
 
 
-def _nothing(*args: Any) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Script:
     """A script of bench/.
@@ -128,11 +122,11 @@ class Script:
     measure: Callable[[argparse.Namespace], Iterator[Item]]
     seconds: float | None = 1.0  # usual time for a case; None: only a number of runs is chosen
     warmup: int = 3  # usual calls before the first timed one
-    check: Callable[[argparse.Namespace], object] = _nothing
+    check: Callable[[argparse.Namespace], object] = lambda args: None
     targets: Callable[[argparse.Namespace], Iterable[Target]] | None = None
     draw: Callable[[dict[str, Any], str], None] | None = None
     drawable: Callable[[dict[str, Any]], object] = lambda record: record["cases"]
-    about: Callable[[argparse.Namespace], dict[str, Any]] = _nothing
+    about: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser."""
@@ -175,7 +169,7 @@ class Script:
             ValueError: if the options are invalid together.
         """
         if args.json:
-            check_output_path("JSON file", args.json)
+            check_output_path("JSON file", args.json, moved=True)
         if self.draw and args.plot:
             check_picture(args.plot)
         if self.draw and args.redraw:
@@ -186,8 +180,7 @@ class Script:
     def _redraw(self, args: argparse.Namespace) -> int:
         if not args.plot:
             raise ValueError("--redraw needs --plot, the picture to write")
-        check_input("record", args.redraw)
-        record = report.read("record", args.redraw)
+        record = report.read(args.redraw)
         ours = (record.get("schema"), record.get("script")) == (report.SCHEMA, self.name)
         if not ours or not self.drawable(record):
             raise ValueError(f"the record {args.redraw} has no results of {self.name} to draw")
@@ -197,89 +190,82 @@ class Script:
 
 
 class Run:
-    """One run of a script, and its results so far."""
+    """One run of a script, and its record so far."""
 
     def __init__(self, script: Script, args: argparse.Namespace, command: str) -> None:
         self._script, self._args = script, args
-        self._about = describe(command) | script.about(args)
-        self._before = Load.now()
         self._results: list[Result] = []
-        self._outcomes: list[Outcome] = []
-        self._failure = ""
         self._table: Table | None = None
         self._title = ""  # of the last result
-        self._printed: set[str] = set()  # comments
-        print(*report.header(self._about), sep="\n", flush=True)
+        self._printed: set[str] = set()  # lines
+        self._record: dict[str, Any] = {
+            "schema": report.SCHEMA,
+            "script": script.name,
+            "environment": describe(command) | script.about(args),
+            "noise": {},
+            "cases": [],
+            "targets": [],
+            "failure": None,
+            "interrupted": True,  # until the run has ended
+        }
+        self._before = report.load()
+        self._print(report.header(self._record["environment"]))
 
     def finished(self) -> int:
         """Measure to the end, write the files, and return the exit status."""
-        script, args, interruption = self._script, self._args, Interruption()
+        script, args, record, interruption = self._script, self._args, self._record, Interruption()
         try:
             with interruption, closing(script.measure(args)) as items:  # type: ignore[type-var]
                 for item in items:
                     self._take(item)
         except RanksFailed as error:  # the times up to then are right
-            self._failure = str(error)
-            print(f"# FAILED: {error}", flush=True)
+            record["failure"] = str(error)
+            self._print([f"# FAILED: {error}"])
         if script.targets and args.targets:
-            self._outcomes = [target.judge(self._results) for target in script.targets(args)]
-            print(*report.target_lines(self._outcomes), sep="\n")
-        record = self._record(bool(interruption))
-        print(*report.footer(record["noise"]), sep="\n")
-        text = report.text(record)
-        if args.json:
-            write("JSON file", args.json, text)
+            record["targets"] = [target.judge(self._results) for target in script.targets(args)]
+            self._print(report.target_lines(record["targets"]))
+        record["interrupted"] = bool(interruption)
+        self._keep()
+        self._print(report.footer(record["noise"]))
         if script.draw and args.plot and script.drawable(record):
-            script.draw(json.loads(text), args.plot)  # as it is redrawn later
+            script.draw(json.loads(report.text(record)), args.plot)  # as it is redrawn later
         interruption.reraise(args.json)
-        if self._failure or any(r.failed or any(w.wrong for w in r.rows) for r in self._results):
+        if record["failure"] or any(
+            r.failed or any(w.wrong for w in r.rows) for r in self._results
+        ):
             return 1
-        return 3 * any(outcome.met is False for outcome in self._outcomes)
+        return 3 * any(target["met"] is False for target in record["targets"])
 
     def _take(self, item: Item) -> None:
         if isinstance(item, str):
-            print(item, flush=True)
+            self._print([item])
         elif isinstance(item, Table):
             self._table = item
-            self._print_once(item.head())
+            self._print(item.head(), once=True)
         else:
-            self._results.append(item)
             assert self._table is not None
             title, self._title = self._title, self._table.title(item)
-            if title != self._title:
-                print(self._title)
-            for line in self._table.rows(item):
-                print(line, flush=True)
-            self._print_once(self._table.refused(item))
-            for note in item.notes:
-                print(note, flush=True)
+            self._print([self._title] * (self._title != title))
+            self._print(self._table.rows(item))
+            self._print(
+                [f"# {name} not run: {why}" for name, why in item.not_run.items()], once=True
+            )
+            self._print(item.notes)
+            self._results.append(item)
+            self._record["cases"].append(report.case_record(item))
             self._keep()
 
-    def _print_once(self, comments: Sequence[str]) -> None:
-        """Print comments that were not printed before."""
-        for comment in comments:
-            if comment not in self._printed:
-                print(comment, flush=True)
-        self._printed.update(comments)
+    def _print(self, lines: Sequence[str], once: bool = False) -> None:
+        """Print lines; with `once` those that were not printed before."""
+        for line in lines:
+            if not (once and line in self._printed):
+                print(line, flush=True)
+        self._printed.update(lines)
 
     def _keep(self) -> None:
-        """Write the results so far: a benchmark that is killed loses only one case.
-
-        The file is marked as interrupted until the run has ended.
-        """
+        """Write the results so far: a benchmark that is killed loses only one case."""
+        self._record["noise"] = report.noise(self._before, self._results)
         if self._args.json:
-            found = report.text(self._record(True)).encode()
+            found = report.text(self._record).encode()
             with writing("JSON file", self._args.json):
                 replace_file(self._args.json, lambda file: file.write(found))
-
-    def _record(self, interrupted: bool) -> dict[str, Any]:
-        return {
-            "schema": report.SCHEMA,
-            "script": self._script.name,
-            "environment": self._about,
-            "noise": report.noise(self._before, Load.now(), self._results),
-            "cases": [report.case_record(result) for result in self._results],
-            "targets": [asdict(outcome) for outcome in self._outcomes],
-            "failure": self._failure or None,
-            "interrupted": interrupted,
-        }
