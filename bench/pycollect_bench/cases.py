@@ -6,7 +6,7 @@ group, or of MPI. A new collective needs only an entry (and its peers, in peers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,8 @@ Call = Callable[[], object]
 CPU = torch.device("cpu")
 # Parameter shapes of the from-scratch LeNet of Dive into Deep Learning, in its order.
 LENET = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
+# Number of elements that are compared at once, to limit the memory of a comparison.
+_COMPARED = 1 << 20
 # A part of an expected result: (source, start, count) means elements [start, start + count) of the
 # input of rank `source`, or of the reduction if `source` is None.
 Part = tuple["int | None", int, int]
@@ -140,27 +142,37 @@ class Buffers:
 
     def fill(self, pattern: Pattern) -> None:
         """Write the rank's inputs of a pattern."""
-        if not self.case.spec.in_place:  # outputs are wrong before the call, in every element
-            _write(self.outputs, are_zero(self._expected(pattern)))
-        count = sum(tensor.numel() for tensor in self.inputs)
-        _write(self.inputs, pattern.part(self.rank, 0, count))
+        # Outputs that are not inputs are wrong before the call, in every element.
+        for start, piece in _pieces([] if self.case.spec.in_place else self.outputs):
+            piece.copy_(are_zero(self._expected(pattern, start, piece.numel())))
+        for start, piece in _pieces(self.inputs):
+            piece.copy_(pattern.part(self.rank, start, piece.numel()))
 
     def wrong(self, pattern: Pattern) -> int:
         """Return the number of elements that are not the collective's result of this pattern."""
-        got = torch.cat([tensor.reshape(-1) for tensor in self.outputs])
-        return count_wrong(got, self._expected(pattern))
+        return sum(
+            count_wrong(piece, self._expected(pattern, start, piece.numel()))
+            for start, piece in _pieces(self.outputs)
+        )
 
-    def _expected(self, pattern: Pattern) -> Tensor:
-        """Return the elements of all outputs."""
-        parts = self.case.spec.parts(self.case, self.rank)
-        return torch.cat([pattern.part(*part) for part in [(None, 0, 0), *parts]])
+    def _expected(self, pattern: Pattern, start: int, count: int) -> Tensor:
+        """Return `count` elements of the outputs from `start` on, of all of them together."""
+        found, at = [], 0
+        for source, first, length in self.case.spec.parts(self.case, self.rank):
+            low, high = max(start, at), min(start + count, at + length)
+            if low < high:
+                found.append(pattern.part(source, first + low - at, high - low))
+            at += length
+        return torch.cat(found)
 
 
-def _write(tensors: Sequence[Tensor], whole: Tensor) -> None:
-    """Copy the elements of a flat tensor to some tensors, one after the other."""
-    parts = torch.split(whole, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield flat pieces of the tensors, each with its start in all of them together."""
+    start = 0
+    for tensor in tensors:
+        for piece in torch.split(tensor.view(-1), _COMPARED) if tensor.numel() else ():
+            yield start, piece
+            start += piece.numel()
 
 
 _pattern = cache(Pattern)

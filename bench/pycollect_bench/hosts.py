@@ -66,7 +66,9 @@ def ranks_of(text: str) -> tuple[int, int]:
     >>> ranks_of("2x4")
     (2, 4)
     """
-    hosts, _, ranks = text.partition("x")
+    hosts, x, ranks = text.partition("x")
+    if not x:
+        raise ValueError(f"{text!r} is not hosts x ranks of each host; give for example 2x4")
     if not 2 <= options.whole(hosts) <= MOST_HOSTS:
         raise ValueError(f"{text!r} has {hosts} hosts; there may be 2 to {MOST_HOSTS}")
     return int(hosts), options.whole(ranks)

@@ -118,11 +118,6 @@ def only_extras(args: argparse.Namespace) -> bool:
     return bool((args.coalesced or args.overhead) and not args.targets)
 
 
-def peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names of all peers of lists."""
-    return NAMES
-
-
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError if the options are wrong for one process."""
     if args.coalesced and args.collective != "all_reduce":

@@ -36,6 +36,16 @@ def call(*command: str) -> None:
         raise RanksFailed(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
+def remove() -> None:
+    """Remove the namespaces of this process, and those of others that were killed."""
+    for path in NAMES.glob(f"{PREFIX}-*-*"):
+        owner = path.name.split("-")[1]
+        if owner == str(os.getpid()) or not Path("/proc", owner).exists():
+            # Another process may remove it at the same time.
+            command = ["ip", "netns", "delete", path.name]
+            subprocess.run(command, capture_output=True, check=False)
+
+
 class Namespaces:
     """Context manager of a few namespaces, which are removed at its end, also by Ctrl-C.
 
@@ -54,6 +64,7 @@ class Namespaces:
         self._started: list[subprocess.Popen[str]] = []
         try:
             with interrupts_kept_from_children():
+                remove()
                 self._make()
             self.limit(rate)
         except BaseException:
@@ -119,18 +130,12 @@ class Namespaces:
         return self._started[-1]
 
     def close(self) -> None:
-        """Kill the programs that `start` has started, and remove the namespaces, and those of
-        processes that were killed before they could do it."""
+        """Kill the programs that `start` has started, and remove the namespaces."""
         with interrupts_kept_from_children():
             for program in self._started:
                 program.kill()
                 program.wait()
-            for path in NAMES.glob(f"{PREFIX}-*-*"):
-                owner = path.name.split("-")[1]
-                if owner == str(os.getpid()) or not Path("/proc", owner).exists():
-                    # Another process may remove it at the same time.
-                    command = ["ip", "netns", "delete", path.name]
-                    subprocess.run(command, capture_output=True, check=False)
+            remove()
 
     def __enter__(self) -> Namespaces:
         return self

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -86,15 +86,20 @@ class Task:
         return len(self.devices) // self.hosts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
-    """A candidate on one rank; `wrong` runs one call and returns this rank's wrong elements."""
+    """A candidate on one rank; `check` runs one call and returns this rank's wrong elements.
+
+    `wrong` counts those of all ranks; `numbers` has what is measured only between hosts.
+    """
 
     name: str
     call: Call
     rewrite: Callable[[int], object] = lambda value: None
-    wrong: Callable[[], int] | None = None
+    check: Callable[[], int] | None = None
     first: float = 0.0  # seconds of the first call on this rank
+    wrong: int | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -289,21 +294,22 @@ class Measurement:
         found = [one for name, (one, _) in tried.items() if name not in not_run]
         found += self._limits(case)
         mine = self._measured(found, case, seed)
-        gather = self.rank.barrier.gather
-        numbers: dict[str, dict[str, Any]] = {one.name: {} for one in found}
+        page = self.rank.barrier
         for one in found if self.task.hosts > 1 else ():
             one.rewrite(0)
             if one.kind != LIMIT:
-                numbers[one.name]["first"] = self.rank.slowest(one.first)
-            numbers[one.name] |= host_calls.link_bytes(one.call, case.nbytes, self.rank.barrier)
-        wrong = {one.name: int(sum(gather(one.wrong()))) for one in found if one.wrong}
+                one.numbers["first"] = self.rank.slowest(one.first)
+            one.numbers |= host_calls.link_bytes(one.call, case.nbytes, page)
+        for one in found:
+            if one.check:
+                one.wrong = int(sum(page.gather(one.check())))
         everyone: list[Any] | None = [None] * case.world if self.rank.number == 0 else None
         dist.gather_object(mine, everyone)
         if everyone is None:
             return None
         timings = slowest_rank(everyone)
         rows = [
-            _row(one, clock, case, timings, wrong, numbers)
+            _row(one, clock, case, timings)
             for one in found
             for clock in (WALL, RETURN, GPU)
             if clocked(one.name, clock) in timings
@@ -347,19 +353,12 @@ def _memcpy(case: Case, rank: Rank) -> Candidate:
     return Candidate("memcpy", partial(target.copy_, source), source.fill_)
 
 
-def _row(
-    one: Candidate,
-    clock: str,
-    case: Case,
-    timings: dict[str, Timing],
-    wrong: dict[str, int],
-    numbers: dict[str, dict[str, Any]],
-) -> Row:
+def _row(one: Candidate, clock: str, case: Case, timings: dict[str, Timing]) -> Row:
     name = clocked(one.name, clock)
     ways = [] if clock == RETURN else [clocked(limit, clock) for limit in LIMITS]
     limit = next((timings[way] for way in ways if way in timings), None)
     peers = {p: timings[clocked(p, clock)] for p in PEERS if clocked(p, clock) in timings}
     speed = case.speed(timings[name].percentile(50)) if case.count else {}
-    found = wrong.get(one.name) if clock == WALL else None
-    row = Row(name, timings[name], one.kind, clock, found, numbers=speed | numbers[one.name])
+    wrong = one.wrong if clock == WALL else None
+    row = Row(name, timings[name], one.kind, clock, wrong, numbers=speed | one.numbers)
     return row.compared(peers, limit)

@@ -104,7 +104,7 @@ def name(head: str = "algorithm", width: int = 16) -> Column:
 
 def times(unit: str = "us") -> tuple[Column, Column]:
     """Return the columns of the median and of the 99th percentile, in us, ms or s."""
-    scale, digits = {"us": (1e6, 1), "ms": (1e3, 2), "s": (1, 4)}[unit]
+    scale, digits = {"us": (1e6, 2), "ms": (1e3, 2), "s": (1, 4)}[unit]
 
     def column(head: str, percent: int) -> Column:
         def text(about: dict[str, Any], row: Row) -> str:
@@ -198,7 +198,7 @@ def place(about: dict[str, Any]) -> str:
         "hidden": "hidden {}".format,
         "dtype": str,
         "batch": "batch {}".format,
-        "world": "{} ranks".format,
+        "world": lambda n: f"{n} rank{'s' * (n > 1)}",
         "bytes": lambda n: binary_size(n) if n else "barrier",
     }
     return ", ".join(form(about[key]) for key, form in forms.items() if key in about)

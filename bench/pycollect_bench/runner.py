@@ -244,6 +244,9 @@ class Run:
             self._print(item.head(), once=True)
         else:
             assert self._table is not None
+            # First, because an interruption while lines are printed must not lose it.
+            self._results.append(item)
+            self._record["cases"].append(report.case_record(item))
             title, self._title = self._title, self._table.title(item)
             self._print([self._title] * (self._title != title))
             self._print(self._table.rows(item))
@@ -251,8 +254,6 @@ class Run:
                 [f"# {name} not run: {why}" for name, why in item.not_run.items()], once=True
             )
             self._print(item.notes)
-            self._results.append(item)
-            self._record["cases"].append(report.case_record(item))
             self._keep()
 
     def _print(self, lines: Sequence[str], once: bool = False) -> None:

@@ -113,11 +113,6 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"a size of {nbytes} bytes is no multiple of {_ELEMENT_BYTES}")
 
 
-def peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names of all peers of threads."""
-    return PEERS
-
-
 def measure(args: argparse.Namespace) -> Iterator[Item]:
     """Yield the tables and results of all_reduce, and of the start and end of each world."""
     device, names = _device(args), PEERS if args.peers is None else args.peers
