@@ -256,13 +256,13 @@ class Candidates:
 
 
 def reason(error: Exception) -> str:
-    """Return one line with the reason why a candidate does not run.
+    """Return one line with the reason why a candidate does not run: of a rank's traceback the last.
 
     >>> reason(RuntimeError("no connection\\nat a.cpp:1")), reason(KeyError())
     ('no connection', 'KeyError')
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[-("Traceback" in str(error))] if lines else type(error).__name__
 
 
 def call_costs(effort: Effort, device: torch.device) -> Result:

@@ -35,6 +35,7 @@ from pycollect.threads import launch
 
 from . import report
 from .clocks import synchronizer
+from .lists import reason
 from .options import effort
 from .ranks import Rank, Ranks
 from .report import Target, where
@@ -253,16 +254,10 @@ def _measured(
         try:
             samplers[way] = make(_calls(make))
         except Exception as error:  # any error is the reason why the way has no time
-            not_run[way] = _reason(error)
+            not_run[way] = reason(error)
     timings = interleave(samplers, effort, shuffled(about["bytes"]))
     rows = [_row(way, about["world"], timings) for way in timings]
     return Result(about, rows, not_run, failed=bool(not_run.keys() & {THREADS, PARALLEL}))
-
-
-def _reason(error: Exception) -> str:
-    """Return the error in one line; the last line of a rank's traceback is its error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
 
 
 def _row(way: str, world: int, timings: Mapping[str, Timing]) -> Row:
@@ -301,7 +296,7 @@ def _start_and_end(world: int, rounds: int, with_processes: bool) -> Result:
         try:
             seconds = ways[way](_LAUNCHES if way == THREADS and number >= 0 else 1)
         except Exception as error:  # any error is the reason why the way has no time
-            not_run[way] = _reason(error)
+            not_run[way] = reason(error)
         else:
             samples[way] += [tuple(seconds)] * (number >= 0)
     timings = {way: Timing(tuple(of)) for way, of in samples.items() if way not in not_run}
