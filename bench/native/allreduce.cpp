@@ -12,7 +12,6 @@
 #include "../../csrc/bootstrap/store.h"
 #include "../../csrc/plan/error.h"
 #include "../../csrc/rank_executor/executor.h"
-#include "../../csrc/rank_executor/shm_transport.h"
 #include "measure.h"
 
 namespace pycollect::ipc {
@@ -56,7 +55,7 @@ void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, boo
   }
   std::memset(data, 1, largest_bytes);
   uint64_t call = 0;
-  ShmTransport transport(group, {});
+  Executor executor(group, {});
   // One deadline for all calls: reading the clock takes a third of a barrier, and Open MPI has no
   // deadlines.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
@@ -67,10 +66,10 @@ void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, boo
   const auto reduce = [&](float* at, std::size_t n) {
     request.input.segments[0] = {reinterpret_cast<std::byte*>(at), n};
     request.input.blocks[0] = n;
-    run(transport, request, call++, deadline);
+    executor.run(request, call++, deadline);
   };
   const auto barrier = [&] {
-    run(transport, {.collective = Collective::barrier, .tensors = 0}, call++, deadline);
+    executor.run({.collective = Collective::barrier, .tensors = 0}, call++, deadline);
   };
   bench::RankBench{rank, world, reduce, barrier}.print(reinterpret_cast<float*>(data),
                                                        largest_bytes);

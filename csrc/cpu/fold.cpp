@@ -76,6 +76,10 @@ void AccumulatorFold::run(bool finishes, Pointers dsts, bool partial_dsts, Point
 const char* instruction_set() { return chosen().name; }
 
 void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal) {
+  if (dsts.n == 1 && !non_temporal) {
+    if (dsts.at[0] != src) std::memcpy(dsts.at[0], src, bytes);
+    return;
+  }
   // memcpy streams one large block by itself, a little faster than this.
   constexpr std::size_t kLarge = 32 << 20;
   const bool onto_itself = std::find(dsts.at, dsts.at + dsts.n, src) != dsts.at + dsts.n;

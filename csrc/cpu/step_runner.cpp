@@ -73,15 +73,18 @@ RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
       dtype_(dtype),
       op_(op),
       options_(options) {
+  options_.non_temporal = false;
   require_type(finishing_ != nullptr, name(op), " is not defined for ", name(dtype));
 }
 
 void RowRunner::run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
                     bool non_temporal) const {
   if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, non_temporal);
-  FoldOptions options = options_;
-  options.non_temporal = non_temporal && keeps_apart(dsts, srcs);
-  (finishes ? finishing_ : partial_)(dsts, srcs, count, options);
+  const Fold fold = finishes ? finishing_ : partial_;
+  if (!non_temporal || !keeps_apart(dsts, srcs)) return fold(dsts, srcs, count, options_);
+  FoldOptions streaming = options_;
+  streaming.non_temporal = true;
+  fold(dsts, srcs, count, streaming);
 }
 
 void RowRunner::run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,

@@ -35,7 +35,7 @@ class RowRunner {
   const Fold finishing_, partial_;  // `avg` divides only in the step that completes it
   const DType dtype_;
   const ReduceOp op_;
-  const FoldOptions options_;
+  FoldOptions options_;
 };
 
 class StepRunner {

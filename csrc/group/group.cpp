@@ -177,12 +177,6 @@ void Group::leave_call() {
   abort({.first_run = call_begin()});  // keeps the cause
 }
 
-uint64_t Group::run_number() const {
-  const uint64_t progress = rank_states_[rank_].progress.load(std::memory_order_acquire);
-  const uint64_t ended = rank_states_[rank_].ended.load(std::memory_order_acquire);
-  return (reached(ended, progress) ? ended : progress) >> kTaskBits;
-}
-
 void Group::abort_if_died() {
   const uint64_t died = dead() & ~left();
   if (died == 0) return;
@@ -313,8 +307,9 @@ class Group::WaitMonitor {
   Deadline signals_due_ = begin_ + kSignalInterval;
 };
 
-void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
-  const auto ready = [&] { return has_reached(r, wanted); };
+void Group::await_slowly(Rank r, uint64_t wanted, const std::atomic<uint64_t>& polled,
+                         const OpContext& context) {
+  const auto ready = [&] { return has_reached(r, wanted, polled); };
   if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
   // Suspects are all ranks that have not finished the run of `wanted`: if one of them is gone, no
   // rank can finish the run.

@@ -71,15 +71,31 @@ class Group {
   // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
   const std::shared_ptr<Segment>& segment() const { return segment_; }
 
+  CallEntry& entry(Rank r, uint64_t call) const { return rank_states_[r].entries[call & 1]; }
   // Publishes this rank's progress counter, and wakes the threads that sleep until it advances.
   void advance(uint64_t progress);
+  // The same at the entry of a call, whose CallEntry is complete.
+  void enter(uint64_t call, uint64_t progress) {
+    entry(rank_, call).progress.store(progress, std::memory_order_release);
+    advance(progress);
+  }
   // Returns true if `r`'s counter has reached `wanted`. Rereads the counter only if the value last
   // seen is lower.
-  bool has_reached(Rank r, uint64_t wanted);
+  bool has_reached(Rank r, uint64_t wanted) {
+    return has_reached(r, wanted, rank_states_[r].progress);
+  }
   // Waits until `r`'s counter reaches `wanted`. Throws PeerLost when `r`, or any rank that has not
   // finished the run, has died or left; Timeout at the deadline. Either exception names the
   // operation and all missing ranks, and aborts the group: every later operation throws it again.
-  void await(Rank r, uint64_t wanted, const OpContext& context);
+  void await(Rank r, uint64_t wanted, const OpContext& context) {
+    const std::atomic<uint64_t>& polled = rank_states_[r].progress;
+    if (!has_reached(r, wanted, polled)) await_slowly(r, wanted, polled, context);
+  }
+  // The same for the entry of `r` into the call, whose CallEntry is then complete.
+  void await_entry(Rank r, uint64_t wanted, const OpContext& context) {
+    const std::atomic<uint64_t>& polled = entry(r, context.call).progress;
+    if (!has_reached(r, wanted, polled)) await_slowly(r, wanted, polled, context);
+  }
   struct WaitHooks {
     // Returns the ranks that the condition depends on. Those from `world()` on are elsewhere, and
     // are only named.
@@ -101,7 +117,11 @@ class Group {
 
   bool is_healthy() const { return !abort_state_->is_aborted(); }
   // Number of this rank's next run, derived from its counters in the shared memory.
-  uint64_t run_number() const;
+  uint64_t run_number() const {
+    const uint64_t progress = rank_states_[rank_].progress.load(std::memory_order_acquire);
+    const uint64_t ended = rank_states_[rank_].ended.load(std::memory_order_acquire);
+    return (reached(ended, progress) ? ended : progress) >> kTaskBits;
+  }
   // Called when this rank begins a call, and when it has finished it.
   void update_call() { call_begin_.store(run_number(), std::memory_order_relaxed); }
   // First run of the call that this rank is in, or of its next one.
@@ -142,7 +162,9 @@ class Group {
   std::vector<Rank> behind(uint64_t goal) const;
   std::vector<Rank> last_behind(uint64_t goal) const;
   void sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most);
-  void await_slowly(Rank r, uint64_t wanted, const OpContext& context);
+  bool has_reached(Rank r, uint64_t wanted, const std::atomic<uint64_t>& polled);
+  void await_slowly(Rank r, uint64_t wanted, const std::atomic<uint64_t>& polled,
+                    const OpContext& context);
   void wake_all() const;
 
   Rank rank_;
@@ -176,15 +198,12 @@ inline void Group::advance(uint64_t progress) {
 
 // Release and acquire on `seen_` make the data that a counter value covers visible to every thread
 // of this rank that finds the value there.
-inline bool Group::has_reached(Rank r, uint64_t wanted) {
+inline bool Group::has_reached(Rank r, uint64_t wanted, const std::atomic<uint64_t>& polled) {
   if (reached(seen_[r].load(std::memory_order_acquire), wanted)) return true;
-  const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
+  const uint64_t progress = polled.load(std::memory_order_acquire);
+  if (!reached(progress, wanted)) return false;
   seen_[r].store(progress, std::memory_order_release);
-  return reached(progress, wanted);
-}
-
-inline void Group::await(Rank r, uint64_t wanted, const OpContext& context) {
-  if (!has_reached(r, wanted)) await_slowly(r, wanted, context);
+  return true;
 }
 
 }  // namespace pycollect::ipc

@@ -38,18 +38,16 @@ std::string read_text(const std::array<char, n>& written) {
   return {written.data(), strnlen(written.data(), n)};
 }
 
-// Fingerprint that a rank publishes when it begins a call, in the cache line that its peers poll
-// anyway. Each rank has two, used alternately: it overwrites the fingerprint of call n - 1 with
-// that of call n + 1 after all ranks have published call n, and so have read that of n - 1.
+// Fingerprint that a rank publishes when it enters a call.
 struct Fingerprint {
-  // Hash of all that must be equal on all ranks; FingerprintDetails has the hashed values.
+  // Hash of all that must be equal on all ranks; CallDescription has the hashed values.
   uint64_t fingerprint_hash = 0;
   uint32_t pieces = 0;  // number of runs that this rank needs; all ranks execute the maximum
   uint32_t flags = 0;
   enum : uint32_t {
     refused = 1,    // the rank does not take part; FingerprintDetails::refusal says why
     irregular = 2,  // element counts follow its FingerprintDetails and must match the peers'
-    zero_copy = 4,  // peers can access its tensors in place, at RankState::registered
+    zero_copy = 4,  // peers can access its tensors in place, at CallEntry::registered
   };
 };
 
@@ -58,45 +56,59 @@ struct RegisteredOffsets {
   uint64_t input = 0, output = 0;
 };
 
-// State that one rank publishes. The rank is the only writer, except that waiting peers count
-// themselves in `sleepers`. Fields that are often written, fields that are read meanwhile and
-// fields that hardly ever change have a cache line each, which makes a collective of 1 KiB between
-// two ranks 7 % faster.
-struct alignas(128) RankState {
-  std::atomic<uint64_t> progress{0};  // progress counter: see at_run
-  // [call & 1]; written before `progress` enters the first run of the call.
-  std::array<Fingerprint, 2> fingerprints = {};
+// What a rank publishes when it enters a call, in one cache line, which peers poll: a second line
+// would take as long again to reach them as the rest of a small call. Each rank has two, used
+// alternately: it overwrites the entry of call n - 1 with that of call n + 1 after all ranks have
+// entered call n, and so have finished call n - 1.
+struct alignas(128) CallEntry {
+  static constexpr std::size_t kDataBytes = 40;
+  std::atomic<uint64_t> progress{0};  // the progress counter at the entry; written last
+  Fingerprint fingerprint = {};
+  union {
+    RegisteredOffsets registered = {};
+    std::array<std::byte, kDataBytes> data;  // takes the place of the staging buffer if it fits
+  };
+};
 
-  alignas(64) std::array<RegisteredOffsets, 2> registered = {};
+// State that one rank publishes. The rank is the only writer, except that waiting peers count
+// themselves in `sleepers`. Fields that peers poll and fields that are often written have a cache
+// line each.
+struct alignas(128) RankState {
+  std::array<CallEntry, 2> entries = {};  // [call & 1]
+  // Progress counter: see at_run. Peers poll it in waits for a task after the entry.
+  alignas(64) std::atomic<uint64_t> progress{0};
   // Progress counter at the end of this rank's last call, if `progress` has not been advanced to
   // it. If no peer waits for the end of a call, the next call advances `progress` beyond it: one
-  // store less to a line that peers poll saves 20 % of a small call. Peers read `ended` only to
-  // decide whether a rank that died or left had finished its run.
-  std::atomic<uint64_t> ended{0};
-
-  alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `progress`
-  std::atomic<uint32_t> left{0};                  // not 0: the rank has destroyed its group
+  // store less to a line that peers poll. Peers read `ended` only to decide whether a rank that
+  // died or left had finished its run.
+  alignas(64) std::atomic<uint64_t> ended{0};
+  std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `progress`
+  std::atomic<uint32_t> left{0};      // not 0: the rank has destroyed its group
   enum : uint32_t { has_left = 1, left_with_store = 2 };  // 2: and ends the server of the store
   std::atomic<int32_t> on_core{0};  // core on which the rank ran last, + 1; 0: unknown
 };
-static_assert(sizeof(RankState) == 256);
+static_assert(sizeof(RankState) == 384);
 
-// Values that the hash of a rank's Fingerprint covers, for error messages. In the segment, two
-// counts for each rank of the world follow them, for irregular calls: the numbers of elements that
-// this rank sends to each, then the numbers that it receives from each.
-struct alignas(64) FingerprintDetails {
+// Values that the hash of a rank's Fingerprint covers, for error messages.
+struct CallDescription {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
   uint64_t call = 0;      // sequence number
   uint64_t elements = 0;  // of the rank's input, or of its output if it has no input
   uint64_t options = 0;   // other values that must agree: algorithm hash, number of tensors
   // A call of several requests (of several dtypes, or coalesced) first exchanges one fingerprint of
-  // all of them, whose details are those of the first request. If the ranks differ, and for an
+  // all of them, whose description is that of the first request. If the ranks differ, and for an
   // irregular request, they then exchange a fingerprint of each request. `parts` is the number of
   // requests, and `part` the index of this one, from 0.
   uint32_t part = 0, parts = 1;
-  std::array<char, 216> refusal = {};  // why the rank refused, as text
   enum : uint8_t { in_place = 1, sparse = 2 };
+};
+
+// In the segment, two counts for each rank of the world follow the details, for irregular calls:
+// the numbers of elements that this rank sends to each, then the numbers that it receives from
+// each.
+struct alignas(64) FingerprintDetails : CallDescription {
+  std::array<char, 216> refusal = {};  // why the rank refused, as text
 };
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes
@@ -184,8 +196,9 @@ struct SegmentLayout {
     return fingerprint_details_begin + (2 * r + (call & 1)) * fingerprint_details_bytes;
   }
   constexpr std::size_t staging_buffer(Rank r, uint64_t run) const {
-    return staging_buffers + (2 * r + (run & 1)) * buffer_stride;
+    return staging_buffers + r * staging_step() + (run & 1) * buffer_stride;
   }
+  constexpr std::size_t staging_step() const { return 2 * buffer_stride; }  // from rank to rank
   constexpr std::size_t heap(Rank r) const { return heaps + r * heap_stride; }
   static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "transport.h"
-
 namespace pycollect::ipc {
 
 // The counts are stored behind the rank's FingerprintDetails.
@@ -15,97 +13,79 @@ ElementCounts counts_of(const Group& group, Rank r, uint64_t call) {
 
 namespace {
 
-PublishedCalls published_calls(Group& group, uint64_t call) {
+PublishedCalls published_calls(const Group& group, uint64_t call) {
   return [&group, call](Rank r) -> PublishedCall {
-    return {group.rank_state(r).fingerprints[call & 1], group.fingerprint_details(r, call),
+    return {group.entry(r, call).fingerprint, group.fingerprint_details(r, call),
             counts_of(group, r, call)};
   };
 }
 
 }  // namespace
 
-void wait_for_previous(Group& group, uint64_t run, const OpContext& context) {
+void await_previous(Group& group, uint64_t run, const OpContext& context) {
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1), context);
 }
 
-void begin(Group& group, uint64_t run, const OpContext& context) {
-  const Fingerprint& last = group.rank_state(group.rank()).fingerprints[(context.call - 1) & 1];
+void await_turn(Group& group, uint64_t run, const OpContext& context) {
+  const Fingerprint& last = group.entry(group.rank(), context.call - 1).fingerprint;
   const bool refused = (last.flags & Fingerprint::refused) != 0;
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1) + refused, context);
 }
 
-void publish(Group& group, const CallFingerprint& s, const CollectiveRequest* request) {
-  describe(group.fingerprint_details(group.rank(), s.call), s, request);
+void describe(Group& group, const CallFingerprint& mine, const CollectiveRequest* request,
+              std::string_view refusal) {
+  const uint64_t call = mine.description.call;
+  FingerprintDetails& details = group.fingerprint_details(group.rank(), call);
+  describe(details, mine);
+  if (request == nullptr) describe_refusal(details, refusal);
   if (request != nullptr && request->irregular)
-    write_counts(counts_of(group, group.rank(), s.call), *request, group.all_ranks());
-  RankState& state = group.rank_state(group.rank());
-  state.fingerprints[s.call & 1] = s.fingerprint;
-  if ((s.fingerprint.flags & Fingerprint::zero_copy) != 0)
-    state.registered[s.call & 1] = s.registered;
+    write_counts(counts_of(group, group.rank(), call), *request, group.all_ranks());
 }
 
-void publish_refusal(Group& group, const CallFingerprint& s, std::string_view why) {
-  describe_refusal(group.fingerprint_details(group.rank(), s.call), s, why);
-  group.rank_state(group.rank()).fingerprints[s.call & 1] = s.fingerprint;
+// Peers poll the line of the entry, and each store before the last may move it away from them and
+// back.
+void enter(Group& group, const CallFingerprint& mine, uint64_t progress) {
+  CallEntry& entry = group.entry(group.rank(), mine.description.call);
+  entry.fingerprint = mine.fingerprint;
+  if (mine.has(Fingerprint::zero_copy)) entry.registered = mine.registered;
+  group.enter(mine.description.call, progress);
 }
 
-Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context) {
-  const uint64_t entered = at_run(run) + 1;
+void await_entries(Group& group, uint64_t run, const OpContext& context) {
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) {
       // The peer's staging buffer is read next; the peer may have written it already.
       __builtin_prefetch(group.staging_buffer(r, run));
-      group.await(r, entered, context);
+      group.await_entry(r, at_run(run) + 1, context);
     }
+}
+
+Agreement compare(const Group& group, const CallFingerprint& mine) {
   Agreement agreed;
+  const uint64_t call = mine.description.call;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& fingerprint = group.rank_state(r).fingerprints[mine.call & 1];
+    const Fingerprint& fingerprint = group.entry(r, call).fingerprint;
     alike &= is_same(fingerprint, mine.fingerprint.fingerprint_hash);
     agreed.pieces = std::max(agreed.pieces, fingerprint.pieces);
     agreed.zero_copy &= (fingerprint.flags & Fingerprint::zero_copy) != 0;
   }
   const auto world_rank = [&](Rank r) { return group.world_rank(r); };
   if (!alike) [[unlikely]]
-    throw_mismatch(group.world(), published_calls(group, mine.call), world_rank);
-  if ((mine.fingerprint.flags & Fingerprint::irregular) != 0)
-    check_counts(mine.collective, group.world(), published_calls(group, mine.call), world_rank);
-  return agreed;
-}
-
-Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
-                const OpContext& context, ChunkLoop* loop) {
-  Agreement of_host;
-  try {
-    of_host = agree(transport.group(), mine, run, context);
-  } catch (const std::invalid_argument& error) {
-    transport.reject(mine, context, error.what());
-    throw;
-  }
-  return transport.confirm(mine, of_host, context, loop);
-}
-
-Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
-                            const CollectiveRequest& request, const OpContext& context) {
-  Group& group = transport.group();
-  group.update_call();
-  group.require_run(context);
-  const uint64_t run = group.run_number();
-  begin(group, run, context);
-  publish(group, mine, &request);
-  group.advance(at_run(run + 1));
-  const Agreement agreed = agree(transport, mine, run, context);
-  group.update_call();
+    throw_mismatch(group.world(), published_calls(group, call), world_rank);
+  if (mine.has(Fingerprint::irregular))
+    check_counts(mine.collective(), group.world(), published_calls(group, call), world_rank);
   return agreed;
 }
 
 bool all_publish_as_many(const Group& group, const CallFingerprint& mine) {
+  const uint64_t call = mine.description.call;
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& fingerprint = group.rank_state(r).fingerprints[mine.call & 1];
+    const Fingerprint& fingerprint = group.entry(r, call).fingerprint;
     if ((fingerprint.flags & Fingerprint::refused) != 0) return false;
-    if (group.fingerprint_details(r, mine.call).parts != mine.parts) return false;
+    if (group.fingerprint_details(r, call).parts != mine.description.parts) return false;
   }
   return true;
 }

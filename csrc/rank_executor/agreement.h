@@ -1,18 +1,14 @@
-// Checks that all ranks make the same collective call, before any output is written. Each rank
-// publishes a fingerprint, and a description for error messages, with its progress counter.
+// How the ranks of a host publish their fingerprints of a call, and compare them before any output
+// is written.
 #pragma once
-#include <cstddef>
 #include <limits>
 #include <string_view>
 
+#include "../group/group.h"
 #include "../plan/error.h"
-#include "call_buffers.h"
-#include "executor.h"
 #include "fingerprint.h"
 
 namespace pycollect::ipc {
-
-class ChunkLoop;
 
 struct Agreement {
   uint32_t pieces = 0;    // maximum over all ranks
@@ -25,34 +21,32 @@ struct Agreement {
 ElementCounts counts_of(const Group& group, Rank r, uint64_t call);
 
 // Both wait until every rank has finished the run `run` - 2, whose staging buffers the run `run`
-// overwrites. `begin` is for the first run of a call, which also overwrites this rank's fingerprint
-// of the call before the last. If this rank refused the last call, it has not waited for the peers'
-// fingerprints, and `begin` waits for them: a peer without one may still read the old fingerprint.
-void begin(Group& group, uint64_t run, const OpContext& context);
-void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
-// Both write this rank's fingerprint; `publish_refusal` marks it as refused, for the reason `why`.
-// Peers may read it once this rank's progress counter is beyond `at_run` of the call's first run.
-void publish(Group& group, const CallFingerprint& mine, const CollectiveRequest* request);
-void publish_refusal(Group& group, const CallFingerprint& mine, std::string_view why);
-
-// Waits for the fingerprint of every rank of this host. Throws the same std::invalid_argument on
-// every rank if the fingerprints differ.
-Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context);
-// The same for the ranks of all hosts; `loop`: see Transport::confirm.
-Agreement agree(Transport& transport, const CallFingerprint& mine, uint64_t run,
-                const OpContext& context, ChunkLoop* loop = nullptr);
-// Publishes the fingerprint and waits for all others, in a run of its own that moves no data.
-Agreement publish_and_agree(Transport& transport, const CallFingerprint& mine,
-                            const CollectiveRequest& request, const OpContext& context);
+// overwrites. `await_turn` is for the first run of a call, whose entry also overwrites this rank's
+// entry of the call before the last. If this rank refused the last call, it has not waited for the
+// peers' entries, and `await_turn` waits for them: a peer that has not entered may still read the
+// old entry.
+void await_turn(Group& group, uint64_t run, const OpContext& context);
+void await_previous(Group& group, uint64_t run, const OpContext& context);
+// Writes the details of this rank's call, which peers may read once it has entered the call.
+// `request` is null for a refused call.
+void describe(Group& group, const CallFingerprint& mine, const CollectiveRequest* request,
+              std::string_view refusal = {});
+// Enters the call with this rank's fingerprint and progress counter, which is beyond `at_run` of
+// the call's first run.
+void enter(Group& group, const CallFingerprint& mine, uint64_t progress);
+// Waits until every rank of this host has entered the call.
+void await_entries(Group& group, uint64_t run, const OpContext& context);
+// Throws the same std::invalid_argument on every rank if the fingerprints differ.
+Agreement compare(const Group& group, const CallFingerprint& mine);
 // Returns true if every rank of this host has published as many requests as this one and none has
-// refused. Every rank's fingerprint must have arrived.
+// refused. Every rank must have entered the call.
 bool all_publish_as_many(const Group& group, const CallFingerprint& mine);
 
 // Runs `f`, and aborts the group if `f` fails: peers would wait for a rank that cannot continue.
 template <class F>
-void abort_on_error(Group& group, const OpContext& context, F&& f) {
+auto abort_on_error(Group& group, const OpContext& context, F&& f) {
   try {
-    f();
+    return f();
   } catch (const CollectiveError&) {
     throw;
   } catch (const std::exception& error) {

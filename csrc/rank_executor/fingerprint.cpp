@@ -7,7 +7,6 @@
 
 #include "../group/hasher.h"
 #include "../plan/error.h"
-#include "call_buffers.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -25,11 +24,6 @@ bool has_root(Collective c) {
   return c == Collective::reduce || c == Collective::broadcast || c == Collective::scatter ||
          c == Collective::gather;
 }
-std::size_t sum(const Sizes& blocks) {
-  std::size_t all = 0;
-  for (std::size_t n : blocks) all += n;
-  return all;
-}
 uint64_t options(const CollectiveRequest& r) {
   return uint64_t{hash(r.algorithm)} << 32 | r.tensors;
 }
@@ -37,7 +31,7 @@ uint64_t options(const CollectiveRequest& r) {
 // Returns the number of elements that error messages name: of the rank's input, or of its output if
 // it has no input.
 uint64_t elements(const CollectiveRequest& r) {
-  return sum(r.input.blocks.empty() ? r.output.blocks : r.input.blocks);
+  return total(r.input.blocks.empty() ? r.output : r.input);
 }
 
 // Hashes the block sizes that must agree, as far as every rank can compute them: the blocks of all
@@ -52,7 +46,7 @@ void add_blocks(Hasher& h, const CollectiveRequest& r) {
                    r.collective == Collective::scatter;
   h.add(buffer.cuts);
   if ((from_input ? in : out) == BlockContent::own_block)
-    h.add(sum(buffer.blocks));
+    h.add(total(buffer));
   else if (one)
     h.add(buffer.blocks.empty() ? 0 : buffer.blocks[0]);
   else
@@ -65,7 +59,7 @@ std::string name_or_number(const std::array<const char*, n>& names, std::size_t 
   return i < n ? names[i] : text("number ", i);
 }
 
-std::string describe_call(const FingerprintDetails& d, const FingerprintDetails& other) {
+std::string describe_call(const CallDescription& d, const CallDescription& other) {
   const auto collective = static_cast<Collective>(d.collective);
   std::string description = name_or_number(kCollectiveNames, d.collective);
   if (d.call != other.call) description += text(" as its call ", d.call);
@@ -78,27 +72,27 @@ std::string describe_call(const FingerprintDetails& d, const FingerprintDetails&
   description += text(" of ", d.elements, " ", name_or_number(kAllDTypeNames, d.dtype));
   if (reduces(collective)) description += text(", op ", name_or_number(kReduceOpNames, d.op));
   if (has_root(collective)) description += text(", root ", d.root);
-  if ((d.flags & FingerprintDetails::sparse) != 0) description += ", in sparse tensors";
+  if ((d.flags & CallDescription::sparse) != 0) description += ", in sparse tensors";
   if (tensors != other_tensors && other_tensors != 0)
     description += text(", in ", tensors, " tensors");
   const uint8_t unlike = d.flags ^ other.flags;
-  if ((unlike & FingerprintDetails::in_place) != 0)
-    description += (d.flags & FingerprintDetails::in_place) != 0 ? ", in place" : ", out of place";
+  if ((unlike & CallDescription::in_place) != 0)
+    description += (d.flags & CallDescription::in_place) != 0 ? ", in place" : ", out of place";
   return description + part;
 }
 
 struct CallOfRank {
   Rank rank;
-  const FingerprintDetails& details;
+  const CallDescription& details;
 };
 std::string mismatch_message(const CallOfRank& of_one, const CallOfRank& of_zero) {
-  const FingerprintDetails &one = of_one.details, &zero = of_zero.details;
+  const CallDescription &one = of_one.details, &zero = of_zero.details;
   const std::string mine = describe_call(one, zero), theirs = describe_call(zero, one);
   std::string description = text("all ranks of a group must make the same call: rank ", of_one.rank,
                                  " called ", mine, ", rank ", of_zero.rank, " called ", theirs);
   if (mine == theirs)
     description += one.options >> 32 != zero.options >> 32 ? ", but with different algorithms"
-                   : (one.flags & FingerprintDetails::sparse) != 0
+                   : (one.flags & CallDescription::sparse) != 0
                        ? ", but with different shapes or numbers of sparse dimensions"
                        : ", but with tensors of different sizes";
   return description;
@@ -141,60 +135,82 @@ void write_counts(const ElementCounts& to, const CollectiveRequest& r, int world
     for (Rank peer = 0; peer < world; ++peer)
       counts[peer] = buffer.blocks.empty() ? 0
                      : !is_own             ? buffer.blocks[peer]
-                                           : (peer == r.root ? sum(buffer.blocks) : 0);
+                                           : (peer == r.root ? total(buffer) : 0);
   };
   fill(to.sent, r.input, input_of(r.collective, r.in_place));
   fill(to.received, r.output, output_of(r.collective, r.in_place));
 }
 
-void describe(FingerprintDetails& d, const CallFingerprint& s, const CollectiveRequest* request) {
-  d.collective = static_cast<uint8_t>(s.collective);
-  d.call = s.call;
-  d.part = s.part;
-  d.parts = s.parts;
-  if (request == nullptr) return;
-  const SparseForm* const sparse = request->sparse;
-  d.dtype = sparse ? static_cast<uint8_t>(sparse->dtype) : request->dtype_number();
-  d.op = static_cast<uint8_t>(sparse ? sparse->op : request->op);
-  d.flags = static_cast<uint8_t>((request->in_place || sparse ? FingerprintDetails::in_place : 0) |
-                                 (sparse ? FingerprintDetails::sparse : 0));
-  d.root = request->root;
-  d.elements = sparse ? sparse->elements : elements(*request);
-  d.options = options(*request);
-}
-
-void describe_refusal(FingerprintDetails& d, const CallFingerprint& s, std::string_view why) {
-  describe(d, s, nullptr);
+void describe_refusal(FingerprintDetails& d, std::string_view why) {
   const std::size_t n = std::min(why.size(), d.refusal.size() - 1);
   std::memcpy(d.refusal.data(), why.data(), n);
   d.refusal[n] = '\0';
 }
 
-uint64_t fingerprint_hash(const CollectiveRequest& r, uint64_t call) {
+namespace {
+
+CallDescription description_of(const CollectiveRequest& r) {
+  CallDescription d;
+  d.collective = static_cast<uint8_t>(r.called());
+  d.dtype = r.sparse ? static_cast<uint8_t>(r.sparse->dtype) : r.dtype_number();
+  d.op = static_cast<uint8_t>(r.sparse ? r.sparse->op : r.op);
+  d.flags = static_cast<uint8_t>((r.in_place || r.sparse ? CallDescription::in_place : 0) |
+                                 (r.sparse ? CallDescription::sparse : 0));
+  d.root = r.root;
+  d.elements = r.sparse ? r.sparse->elements : elements(r);
+  d.options = options(r);
+  return d;
+}
+
+}  // namespace
+
+uint64_t fingerprint_hash(const CollectiveRequest& r) {
   Hasher h;
   h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
         uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 |
         static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
-  h.add(call);
   h.add(options(r));
   if (r.sparse) h.add(r.sparse->shapes);
-  if (r.irregular || r.tensors == 0) return h.value();
-  add_blocks(h, r);
+  if (!r.irregular && r.tensors != 0) add_blocks(h, r);
   return h.value();
 }
 
-uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call) {
+CallFingerprint common_fingerprint(const CollectiveRequest& request) {
+  CallFingerprint common{description_of(request),
+                         {.fingerprint_hash = fingerprint_hash(request), .pieces = 1}};
+  if (request.irregular) common.fingerprint.flags |= Fingerprint::irregular;
+  return common;
+}
+
+CallFingerprint numbered(const CallFingerprint& common, uint64_t call) {
+  CallFingerprint mine = common;
+  mine.description.call = call;
   Hasher h;
-  h.add(requests.size());
-  for (const CollectiveRequest* r : requests) h.add(fingerprint_hash(*r, call));
-  return h.value();
+  h.add(common.fingerprint.fingerprint_hash);
+  h.add(call);
+  mine.fingerprint.fingerprint_hash = h.value();
+  return mine;
 }
 
 CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call) {
-  CallFingerprint mine{
-      request.called(), call, {.fingerprint_hash = fingerprint_hash(request, call), .pieces = 1}};
-  if (request.irregular) mine.fingerprint.flags |= Fingerprint::irregular;
+  return numbered(common_fingerprint(request), call);
+}
+
+CallFingerprint fingerprint_of(const std::vector<const CollectiveRequest*>& requests,
+                               uint64_t call) {
+  CallFingerprint all{description_of(*requests.front())};
+  all.description.parts = static_cast<uint32_t>(requests.size());
+  Hasher h;
+  for (const CollectiveRequest* r : requests) h.add(fingerprint_hash(*r));
+  all.fingerprint.fingerprint_hash = h.value();
+  return numbered(all, call);
+}
+
+CallFingerprint refusal_of(Collective collective, uint64_t call) {
+  CallFingerprint mine{.fingerprint = {.flags = Fingerprint::refused}};
+  mine.description.collective = static_cast<uint8_t>(collective);
+  mine.description.call = call;
   return mine;
 }
 

@@ -7,18 +7,18 @@
 #include <vector>
 
 #include "../group/segment_layout.h"
-#include "executor.h"
+#include "request.h"
 
 namespace pycollect::ipc {
 
 // Fingerprint of a collective call as this rank publishes it.
 struct CallFingerprint {
-  Collective collective = Collective::barrier;
-  uint64_t call = 0;
+  CallDescription description = {};
   Fingerprint fingerprint = {};
   RegisteredOffsets registered = {};
-  uint32_t part = 0, parts = 1;  // see FingerprintDetails
 
+  Collective collective() const { return static_cast<Collective>(description.collective); }
+  bool has(uint32_t flag) const { return (fingerprint.flags & flag) != 0; }
   void set_registered(const std::optional<RegisteredOffsets>& found) {
     if (!found) return;
     registered = *found;
@@ -26,12 +26,17 @@ struct CallFingerprint {
   }
 };
 
+// Returns a hash that is equal on ranks that make the same request.
+uint64_t fingerprint_hash(const CollectiveRequest& request);
 // Returns the fingerprint of `request` with one piece and without registered offsets.
 CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call);
-
-// Returns a hash that is equal on ranks that make the same request.
-uint64_t fingerprint_hash(const CollectiveRequest& request, uint64_t call);
-uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call);
+// The same as two steps: what calls of the same request have in common, and what one call adds.
+CallFingerprint common_fingerprint(const CollectiveRequest& request);
+CallFingerprint numbered(const CallFingerprint& common, uint64_t call);
+// Returns the fingerprint of several requests, which one agreement compares together.
+CallFingerprint fingerprint_of(const std::vector<const CollectiveRequest*>& requests,
+                               uint64_t call);
+CallFingerprint refusal_of(Collective collective, uint64_t call);
 
 // Numbers of elements that a rank sends to each peer, and receives from each, in an irregular call.
 struct ElementCounts {
@@ -39,11 +44,11 @@ struct ElementCounts {
 };
 void write_counts(const ElementCounts& to, const CollectiveRequest& request, int world);
 
-// Write the details of a fingerprint; `request` is null for a refused call.
-void describe(FingerprintDetails& details, const CallFingerprint& mine,
-              const CollectiveRequest* request);
-void describe_refusal(FingerprintDetails& details, const CallFingerprint& mine,
-                      std::string_view why);
+// Write the details of a fingerprint, and the reason for a refusal.
+inline void describe(FingerprintDetails& details, const CallFingerprint& mine) {
+  static_cast<CallDescription&>(details) = mine.description;
+}
+void describe_refusal(FingerprintDetails& details, std::string_view why);
 
 // What one rank has published about a call.
 struct PublishedCall {

@@ -4,13 +4,9 @@
 #include "rank_program.h"
 
 #include <algorithm>
-#include <array>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <shared_mutex>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "../group/segment_layout.h"
@@ -55,9 +51,8 @@ class RankProgramBuilder {
     size_transfers();
     rank_program_.exit = tasks.back().waits;
     rank_program_.entry_awaited = waited_[1];
-    while (rank_program_.prologue < rank_program_.instructions.size() &&
-           in_prologue(rank_program_.instructions[rank_program_.prologue]))
-      ++rank_program_.prologue;
+    rank_program_.prologue = prologue_of(me_);
+    rank_program_.fills_at_entry = fills_at_entry();
     return std::move(rank_program_);
   }
 
@@ -114,6 +109,8 @@ class RankProgramBuilder {
     instruction.partial_dsts = !step.dsts.empty() && is_partial(step.dsts[0]);
     instruction.partial_srcs =
         static_cast<int>(std::count_if(step.srcs.begin(), step.srcs.end(), is_partial));
+    instruction.first_operand = operands_;
+    operands_ += instruction.operands.size();
     require(instruction.operands.size() <= kMostOperands, "a step has ",
             instruction.operands.size(), " slices; at most ", kMostOperands,
             " are supported between processes");
@@ -148,15 +145,32 @@ class RankProgramBuilder {
             view_.world_rank[s.rank], s.first};
   }
 
-  bool in_prologue(const Instruction& instruction) const {
-    auto own = [&](const Operand& o) {
-      return o.rank == (is_staging(o.where) ? me_ : view_.world_rank[me_]);
+  // Returns how many tasks of the rank, after the first, only fill its own staging buffer from its
+  // own memory, and wait for no rank.
+  std::size_t prologue_of(Rank r) const {
+    const auto own = [&](const Slice& s) { return s.rank == r; };
+    const auto fills = [&](const Task& task) {
+      const Step& step = plan_.steps[task.step];
+      return !view_.transfers[task.step] && task.waits.empty() &&
+             std::ranges::all_of(step.dsts, is_staged) && std::ranges::all_of(step.dsts, own) &&
+             std::ranges::all_of(step.srcs, own);
     };
-    auto in_own_staging = [&](const Operand& o) { return own(o) && is_staging(o.where); };
-    const auto first = instruction.operands.begin();
-    return !instruction.transfer && instruction.waits.empty() &&
-           std::all_of(first, first + instruction.dsts, in_own_staging) &&
-           std::all_of(first, instruction.operands.end(), own);
+    const auto& tasks = program_[r];
+    std::size_t n = 0;
+    while (n + 2 < tasks.size() && fills(tasks[n + 1])) ++n;
+    return n;
+  }
+
+  bool fills_at_entry() const {
+    if (rank_program_.partial_regions > 0) return false;
+    for (Rank r = 0; r < plan_.world; ++r) {
+      const auto& tasks = program_[r];
+      for (std::size_t i = 1 + prologue_of(r); i + 1 < tasks.size(); ++i)
+        if (view_.transfers[tasks[i].step] ||
+            std::ranges::any_of(plan_.steps[tasks[i].step].dsts, is_staged))
+          return false;
+    }
+    return true;
   }
 
   const HostView& view_;
@@ -165,46 +179,26 @@ class RankProgramBuilder {
   Rank me_;
   Program program_;
   std::vector<int> region_;   // [cell]
+  std::size_t operands_ = 0;  // of the instructions so far
   std::vector<bool> waited_;  // [count]: a rank waits for this many tasks of this rank
   RankProgram rank_program_;
 };
 
-struct RankProgramHash {
-  std::size_t operator()(const RankProgramKey& k) const {
-    std::size_t h = std::hash<const void*>()(k.algorithm) ^ std::hash<const void*>()(k.hosts);
-    for (int part : {k.world, k.pieces, k.root, k.rank,
-                     4 * static_cast<int>(k.senders) + 2 * k.in_place + k.zero_copy})
-      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number
-    return h;
-  }
-};
-
-// The cache of rank programs. Never destroyed: threads that outlive main may still use it.
-struct RankProgramCache {
-  std::shared_mutex mutex;
-  std::unordered_map<RankProgramKey, std::unique_ptr<const RankProgram>, RankProgramHash> kept;
-};
-RankProgramCache& cache() {
-  static RankProgramCache& it = *new RankProgramCache;
-  return it;
-}
-
 }  // namespace
 
-const RankProgram& rank_program(const RankProgramKey& key) {
-  {
-    const std::shared_lock lock(cache().mutex);
-    const auto found = cache().kept.find(key);
-    if (found != cache().kept.end()) return *found->second;
-  }
-  const int host = key.hosts == nullptr ? kAllHosts : key.hosts->of(key.rank);
-  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces, key.hosts, host});
+RankProgram make_rank_program(const WorldMember& me, const RankProgramKey& key) {
+  const int host = me.hosts == nullptr ? kAllHosts : me.hosts->of(me.rank);
+  const Plan plan = (*key.algorithm)({me.world, key.root, key.pieces, me.hosts, host});
   const Plan staged = for_processes(plan, key.in_place, key.zero_copy, key.zero_copy);
-  const HostView view = host_view(staged, key.in_place, key.hosts, std::max(host, 0), key.senders);
-  const Rank me = key.hosts == nullptr ? key.rank : key.hosts->index(key.rank);
-  auto made = std::make_unique<const RankProgram>(RankProgramBuilder(view, key.in_place, me).run());
-  const std::unique_lock lock(cache().mutex);
-  return *cache().kept.emplace(key, std::move(made)).first->second;
+  const HostView view = host_view(staged, key.in_place, me.hosts, std::max(host, 0), key.senders);
+  const Rank rank = me.hosts == nullptr ? me.rank : me.hosts->index(me.rank);
+  return RankProgramBuilder(view, key.in_place, rank).run();
+}
+
+const RankProgram& RankPrograms::find(const RankProgramKey& key) {
+  const auto found = kept_.find(key);
+  if (found != kept_.end()) return found->second;
+  return kept_.emplace(key, make_rank_program(me_, key)).first->second;
 }
 
 }  // namespace pycollect::ipc

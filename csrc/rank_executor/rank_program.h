@@ -1,9 +1,9 @@
 // The rank program: one rank's part of a plan between processes, as a list of instructions, one for
-// each task that moves data, with operands and waits. It is built once per plan and rank, then
-// cached, and contains no pointers and no sizes.
+// each task that moves data, with operands and waits. It contains no pointers and no sizes.
 #pragma once
+#include <compare>
 #include <cstdint>
-#include <memory>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -33,8 +33,9 @@ inline constexpr std::size_t kMostOperands = 4096 + 8;
 struct Instruction {
   // Destinations in tensors, then destinations in staging buffers, then sources.
   std::vector<Operand> operands = {};
-  int dsts = 0;        // number of all destinations
-  int in_staging = 0;  // number of destinations in staging buffers, the last of `dsts`
+  std::size_t first_operand = 0;  // its number among the operands of all instructions
+  int dsts = 0;                   // number of all destinations
+  int in_staging = 0;             // number of destinations in staging buffers, the last of `dsts`
   // The instruction moves as many elements as chunk `chunk` has in `sized_by`, this rank's input or
   // output that is an operand. `staging`: neither is one, and the chunk's size in either buffer
   // counts, which is the same on all ranks unless the request is irregular.
@@ -55,6 +56,8 @@ struct RankProgram {
   std::vector<Instruction> instructions;
   // Length of the prologue, which waits for no rank and fills only this rank's staging buffer.
   std::size_t prologue = 0;
+  // The prologues of all ranks are all that writes staging buffers.
+  bool fills_at_entry = false;
   std::vector<Wait> exit = {};  // at the end of a run, before the caller may use its tensors
   bool entry_awaited = false;   // a peer waits until this rank has entered the run
   int chunks = 1;               // number of chunks of the plan
@@ -80,18 +83,35 @@ struct RankProgram {
   }
 };
 
-struct RankProgramKey {
-  const Algorithm* algorithm = nullptr;
-  int world = 0, pieces = 0;
-  Rank root = 0, rank = 0;
-  bool in_place = false;
-  bool zero_copy = false;        // every rank can access every rank's input and output
+// The rank and its world: what all programs of a group have in common.
+struct WorldMember {
+  Rank rank;
+  int world;
   const Hosts* hosts = nullptr;  // must outlive the process; null: all ranks are on one host
-  HostSenders senders = HostSenders::all;
-  bool operator==(const RankProgramKey&) const = default;
 };
 
-// Returns a rank program from the cache, or builds it now; it is never freed. Thread-safe.
-const RankProgram& rank_program(const RankProgramKey& key);
+struct RankProgramKey {
+  const Algorithm* algorithm = nullptr;
+  int pieces = 0;
+  Rank root = 0;
+  bool in_place = false;
+  bool zero_copy = false;  // every rank can access every rank's input and output
+  HostSenders senders = HostSenders::all;
+  auto operator<=>(const RankProgramKey&) const = default;
+};
+
+RankProgram make_rank_program(const WorldMember& me, const RankProgramKey& key);
+
+// The rank programs that a group has used. They are kept as long as the group.
+class RankPrograms {
+ public:
+  explicit RankPrograms(const WorldMember& me) : me_(me) {}
+  const RankProgram& find(const RankProgramKey& key);
+  const WorldMember& member() const { return me_; }
+
+ private:
+  const WorldMember me_;
+  std::map<RankProgramKey, const RankProgram> kept_;
+};
 
 }  // namespace pycollect::ipc

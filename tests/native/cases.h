@@ -6,7 +6,7 @@
 
 #include "../../csrc/cpu/executor.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/rank_executor/call_buffers.h"
+#include "../../csrc/rank_executor/request.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {

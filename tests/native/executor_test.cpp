@@ -4,8 +4,6 @@
 
 #include <array>
 
-#include "../../csrc/rank_executor/agreement.h"
-#include "../../csrc/rank_executor/shm_transport.h"
 #include "cases.h"
 #include "random_plans.h"
 
@@ -16,15 +14,15 @@ Deadline soon() { return Clock::now() + 60s; }
 
 constexpr std::size_t kArena = 4 << 20;
 
-// One rank, its number of calls, and its transport.
+// One rank, its number of calls, and its executor.
 struct Member {
   Group& group;
   uint64_t call = 0;
-  ShmTransport transport{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
-                           for (int64_t at = 0; at < size; at += grain)
-                             body(at, std::min(size, at + grain));
-                         }};
-  void run(const CollectiveRequest& request) { ipc::run(transport, request, call++, soon()); }
+  Executor executor{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
+                      for (int64_t at = 0; at < size; at += grain)
+                        body(at, std::min(size, at + grain));
+                    }};
+  void run(const CollectiveRequest& request) { executor.run(request, call++, soon()); }
 };
 
 // Memory of one call buffer: spread over tensors that are not adjacent, or in the symmetric heap.
@@ -231,8 +229,7 @@ void run_late_writer() {
       const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
       changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
     };
-    ShmTransport transport(group, group.rank() == 1 ? late : cpu::ParallelFor());
-    run(transport, request, 0, soon());
+    Executor(group, group.rank() == 1 ? late : cpu::ParallelFor()).run(request, 0, soon());
   });
   expect_each_part(ends, "the peers have given up");
   expect(0 < changed && changed <= kCount / 32, text(changed, " elements were written"));
@@ -241,11 +238,11 @@ void run_late_writer() {
 // Rank 1 publishes a registered offset far beyond its symmetric heap.
 void run_impossible_offset() {
   const auto ends = run_in_heap(1 << 20, [](Group& group, const CollectiveRequest& request) {
-    ShmTransport transport(group, {});
-    if (group.rank() == 0) return run(transport, request, 0, soon());
+    if (group.rank() == 0) return Executor(group, {}).run(request, 0, soon());
     CallFingerprint forged = fingerprint_of(request, 0);
     forged.set_registered(RegisteredOffsets{(64 << 20) - 64, uint64_t{1} << 60});
-    publish_and_agree(transport, forged, request, {"all_reduce", 0, soon()});
+    enter(group, forged, at_run(1));
+    await_entries(group, 0, {"all_reduce", 0, soon()});
   });
   expect_part(ends[0].result, "rank 1 exposed a tensor outside its shared memory");
 }

@@ -58,8 +58,8 @@ struct HostsCase {
   // Returns the rank's transfers in the order of its instructions.
   std::vector<TransferTuple> transfers(Rank rank) const {
     require(rank >= 0 && rank < hosts.world(), "there is no rank ", rank);
-    const ipc::RankProgram& program = ipc::rank_program(
-        {&algorithm, hosts.world(), pieces, root, rank, in_place, false, &hosts, senders});
+    const ipc::RankProgram program = ipc::make_rank_program(
+        {rank, hosts.world(), &hosts}, {&algorithm, pieces, root, in_place, false, senders});
     std::vector<TransferTuple> all;
     for (const int i : program.transfers)
       all.push_back(tuple_of(*program.instructions[i].transfer));

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../rank_executor/executor.h"
+#include "../../rank_executor/request.h"
 #include "../arguments.h"
 #include "address_ranges.h"
 #include "profiler_event.h"

@@ -48,7 +48,7 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
-    ipc::refuse(*transport_, call.collective, calls_++, deadline, call.refusal);
+    executor_->refuse(call.collective, calls_++, deadline, call.refusal);
   } catch (const ipc::Interruption&) {
     throw;
   } catch (const std::exception&) {
@@ -177,15 +177,15 @@ void CallRunner::agree(const std::vector<const ipc::CollectiveRequest*>& request
                        ipc::Deadline deadline) {
   for (const ipc::CollectiveRequest* const request : requests) {
     try {
-      ipc::check(*transport_, *request);
+      executor_->check(*request);
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
-      ipc::refuse(*transport_, collective, calls_++, deadline,
-                  truncated(text(pycollect::name(collective), ": ", error.what())));
+      executor_->refuse(collective, calls_++, deadline,
+                        truncated(text(pycollect::name(collective), ": ", error.what())));
       throw;
     }
   }
-  ipc::agree_on_all(*transport_, requests, calls_, deadline);
+  executor_->agree_on_all(requests, calls_, deadline);
 }
 
 void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
@@ -197,12 +197,12 @@ void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
     refuse(call, deadline);
     throw;
   }
-  ipc::run(*transport_, *request, calls_++, deadline);
+  executor_->run(*request, calls_++, deadline);
 }
 
 void CallRunner::perform(Call& call, ipc::Deadline deadline) {
   for (const ipc::CollectiveRequest& request : call.requests) {
-    ipc::run(*transport_, request, calls_++, deadline);
+    executor_->run(request, calls_++, deadline);
     if (request.sparse) exchange_entries(call, deadline);
   }
   if (call.sparse) call.sparse->finish();  // last: the rank takes part in the call even if it fails

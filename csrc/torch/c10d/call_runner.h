@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "../../rank_executor/shm_transport.h"
+#include "../../rank_executor/executor.h"
 #include "call.h"
 
 namespace pycollect::dist {
@@ -21,9 +21,9 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls);
 
 class CallRunner {
  public:
-  // `transport` may refer to the group.
-  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Transport> transport)
-      : group_(std::move(group)), transport_(std::move(transport)) {}
+  // `executor` may refer to the group.
+  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Executor> executor)
+      : group_(std::move(group)), executor_(std::move(executor)) {}
 
   void run(Call& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
@@ -46,7 +46,7 @@ class CallRunner {
   void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
-  const std::unique_ptr<ipc::Transport> transport_;
+  const std::unique_ptr<ipc::Executor> executor_;
   uint64_t calls_ = 0;
 };
 

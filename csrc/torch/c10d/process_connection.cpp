@@ -7,7 +7,7 @@
 
 #include "../../bootstrap/rendezvous.h"
 #include "../../group/format_ranks.h"
-#include "../../hosts/hosts_transport.h"
+#include "../../hosts/hosts_exchange.h"
 #include "../../plan/error.h"
 #include "../../plan/select.h"
 #include "../log.h"
@@ -59,10 +59,10 @@ struct Members {
   std::shared_ptr<const CauseBoard> board = {};
   std::optional<ipc::HostsLink> link = {};
 
-  std::unique_ptr<ipc::Transport> transport() const {
-    auto threads = threads_of_rank(group->fold_threads());
-    if (!link) return std::make_unique<ipc::ShmTransport>(*group, std::move(threads));
-    return std::make_unique<ipc::HostsTransport>(*group, std::move(threads), *link);
+  std::unique_ptr<ipc::Executor> executor() const {
+    return std::make_unique<ipc::Executor>(
+        *group, threads_of_rank(group->fold_threads()),
+        link ? std::make_unique<ipc::HostsExchange>(*group, *link) : nullptr);
   }
 };
 
@@ -152,7 +152,7 @@ class ProcessConnection final : public Connection {
         messages_(std::make_shared<Messages>(group_, *devices_, remote_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
-            std::make_shared<CallRunner>(group_, members_.transport()))) {
+            std::make_shared<CallRunner>(group_, members_.executor()))) {
     if (options.is_default) server_.emplace(store);
     if (members_.wire)
       monitor_ =

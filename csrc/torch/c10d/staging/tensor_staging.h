@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../../rank_executor/executor.h"
+#include "../../../rank_executor/request.h"
 #include "device_ops.h"
 
 namespace pycollect::dist {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../../rank_executor/call_buffers.h"
+#include "../../../rank_executor/request.h"
 #include "../../blocks.h"
 
 namespace pycollect::dist {
@@ -15,10 +15,6 @@ using ipc::BlockContent;
 using ipc::BufferSegment;
 using ipc::CallBuffer;
 using ipc::CollectiveRequest;
-
-std::size_t total(const CallBuffer& buffer) {
-  return std::accumulate(buffer.blocks.begin(), buffer.blocks.end(), std::size_t{0});
-}
 
 // One block of one buffer of one rank, read from its beginning.
 class BlockReader {

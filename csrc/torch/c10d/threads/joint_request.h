@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "../../../rank_executor/executor.h"
+#include "../../../rank_executor/request.h"
 #include "../../prepared_call.h"
 
 namespace pycollect::dist {

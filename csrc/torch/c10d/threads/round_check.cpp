@@ -27,15 +27,16 @@ class Publications {
 
   void publish(Rank r, const CallFingerprint& mine, const CollectiveRequest* request) {
     fingerprints_[r] = mine.fingerprint;
-    ipc::describe(details_[r], mine, request);
+    ipc::describe(details_[r], mine);
     if (request == nullptr || !request->irregular) return;
     counts_[r].resize(2 * fingerprints_.size());
     ipc::write_counts(counts(r), *request, world());
   }
   void refuse(Rank r, const Call& refused, uint64_t number) {
-    const CallFingerprint mine{refused.collective, number, {.flags = ipc::Fingerprint::refused}};
+    const CallFingerprint mine = ipc::refusal_of(refused.collective, number);
     fingerprints_[r] = mine.fingerprint;
-    ipc::describe_refusal(details_[r], mine, refused.refusal);
+    ipc::describe(details_[r], mine);
+    ipc::describe_refusal(details_[r], refused.refusal);
   }
 
   bool are_alike() const {
@@ -65,10 +66,9 @@ class Publications {
 
 // Returns whether two ranks make the same requests, as far as fingerprints of regular requests
 // tell.
-bool are_alike(const RequestList& one, const RequestList& other, uint64_t number) {
+bool are_alike(const RequestList& one, const RequestList& other) {
   for (std::size_t i = 0; i < one.size(); ++i)
-    if (one[i]->irregular ||
-        ipc::fingerprint_hash(*one[i], number) != ipc::fingerprint_hash(*other[i], number))
+    if (one[i]->irregular || ipc::fingerprint_hash(*one[i]) != ipc::fingerprint_hash(*other[i]))
       return false;
   return true;
 }
@@ -83,8 +83,8 @@ void check_request(const std::vector<RequestList>& requests, std::size_t i, uint
   Publications all(requests.size());
   for (std::size_t r = 0; r < requests.size(); ++r) {
     CallFingerprint mine = ipc::fingerprint_of(*requests[r][i], number);
-    mine.part = static_cast<uint32_t>(i);
-    mine.parts = static_cast<uint32_t>(requests[r].size());
+    mine.description.part = static_cast<uint32_t>(i);
+    mine.description.parts = static_cast<uint32_t>(requests[r].size());
     all.publish(static_cast<Rank>(r), mine, requests[r][i]);
   }
   all.check();
@@ -101,10 +101,7 @@ void check_together(const std::vector<const RankCalls*>& calls,
       continue;
     }
     const RequestList& own = requests[r];
-    CallFingerprint mine{
-        own.front()->collective, number, {.fingerprint_hash = ipc::fingerprint_hash(own, number)}};
-    mine.parts = static_cast<uint32_t>(own.size());
-    all.publish(static_cast<Rank>(r), mine, own.front());
+    all.publish(static_cast<Rank>(r), ipc::fingerprint_of(own, number), own.front());
   }
   all.check();
 }
@@ -118,7 +115,7 @@ void check_round(const std::vector<const RankCalls*>& calls, uint64_t number) {
   for (const RankCalls* c : calls) {
     requests.push_back(requests_of(*c));
     equally_many &= requests.back().size() == requests.front().size();
-    alike &= equally_many && are_alike(requests.back(), requests.front(), number);
+    alike &= equally_many && are_alike(requests.back(), requests.front());
   }
   if (alike) return;
   if (!equally_many) check_together(calls, requests, number);

@@ -1,10 +1,8 @@
-// See hosts_transport.h.
-#include "hosts_transport.h"
+// See hosts_exchange.h.
+#include "hosts_exchange.h"
 
 #include <algorithm>
 #include <cstring>
-
-#include "../rank_executor/chunk_loop.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -31,7 +29,7 @@ int number_of(const HostTransfer& transfer) { return Wire::kFirstTransfer + tran
 
 }  // namespace
 
-struct HostsTransport::Header {
+struct HostsExchange::Header {
   uint64_t magic = kMagic, call = 0, fingerprint_hash = 0;
   MessageKind kind = MessageKind::fingerprint;
   uint32_t pieces = 0, as_many = 0, packs = 0, bytes = 0;  // `bytes`: of the data behind the header
@@ -39,8 +37,7 @@ struct HostsTransport::Header {
   FingerprintDetails details = {};
 };
 
-HostsTransport::HostsTransport(Group& group, cpu::ParallelFor parallel_for, HostsLink link)
-    : ShmTransport(group, std::move(parallel_for), link.hosts), link_(std::move(link)) {
+HostsExchange::HostsExchange(Group& group, HostsLink link) : group_(group), link_(std::move(link)) {
   if (!leads()) return;
   const Hosts& hosts = *link_.hosts;
   inbox_.resize(hosts.count());
@@ -55,7 +52,7 @@ HostsTransport::HostsTransport(Group& group, cpu::ParallelFor parallel_for, Host
   }
 }
 
-HostsTransport::~HostsTransport() {
+HostsExchange::~HostsExchange() {
   try {
     link_.wire->await_sends(Clock::now() + kRejectionTime);
   } catch (const std::exception&) {
@@ -63,64 +60,64 @@ HostsTransport::~HostsTransport() {
   }
 }
 
-void HostsTransport::begin(const CollectiveRequest& request, const OpContext& context) {
+void HostsExchange::begin(const OpContext& context) {
   context_ = with_grace(context, 1);
   local_context_ = with_grace(context, 2);
-  ShmTransport::begin(request, context);
 }
 
 template <class F>
-void HostsTransport::on_wire(const OpContext& context, Rank peer, const F& f) {
-  link_.run(group(), context, peer, f);
+void HostsExchange::on_wire(const OpContext& context, Rank peer, const F& f) {
+  link_.run(group_, context, peer, f);
 }
 
-void HostsTransport::send(const HostTransfer& transfer, const std::byte* at, std::size_t bytes) {
+void HostsExchange::send(const HostTransfer& transfer, const std::byte* at, std::size_t bytes) {
   on_wire(context_, transfer.peer, [&] {
     link_.wire->send(transfer.peer, number_of(transfer), at, bytes, context_.deadline);
   });
 }
 
-void HostsTransport::receive(const HostTransfer& transfer, std::byte* at, std::size_t bytes) {
+void HostsExchange::receive(const HostTransfer& transfer, std::byte* at, std::size_t bytes) {
   on_wire(context_, transfer.peer, [&] {
     link_.wire->receive(transfer.peer, number_of(transfer), at, bytes, context_.deadline);
   });
 }
 
-void HostsTransport::await_receive(const HostTransfer& transfer) {
+void HostsExchange::await_receive(const HostTransfer& transfer) {
   on_wire(context_, transfer.peer, [&] {
     link_.wire->await_receive(transfer.peer, number_of(transfer), context_.deadline);
   });
 }
 
-void HostsTransport::await_sends() { await_sends(context_); }
+void HostsExchange::await_sends() { await_sends(context_); }
 
-void HostsTransport::await_sends(const OpContext& context) {
-  const Rank to = link_.wire->oldest_send().value_or(rank());
+void HostsExchange::await_sends(const OpContext& context) {
+  const Rank to = link_.wire->oldest_send().value_or(group_.world_rank(group_.rank()));
   on_wire(context, to, [&] { link_.wire->await_sends(context.deadline); });
 }
 
-Agreement HostsTransport::confirm(const CallFingerprint& mine, const Agreement& of_host,
-                                  const OpContext& context, ChunkLoop* loop) {
-  const HostsAgreement& agreed = group().hosts_agreement(mine.call);
+Agreement HostsExchange::confirm(const CallFingerprint& mine, const Agreement& of_host,
+                                 const OpContext& context, ProgramRun* data) {
+  const HostsAgreement& agreed = group_.hosts_agreement(mine.description.call);
   if (leads())
-    lead(mine, of_host, with_grace(context, 1), loop);
+    lead(mine, of_host, with_grace(context, 1), data);
   else
-    group().await([&] { return agreed.calls.load(std::memory_order_acquire) == mine.call + 1; },
-                  {.missing = [] { return std::vector<Rank>{0}; }}, with_grace(context, 2));
+    group_.await(
+        [&] { return agreed.calls.load(std::memory_order_acquire) == mine.description.call + 1; },
+        {.missing = [] { return std::vector<Rank>{0}; }}, with_grace(context, 2));
   const std::string why = read_text(agreed.why);
   if (!why.empty()) throw std::invalid_argument(why);
-  if (loop != nullptr) use_context(local_context_);
-  if (loop != nullptr && agreed.packed != 0) loop->skip_transfers();
+  if (data != nullptr && agreed.packed != 0) data->skip_transfers();
   return {agreed.pieces, false, agreed.piece};
 }
 
-bool HostsTransport::all_publish_as_many(const CallFingerprint& mine) const {
-  const HostsAgreement& agreed = group().hosts_agreement(mine.call);
-  return agreed.calls.load(std::memory_order_acquire) == mine.call + 1 && agreed.as_many != 0;
+bool HostsExchange::all_publish_as_many(const CallFingerprint& mine) const {
+  const HostsAgreement& agreed = group_.hosts_agreement(mine.description.call);
+  return agreed.calls.load(std::memory_order_acquire) == mine.description.call + 1 &&
+         agreed.as_many != 0;
 }
 
 // Waits for the messages of a call that this host has rejected.
-void HostsTransport::settle(const OpContext& context) {
+void HostsExchange::settle(const OpContext& context) {
   for (int h = 0; h < hosts()->count(); ++h)
     if (owed_[h])
       on_wire(context, leader(h),
@@ -129,17 +126,17 @@ void HostsTransport::settle(const OpContext& context) {
   await_sends(context);
 }
 
-HostsTransport::Header HostsTransport::header(const CallFingerprint& mine, MessageKind kind) const {
+HostsExchange::Header HostsExchange::header(const CallFingerprint& mine, MessageKind kind) const {
   Header made;
-  made.call = mine.call;
+  made.call = mine.description.call;
   made.fingerprint_hash = mine.fingerprint.fingerprint_hash;
   made.kind = kind;
-  made.details = group().fingerprint_details(group().rank(), mine.call);
+  made.details = group_.fingerprint_details(group_.rank(), mine.description.call);
   return made;
 }
 
 // Starts a message to every other host, to which data may be appended.
-void HostsTransport::post(const Header& header, const OpContext& context) {
+void HostsExchange::post(const Header& header, const OpContext& context) {
   settle(context);
   for (int h = 0; h < hosts()->count(); ++h) {
     if (h == host()) continue;
@@ -153,12 +150,12 @@ void HostsTransport::post(const Header& header, const OpContext& context) {
   }
 }
 
-void HostsTransport::append(int h, const void* data, std::size_t bytes) {
+void HostsExchange::append(int h, const void* data, std::size_t bytes) {
   const auto* const from = static_cast<const std::byte*>(data);
   outbox_[h]->insert(outbox_[h]->end(), from, from + bytes);
 }
 
-void HostsTransport::send_all(const OpContext& context) {
+void HostsExchange::send_all(const OpContext& context) {
   for (int h = 0; h < hosts()->count(); ++h) {
     if (h == host()) continue;
     reinterpret_cast<Header*>(outbox_[h]->data())->bytes =
@@ -170,21 +167,21 @@ void HostsTransport::send_all(const OpContext& context) {
   }
 }
 
-const HostsTransport::Header& HostsTransport::received(int h) const {
+const HostsExchange::Header& HostsExchange::received(int h) const {
   return *reinterpret_cast<const Header*>(inbox_[h]->data());
 }
-const std::byte* HostsTransport::data_of(int h) const { return inbox_[h]->data() + sizeof(Header); }
+const std::byte* HostsExchange::data_of(int h) const { return inbox_[h]->data() + sizeof(Header); }
 
-void HostsTransport::await_all(const CallFingerprint& mine, const OpContext& context) {
+void HostsExchange::await_all(const CallFingerprint& mine, const OpContext& context) {
   for (int h = 0; h < hosts()->count(); ++h) {
     if (h == host()) continue;
     on_wire(context, leader(h),
             [&] { link_.wire->await_receive(leader(h), kAgreement, context.deadline); });
     owed_[h] = false;
     const Header& theirs = received(h);
-    if (theirs.magic != kMagic || theirs.call != mine.call || theirs.piece == 0 ||
+    if (theirs.magic != kMagic || theirs.call != mine.description.call || theirs.piece == 0 ||
         theirs.bytes > inbox_[h]->size() - sizeof(Header))
-      group().fail(
+      group_.fail(
           AbortRecord::lost,
           text(link_.describe(leader(h)), " sent an invalid message; all hosts must run the ",
                "same version of pycollect"),
@@ -193,7 +190,7 @@ void HostsTransport::await_all(const CallFingerprint& mine, const OpContext& con
 }
 
 // Returns in what the hosts' calls differ; empty if they do not.
-std::string HostsTransport::compare(const CallFingerprint& mine) const {
+std::string HostsExchange::compare(const CallFingerprint& mine) const {
   const int n = hosts()->count();
   bool alike = true;
   for (int h = 0; h < n; ++h) {
@@ -207,8 +204,8 @@ std::string HostsTransport::compare(const CallFingerprint& mine) const {
   for (int h = 0; h < n; ++h)
     if (h != host()) fingerprints[h].fingerprint_hash = received(h).fingerprint_hash;
   const auto published = [&](int h) -> PublishedCall {
-    return {fingerprints[h],
-            h == host() ? group().fingerprint_details(0, mine.call) : received(h).details};
+    return {fingerprints[h], h == host() ? group_.fingerprint_details(0, mine.description.call)
+                                         : received(h).details};
   };
   try {
     throw_mismatch(n, published, [&](int h) { return leader(h); });
@@ -219,9 +216,9 @@ std::string HostsTransport::compare(const CallFingerprint& mine) const {
 
 // Appends, for each pair of a rank of this host and one of host `h`, how many elements it sends to
 // and receives from that rank.
-void HostsTransport::append_counts(const CallFingerprint& mine, int h) {
+void HostsExchange::append_counts(const CallFingerprint& mine, int h) {
   for (const Rank here : hosts()->ranks(host())) {
-    const ElementCounts counts = counts_of(group(), hosts()->index(here), mine.call);
+    const ElementCounts counts = counts_of(group_, hosts()->index(here), mine.description.call);
     for (const Rank there : hosts()->ranks(h)) {
       const uint64_t both[] = {counts.sent[there], counts.received[there]};
       append(h, both, sizeof both);
@@ -229,7 +226,7 @@ void HostsTransport::append_counts(const CallFingerprint& mine, int h) {
   }
 }
 
-std::string HostsTransport::compare_counts(const CallFingerprint& mine, int h) const {
+std::string HostsExchange::compare_counts(const CallFingerprint& mine, int h) const {
   const std::byte* at = data_of(h);
   const std::size_t pairs = hosts()->ranks(h).size() * hosts()->ranks(host()).size();
   try {
@@ -240,9 +237,9 @@ std::string HostsTransport::compare_counts(const CallFingerprint& mine, int h) c
         uint64_t theirs[2];
         std::memcpy(theirs, at, sizeof theirs);
         at += sizeof theirs;
-        const ElementCounts own = counts_of(group(), hosts()->index(here), mine.call);
-        check_count(mine.collective, here, own.sent[there], there, theirs[1]);
-        check_count(mine.collective, there, theirs[0], here, own.received[there]);
+        const ElementCounts own = counts_of(group_, hosts()->index(here), mine.description.call);
+        check_count(mine.collective(), here, own.sent[there], there, theirs[1]);
+        check_count(mine.collective(), there, theirs[0], here, own.received[there]);
       }
   } catch (const std::invalid_argument& error) {
     return error.what();
@@ -251,7 +248,7 @@ std::string HostsTransport::compare_counts(const CallFingerprint& mine, int h) c
 }
 
 // Only two hosts know the numbers of elements between them, so all tell each other the result.
-std::string HostsTransport::agree_on_counts(const CallFingerprint& mine, const OpContext& context) {
+std::string HostsExchange::agree_on_counts(const CallFingerprint& mine, const OpContext& context) {
   std::string why;
   for (int h = 0; h < hosts()->count() && why.empty(); ++h)
     if (h != host()) why = compare_counts(mine, h);
@@ -269,17 +266,17 @@ std::string HostsTransport::agree_on_counts(const CallFingerprint& mine, const O
 }
 
 // The calls agree, so a message of another size than the call needs comes from another program.
-void HostsTransport::unpack(int h, const OpContext& context, ChunkLoop& loop) {
+void HostsExchange::unpack(int h, const OpContext& context, ProgramRun& data) {
   try {
-    loop.unpack(leader(h), data_of(h), received(h).bytes);
+    data.unpack(leader(h), data_of(h), received(h).bytes);
   } catch (const std::invalid_argument& error) {
-    group().fail(AbortRecord::lost, error.what(), context);
+    group_.fail(AbortRecord::lost, error.what(), context);
   }
 }
 
 // Sets what follows from the headers of all hosts. A host with more regions has smaller ones, which
 // limit the pieces of all; in an irregular call only the host itself knows its largest block.
-void HostsTransport::combine(const Header& own, bool irregular, HostsAgreement& agreed) const {
+void HostsExchange::combine(const Header& own, bool irregular, HostsAgreement& agreed) const {
   const auto header_of = [&](int h) -> const Header& { return h == host() ? own : received(h); };
   agreed.piece = own.piece;
   agreed.as_many = agreed.packed = 1;
@@ -301,20 +298,20 @@ void HostsTransport::combine(const Header& own, bool irregular, HostsAgreement& 
 }
 
 // Exchanges fingerprints with the other hosts, and publishes the result to the ranks of this one.
-void HostsTransport::lead(const CallFingerprint& mine, const Agreement& of_host,
-                          const OpContext& context, ChunkLoop* loop) {
-  const bool packs = loop != nullptr && loop->packs();
-  HostsAgreement& agreed = group().hosts_agreement(mine.call);
-  const bool irregular = (mine.fingerprint.flags & Fingerprint::irregular) != 0;
+void HostsExchange::lead(const CallFingerprint& mine, const Agreement& of_host,
+                         const OpContext& context, ProgramRun* data) {
+  const bool packs = data != nullptr && data->packs();
+  HostsAgreement& agreed = group_.hosts_agreement(mine.description.call);
+  const bool irregular = mine.has(Fingerprint::irregular);
   Header own = header(mine, MessageKind::fingerprint);
   own.pieces = of_host.pieces;
-  own.piece = loop != nullptr ? loop->piece() : of_host.piece;
+  own.piece = data != nullptr ? data->pieces().elements : of_host.piece;
   own.packs = packs;
-  own.as_many = ipc::all_publish_as_many(group(), mine);
+  own.as_many = ipc::all_publish_as_many(group_, mine);
   post(own, context);
   for (int h = 0; h < hosts()->count(); ++h) {
     if (h == host()) continue;
-    if (packs) loop->pack(leader(h), *outbox_[h]);
+    if (packs) data->pack(leader(h), *outbox_[h]);
     if (irregular) append_counts(mine, h);
   }
   send_all(context);
@@ -322,17 +319,17 @@ void HostsTransport::lead(const CallFingerprint& mine, const Agreement& of_host,
   std::string why = compare(mine);
   combine(own, irregular, agreed);
   for (int h = 0; h < hosts()->count(); ++h)
-    if (h != host() && agreed.packed != 0 && why.empty()) unpack(h, context, *loop);
+    if (h != host() && agreed.packed != 0 && why.empty()) unpack(h, context, *data);
   if (irregular && why.empty()) why = agree_on_counts(mine, context);
   agreed.why = {};
   why.resize(std::min(why.size(), agreed.why.size() - 1));
   std::copy(why.begin(), why.end(), agreed.why.begin());
-  agreed.calls.store(mine.call + 1, std::memory_order_release);
+  agreed.calls.store(mine.description.call + 1, std::memory_order_release);
 }
 
 // Does not wait for the other hosts: they may not have made the call yet.
-void HostsTransport::reject(const CallFingerprint& mine, const OpContext& context,
-                            std::string_view why) {
+void HostsExchange::reject(const CallFingerprint& mine, const OpContext& context,
+                           std::string_view why) {
   if (!leads()) return;
   try {
     post(header(mine, MessageKind::rejection), with_grace(context, 1));

@@ -1,0 +1,289 @@
+// See prepared_request.h. Checks that a request's buffers fit its collective, and divides them into
+// a rank program's chunks.
+#include "prepared_request.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "../plan/error.h"
+
+namespace pycollect::ipc {
+namespace {
+
+// Below this many bytes per rank, zero-copy is not tried: copying so little is cheaper than waiting
+// until the peers have finished with this rank's tensors.
+constexpr std::size_t kZeroCopyBytes = 512;
+// An output of at least this many bytes does not stay in the caches anyway, and non-temporal stores
+// are up to twice as fast.
+constexpr std::size_t kStreamedBytes = 16 << 20;
+// Alignment of regions and chunks: a cache line, so that no SIMD vector is split between chunks.
+constexpr std::size_t kLine = 64;
+
+std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+bool is_even(const Sizes& blocks) {
+  return std::adjacent_find(blocks.begin(), blocks.end(), std::not_equal_to<>()) == blocks.end();
+}
+
+std::size_t elements(const CallBuffer& buffer) {
+  std::size_t all = 0;
+  for (const BufferSegment& s : buffer.segments) all += s.count;
+  return all;
+}
+
+// Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& program,
+                         std::size_t widening) {
+  const auto n = std::max<std::size_t>(program.regions + program.partial_regions * widening, 1);
+  if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
+  require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
+          " bytes are too small for ", n, " chunks; set buffer_bytes to at least ", n * kLine);
+  return buffer_bytes / n / kLine * kLine;
+}
+
+// The call buffers of one rank's request: their checks, and their division into chunks.
+class CallBuffers {
+ public:
+  CallBuffers(const CollectiveRequest& request, const WorldMember& me)
+      : request_(request),
+        me_(me),
+        item_(item_bytes(request.dtype)),
+        input_(input_of(request.collective, request.in_place)),
+        output_(output_of(request.collective, request.in_place)) {
+    check();
+  }
+
+  // Number of elements of all ranks' blocks; 0 if this rank cannot compute it (irregular).
+  std::size_t elements() const {
+    if (request_.irregular) return 0;
+    const bool own = content(known()) == BlockContent::own_block;
+    return total(known()) * (own ? me_.world : 1);
+  }
+  void divide(int chunks);
+  std::size_t largest() const { return std::max(offsets_[0].largest(), second().largest()); }
+  std::size_t size(const Instruction& i) const { return offsets_of(i.sized_by).size(i.chunk); }
+  // Index of the element of the rank's buffer at which the operand's chunk begins.
+  std::size_t begin(const Operand& o) const {
+    const ChunkOffsets& offsets = offsets_of(o.where);
+    const bool own =
+        (o.where == OperandBuffer::input ? input_ : output_) == BlockContent::own_block;
+    return offsets.begin(o.index) - (own ? offsets.begin(o.rank * per_block_) : 0);
+  }
+
+ private:
+  const ChunkOffsets& second() const { return offsets_[request_.irregular ? 1 : 0]; }
+  const ChunkOffsets& offsets_of(OperandBuffer where) const {
+    return where == OperandBuffer::output ? second() : offsets_[0];
+  }
+  BlockContent content(const CallBuffer& b) const {
+    return &b == &request_.input ? input_ : output_;
+  }
+  void check() const;
+  void check(const char* what, const CallBuffer& buffer, BlockContent holds) const;
+  std::size_t block(const CallBuffer& buffer, BlockContent holds, std::size_t i) const;
+  const CallBuffer& known() const;
+
+  const CollectiveRequest& request_;
+  const WorldMember& me_;
+  const std::size_t item_;
+  const BlockContent input_, output_;
+  int per_block_ = 1;
+  std::array<ChunkOffsets, 2> offsets_;  // irregular: input's and output's; else one for both
+};
+
+// Returns the buffer that determines most of the other ranks' block sizes.
+const CallBuffer& CallBuffers::known() const {
+  const CallBuffer &in = request_.input, &out = request_.output;
+  if (request_.in_place || out.blocks.empty()) return in;
+  return in.blocks.empty() || input_ == BlockContent::own_block ? out : in;
+}
+
+std::size_t CallBuffers::block(const CallBuffer& buffer, BlockContent holds, std::size_t i) const {
+  if (holds != BlockContent::own_block) return buffer.blocks.empty() ? 0 : buffer.blocks[i];
+  return request_.irregular && static_cast<Rank>(i) != me_.rank ? 0 : total(buffer);
+}
+
+void CallBuffers::divide(int chunks) {
+  const int world = me_.world;
+  const bool blocks = input_ != BlockContent::nothing_in_blocks;
+  require(!blocks || chunks == world || chunks % world == 0, "a plan of ", chunks,
+          " chunks cannot be divided into blocks for ", world, " ranks");
+  per_block_ = !blocks ? chunks : chunks == world ? 1 : chunks / world;
+  const std::size_t n = blocks ? world : 1, align = kLine / item_;
+  const auto bind = [&](ChunkOffsets& offsets, const CallBuffer& buffer, BlockContent holds) {
+    offsets.bind(chunks, n, align, [&](std::size_t i) { return block(buffer, holds, i); });
+  };
+  if (!request_.irregular) return bind(offsets_[0], known(), content(known()));
+  bind(offsets_[0], request_.input, input_);
+  bind(offsets_[1], request_.in_place ? request_.input : request_.output, output_);
+}
+
+void CallBuffers::check(const char* what, const CallBuffer& buffer, BlockContent holds) const {
+  if (buffer.blocks.empty()) return require(buffer.segments.empty(), what, " has no block sizes");
+  require(ipc::elements(buffer) == total(buffer), what, " has ", ipc::elements(buffer),
+          " elements, but its blocks have ", total(buffer));
+  const std::size_t n = buffer.blocks.size(), world = me_.world;
+  require(holds == BlockContent::own_block || n == (holds == BlockContent::all_blocks ? world : 1),
+          what, " has ", n, " blocks; ", name(request_.collective), " of ", world, " ranks needs ",
+          holds == BlockContent::all_blocks ? world : 1);
+}
+
+void CallBuffers::check() const {
+  const CallBuffer &in = request_.input, &out = request_.output;
+  check("the input", in, input_);
+  require(!request_.in_place || out.blocks.empty() || total(in) == total(out),
+          "in place, the output must have as many elements as the input");
+  if (request_.in_place) return;
+  check("the output", out, output_);
+  if (request_.irregular) return;
+  const Collective c = request_.collective;
+  const bool alike =
+      c == Collective::all_to_all || c == Collective::gather || c == Collective::scatter;
+  require(!alike || (is_even(in.blocks) || input_ == BlockContent::own_block), name(c),
+          " with input blocks of different sizes must be called as irregular");
+  require(!alike || (is_even(out.blocks) || output_ == BlockContent::own_block), name(c),
+          " with output blocks of different sizes must be called as irregular");
+  if (in.blocks.empty() || out.blocks.empty()) return;
+  const CallBuffer& whole = known();
+  const auto wanted = [&](BlockContent holds) {
+    return holds == BlockContent::own_block ? whole.blocks[me_.rank] : total(whole);
+  };
+  require(total(in) == wanted(input_), "the input has ", total(in), " elements; it must have ",
+          wanted(input_));
+  require(total(out) == wanted(output_), "the output has ", total(out), " elements; it must have ",
+          wanted(output_));
+}
+
+// Binds programs to the sizes of one request.
+struct ProgramBinder {
+  CallBuffers& buffers;
+  const PreparedRequest& prepared;
+  const std::size_t buffer_bytes;
+  const Rank me;
+
+  Place place(const RankProgram& program, std::size_t stride, const Operand& o) const {
+    const auto item = static_cast<uint32_t>(prepared.item());
+    const uint32_t base = Place::of_rank(o.rank, o.where);
+    if (o.where == OperandBuffer::staging) return {base, item, o.index * stride};
+    if (o.where == OperandBuffer::partial)
+      return {base, static_cast<uint32_t>(prepared.accumulator_item()),
+              (program.regions + o.index * prepared.widening()) * stride};
+    const bool output = o.where == OperandBuffer::output && !prepared.request.in_place;
+    const uint32_t own = output ? Place::kOutput : Place::kInput;
+    return {o.rank == me ? own : base, item, buffers.begin(o) * item};
+  }
+
+  // If irregular, ranks do not know each other's sizes, and a piece fills the smallest region of
+  // all hosts; otherwise all pieces have about the same size.
+  BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular) const {
+    std::size_t stride = region_bytes(buffer_bytes, program, prepared.widening());
+    buffers.divide(program.chunks);
+    const std::size_t least = buffers.largest() * prepared.item();
+    const bool in_entry =
+        program.fills_at_entry && !irregular && program.regions * least <= CallEntry::kDataBytes;
+    if (in_entry) stride = least;
+    BoundProgram bound{program, uses_regions && !in_entry ? stride : 0, buffers.largest(),
+                       in_entry};
+    for (const Instruction& instruction : program.instructions) {
+      bound.counts.push_back(buffers.size(instruction));
+      for (const Operand& o : instruction.operands)
+        bound.places.push_back(place(program, stride, o));
+    }
+    if (bound.stride == 0) return bound;
+    const std::size_t most = stride / prepared.item();
+    bound.pieces.elements = most;
+    if (bound.largest > most)
+      bound.pieces =
+          common_pieces(bound, {static_cast<uint32_t>(ceil_div(bound.largest, most)), most},
+                        prepared.item(), irregular);
+    return bound;
+  }
+};
+
+// A copy of the request that refers to nothing of the caller's.
+CollectiveRequest without_data(const CollectiveRequest& request, std::string_view algorithm) {
+  CollectiveRequest sizes = request;
+  sizes.algorithm = algorithm;
+  sizes.input.segments.clear();
+  sizes.output.segments.clear();
+  sizes.sparse = nullptr;
+  return sizes;
+}
+
+FoldOptions fold_options(const CollectiveRequest& request, int world) {
+  FoldOptions options = request.options;
+  options.world = world;
+  return options;
+}
+
+}  // namespace
+
+Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item, bool irregular) {
+  Pieces common = bound.pieces;
+  if (irregular) {
+    common.elements = std::min(common.elements, of_all.elements);
+  } else if (of_all.count > common.count) {
+    const std::size_t per_line = kLine / item;
+    common.elements = ceil_div(ceil_div(bound.largest, of_all.count), per_line) * per_line;
+  }
+  common.count = std::max(common.count, of_all.count);
+  return common;
+}
+
+PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& programs,
+                                 const PreparationSettings& settings)
+    : algorithm_(r.algorithm),
+      request(without_data(r, algorithm_)),
+      row(r.dtype, r.op, fold_options(r, programs.member().world)),
+      common(common_fingerprint(r)),
+      input_elements_(total(r.input)),
+      output_elements_(total(r.output)) {
+  const WorldMember& me = programs.member();
+  CallBuffers buffers(r, me);
+  bytes = buffers.elements() * item();
+  non_temporal =
+      r.options.non_temporal && !r.in_place && total(r.output) * item() >= kStreamedBytes;
+  const ProgramBinder binder{buffers, *this, settings.buffer_bytes, me.rank};
+  const auto program = [&](Topology topology) -> const RankProgram& {
+    const Choice choice = choose({r.collective, me.world, bytes, r.dtype, r.in_place, topology,
+                                  me.hosts, settings.buffer_bytes, settings.keeps_order},
+                                 r.algorithm);
+    return programs.find({choice.algorithm, choice.pieces, r.root, r.in_place,
+                          topology == Topology::shm_symmetric, choice.senders});
+  };
+  const bool several_hosts = me.hosts != nullptr;
+  const RankProgram& staged = program(several_hosts ? Topology::hosts : Topology::shm_buffers);
+  require(!r.irregular || staged.sizes_known, name(r.collective), ": algorithm '", r.algorithm,
+          "' needs blocks of equal size; choose another algorithm");
+  in_buffers.emplace(
+      binder.bind(staged, staged.stages() || (r.irregular && several_hosts), r.irregular));
+  if (several_hosts || !settings.has_symmetric_heap || bytes < kZeroCopyBytes * me.world) return;
+  const RankProgram& direct = program(Topology::shm_symmetric);
+  in_tensors.emplace(binder.bind(direct, direct.stages(), false));
+}
+
+bool PreparedRequest::serves(const CollectiveRequest& r) const {
+  const CollectiveRequest& own = request;
+  return own.collective == r.collective && own.dtype == r.dtype && own.op == r.op &&
+         own.root == r.root && own.moved_dtype == r.moved_dtype && own.in_place == r.in_place &&
+         own.irregular == r.irregular && own.tensors == r.tensors && r.sparse == nullptr &&
+         own.options.non_temporal == r.options.non_temporal && own.algorithm == r.algorithm &&
+         own.input.blocks == r.input.blocks && own.output.blocks == r.output.blocks &&
+         own.input.cuts == r.input.cuts && own.output.cuts == r.output.cuts &&
+         elements(r.input) == input_elements_ && elements(r.output) == output_elements_;
+}
+
+// A request of sparse tensors has an agreement of its own, and is not kept.
+const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
+  const Sizes& blocks = r.input.blocks.empty() ? r.output.blocks : r.input.blocks;
+  const std::size_t size = blocks.empty() ? 0 : blocks.front();
+  const uint64_t mixed = (size * 16 + static_cast<uint64_t>(r.collective)) * 0x9e3779b97f4a7c15U;
+  std::unique_ptr<const PreparedRequest>& place =
+      places_[(mixed >> 32 ^ static_cast<uint64_t>(r.dtype)) % kPlaces];
+  if (place == nullptr || !place->serves(r))
+    place = std::make_unique<const PreparedRequest>(r, programs_, settings_);
+  return *place;
+}
+
+}  // namespace pycollect::ipc

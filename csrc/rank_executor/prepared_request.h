@@ -1,0 +1,113 @@
+// What all calls of the same request have in common, prepared once: its rank programs bound to its
+// sizes, its fold, and its fingerprint. A repeated call finds it with one comparison.
+#pragma once
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../cpu/step_runner.h"
+#include "../group/group.h"
+#include "../plan/select.h"
+#include "fingerprint.h"
+#include "rank_program.h"
+
+namespace pycollect::ipc {
+
+// All ranks must cut the data into the same pieces, each as much of every chunk as one run moves.
+struct Pieces {
+  uint32_t count = 1;
+  std::size_t elements = std::numeric_limits<std::size_t>::max();  // most of a chunk in a piece
+};
+
+// Where an operand of an instruction is, on the first run: `offset` bytes behind a base, which is
+// the beginning of a tensor or of a rank's staging buffer.
+struct Place {
+  uint32_t base;  // number of the base, see the constants below
+  uint32_t item;  // bytes of an element
+  std::size_t offset;
+  // This rank's input and output, then of each rank of the host its staging buffer, its exposed
+  // input and its exposed output.
+  static constexpr uint32_t kInput = 0, kOutput = 1, kOfRanks = 2, kBasesOfRank = 3;
+  static uint32_t of_rank(Rank r, OperandBuffer where) {
+    return kOfRanks + r * kBasesOfRank +
+           (is_staging(where)               ? 0
+            : where == OperandBuffer::input ? 1
+                                            : 2);
+  }
+  bool is_own() const { return base < kOfRanks; }
+};
+
+// A rank program bound to the sizes of a request.
+struct BoundProgram {
+  const RankProgram& program;
+  // Bytes of a region of the staging buffers; the same on all ranks of a host. 0: unused. A region
+  // of accumulators is `PreparedRequest::widening` times as large.
+  std::size_t stride = 0;
+  std::size_t largest = 0;               // elements of the largest chunk
+  bool in_entry = false;                 // the staging buffers lie in the ranks' CallEntries
+  Pieces pieces = {};                    // of this rank; peers may need more
+  std::vector<std::size_t> counts = {};  // [instruction]: elements that it moves in all pieces
+  std::vector<Place> places = {};        // [operand, see Instruction::first_operand]
+};
+
+// Returns the pieces into which all ranks cut the data, of which some need `of_all`. Pieces only
+// become smaller.
+Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item, bool irregular);
+
+// What of a group determines how its requests are prepared.
+struct PreparationSettings {
+  std::size_t buffer_bytes;  // of one staging buffer
+  bool has_symmetric_heap;   // ranks may access tensors in place
+  bool keeps_order;          // see SelectionKey
+};
+
+class PreparedRequest {
+ public:
+  // Throws std::invalid_argument for a request that cannot run, TypeError for a reduction that the
+  // dtype does not have.
+  PreparedRequest(const CollectiveRequest& request, RankPrograms& programs,
+                  const PreparationSettings& settings);
+  PreparedRequest(const PreparedRequest&) = delete;
+  PreparedRequest& operator=(const PreparedRequest&) = delete;
+
+  // Returns whether this was prepared for a request that differs at most in where its data is.
+  bool serves(const CollectiveRequest& request) const;
+  std::size_t item() const { return row.item(); }
+  std::size_t accumulator_item() const { return row.accumulator_item(); }
+  std::size_t widening() const { return accumulator_item() / item(); }
+
+ private:
+  const std::string algorithm_;
+
+ public:
+  const CollectiveRequest request;  // without segments
+  const cpu::RowRunner row;
+  std::size_t bytes = 0;      // size of all blocks; 0 if a rank cannot compute it
+  bool non_temporal = false;  // the output is too large for the caches
+  const CallFingerprint common;
+  std::optional<BoundProgram> in_buffers;  // its ranks access only each other's staging buffers
+  std::optional<BoundProgram> in_tensors;  // zero-copy; none: too slow, or impossible
+  mutable bool reserved = false;           // its regions of the staging buffers are committed
+
+ private:
+  const std::size_t input_elements_, output_elements_;
+};
+
+// The prepared requests of a group, each in a place that its properties determine.
+class RequestCache {
+ public:
+  RequestCache(const WorldMember& me, const PreparationSettings& settings)
+      : programs_(me), settings_(settings) {}
+  const PreparedRequest& find(const CollectiveRequest& request);
+  const WorldMember& member() const { return programs_.member(); }
+
+ private:
+  static constexpr std::size_t kPlaces = 64;  // more than the calls of a step of most programs
+  RankPrograms programs_;
+  const PreparationSettings settings_;
+  std::array<std::unique_ptr<const PreparedRequest>, kPlaces> places_ = {};
+};
+
+}  // namespace pycollect::ipc

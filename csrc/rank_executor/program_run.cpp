@@ -1,0 +1,278 @@
+// See program_run.h. A late rank that finds the group aborted stops soon and throws; it never
+// returns success. The path of a small call allocates no memory.
+#include "program_run.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "../hosts/hosts_exchange.h"
+#include "../plan/error.h"
+
+namespace pycollect::ipc {
+namespace {
+
+// Below this many bytes read and written, the calling thread works alone; no thread gets less than
+// a quarter of this. cpu/executor.cpp has the measurement.
+constexpr std::size_t kParallelBytes = 1 << 20;
+constexpr std::size_t kBlock = 16 << 10;  // half of a core's L1 data cache
+// How many bytes a thread reads and writes between two polls of the abort state: about half a
+// millisecond. A poll is a load from a line that no rank writes while the group is healthy.
+constexpr std::size_t kBytesPerPoll = 4 << 20;
+constexpr std::size_t kLine = 64;
+// Operands of a fold over the ranks of one host, in most programs.
+constexpr std::size_t kFewOperands = 32;
+
+std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+}  // namespace
+
+void SegmentList::bind(const CallBuffer& buffer, std::size_t item) {
+  buffer_ = &buffer;
+  base_ = buffer.segments.empty() ? nullptr : buffer.segments[0].base;
+  ends_.clear();
+  if (buffer.segments.size() < 2) return;
+  std::size_t end = 0;
+  for (const BufferSegment& s : buffer.segments) ends_.push_back(end += s.count * item);
+}
+
+std::byte* SegmentList::find(std::size_t position, std::size_t& bytes) const {
+  const auto i = std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin();
+  const std::size_t begin = i == 0 ? 0 : ends_[i - 1];
+  bytes = std::min(bytes, ends_[i] - position);
+  return buffer_->segments[i].base + (position - begin);
+}
+
+void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest& request,
+                       const OpContext& context) {
+  prepared_ = &prepared;
+  bound_ = &*prepared.in_buffers;
+  context_ = &context;
+  memories_[0].bind(request.input, prepared.item());
+  if (!request.in_place) memories_[1].bind(request.output, prepared.item());
+  pieces_ = bound_->pieces;
+  filled_ = 0;
+  skips_transfers_ = in_tensors_ = false;
+}
+
+void ProgramRun::use_tensors() {
+  bound_ = &*prepared_->in_tensors;
+  in_tensors_ = true;
+  pieces_ = bound_->pieces;
+}
+
+// The pieces become smaller, so that the prologue, if it has run, has filled at least the first.
+void ProgramRun::cut(const Pieces& of_all) {
+  pieces_ = common_pieces(*bound_, of_all, prepared_->item(), prepared_->request.irregular);
+}
+
+void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
+  const std::size_t skipped = from * prepared_->item();
+  run_ = run;
+  from_ = from;
+  bases_[Place::kInput] = memories_[0].base() + skipped;
+  bases_[Place::kOutput] = memories_[1].base() + skipped;
+  for (Rank r = 0; r < group_.world(); ++r) {
+    CallEntry& entry = group_.entry(r, context_->call);
+    std::byte** const of_rank = &bases_[Place::of_rank(r, OperandBuffer::staging)];
+    of_rank[0] = bound_->in_entry ? entry.data.data() : group_.staging_buffer(r, run);
+    if (!in_tensors_) continue;
+    of_rank[1] = group_.heap(r) + entry.registered.input + skipped;
+    of_rank[2] = group_.heap(r) + entry.registered.output + skipped;
+  }
+}
+
+int ProgramRun::fill(uint64_t run) {
+  const RankProgram& program = bound_->program;
+  begin_piece(run, 0);
+  while (filled_ < program.prologue) perform(filled_++);
+  return program.tasks_after_prologue();
+}
+
+// The end of a call's last run need not be signalled unless a peer waits for the last instruction:
+// the next call's fingerprint signals it, too.
+void ProgramRun::run(uint64_t first, const OpContext& context) {
+  const RankProgram& program = bound_->program;
+  const bool awaited = program.instructions.empty() || program.instructions.back().awaited;
+  const bool transfers = !program.transfers.empty() && !skips_transfers_;
+  context_ = &context;
+  for (uint32_t k = 0; k < pieces_.count; ++k) {
+    begin_piece(first + k, k * pieces_.elements);
+    if (k > 0 && bound_->stride > 0) await_previous(group_, run_, context);
+    if (k > 0 && program.entry_awaited) group_.advance(at_run(run_) + 1);
+    if (transfers) post_receives();
+    run_piece(std::exchange(filled_, 0));
+    if (transfers) hosts_->await_sends();
+    const uint64_t end = at_run(run_ + 1);
+    if (k + 1 < pieces_.count || awaited)
+      group_.advance(end);
+    else
+      group_.rank_state(group_.rank()).ended.store(end, std::memory_order_release);
+  }
+}
+
+void ProgramRun::run_piece(std::size_t skip) {
+  const RankProgram& program = bound_->program;
+  for (std::size_t i = skip; i < program.instructions.size(); ++i) {
+    const Instruction& instruction = program.instructions[i];
+    wait(instruction.waits);
+    perform(i);
+    const bool last = i + 1 == program.instructions.size() && program.exit.empty();
+    if (i + 1 == program.prologue || (i >= program.prologue && instruction.awaited && !last))
+      group_.advance(at_run(run_) + instruction.finished_tasks);
+  }
+  wait(program.exit);
+}
+
+void ProgramRun::perform(std::size_t i) {
+  const std::size_t n = count_of(i);
+  if (n == 0) return;
+  const Instruction& instruction = bound_->program.instructions[i];
+  if (instruction.transfer) return perform_transfer(i);
+  if (n * prepared_->item() * instruction.operands.size() < kParallelBytes)
+    move(instruction, 0, n);
+  else
+    move_parallel(instruction, n);
+  std::atomic_thread_fence(std::memory_order_acquire);  // after the reads of peers' memory
+  group_.require_run(*context_);
+}
+
+// Each thread stops early when the group is aborted; the calling thread throws afterwards.
+void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n) const {
+  const std::size_t element = prepared_->item() * instruction.operands.size();
+  const std::size_t per_line = kLine / prepared_->item(), lines = ceil_div(n, per_line);
+  const std::size_t grain =
+      std::max<std::size_t>(1, lines / ceil_div(n * element, kParallelBytes / 4));
+  const std::size_t block = ceil_div(kBytesPerPoll / element, per_line) * per_line;
+  const auto part = [&](int64_t first, int64_t last) {
+    const std::size_t end = std::min<std::size_t>(n, last * per_line);
+    for (std::size_t at = first * per_line; at < end && group_.can_run(); at += block)
+      move(instruction, at, std::min(end, at + block));
+  };
+  if (parallel_for_)
+    parallel_for_(static_cast<int64_t>(lines), static_cast<int64_t>(grain), part);
+  else
+    part(0, static_cast<int64_t>(lines));
+}
+
+void ProgramRun::move(const Instruction& instruction, std::size_t begin, std::size_t end) const {
+  if (instruction.operands.size() <= kFewOperands)
+    move_rows<kFewOperands>(instruction, begin, end);
+  else
+    move_rows<kMostOperands>(instruction, begin, end);
+}
+
+// Moves the elements [begin, end) of the instruction's part of the current piece: in rows, each as
+// long as no operand continues in another tensor.
+template <std::size_t kMost>
+void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
+                           std::size_t end) const {
+  std::array<void*, kMost> at;
+  const Place* const places = bound_->places.data() + instruction.first_operand;
+  const int operands = static_cast<int>(instruction.operands.size());
+  while (begin < end) {
+    std::size_t n = end - begin;
+    int i = 0;  // no instruction is without operands
+    do at[i] = address(places[i], begin, n);
+    while (++i < operands);
+    fold(instruction, at.data(), operands, n);
+    begin += n;
+  }
+}
+
+// Returns the address of the operand's element `at` in the current piece, and limits `n` to the
+// elements before the next tensor.
+std::byte* ProgramRun::address(const Place& place, std::size_t at, std::size_t& n) const {
+  if (place.is_own() && !memories_[place.base].is_contiguous()) [[unlikely]] {
+    std::size_t bytes = n * place.item;
+    std::byte* const found =
+        memories_[place.base].find(place.offset + (from_ + at) * place.item, bytes);
+    n = bytes / place.item;
+    return found;
+  }
+  return bases_[place.base] + place.offset + at * place.item;
+}
+
+void ProgramRun::fold(const Instruction& instruction, void* const* at, int operands,
+                      std::size_t count) const {
+  const cpu::RowRunner& row = prepared_->row;
+  const int dsts = instruction.dsts, staged = instruction.in_staging;
+  const cpu::Pointers to{at, dsts}, from{at + dsts, operands - dsts};
+  if (instruction.partial_dsts || instruction.partial_srcs > 0)
+    row.run_accumulators(instruction.finishes, to, instruction.partial_dsts, from,
+                         instruction.partial_srcs, count);
+  else if (staged == 0 || staged == dsts || from.n == 1)
+    row.run(instruction.finishes, to, from, count, prepared_->non_temporal && staged == 0);
+  else
+    fold_and_copy(instruction, to, from, count);
+}
+
+// Results for staging buffers are folded into another destination first and copied from there while
+// they are in the L1 cache. memcpy takes over whole lines that a peer has read without reading
+// them, which the stores of a fold cannot. Between two cores this was 1.8 times as fast.
+void ProgramRun::fold_and_copy(const Instruction& instruction, cpu::Pointers to, cpu::Pointers from,
+                               std::size_t count) const {
+  const cpu::RowRunner& row = prepared_->row;
+  const int first = to.n - instruction.in_staging;
+  const std::size_t item = row.item(), block = kBlock / item;
+  std::array<void*, kMostOperands> part;
+  for (std::size_t done = 0; done < count; done += block) {
+    const std::size_t some = std::min(block, count - done);
+    for (int i = 0; i < to.n + from.n; ++i)
+      part[i] = static_cast<std::byte*>(to.at[i]) + done * item;
+    row.run(instruction.finishes, {part.data(), first}, {part.data() + to.n, from.n}, some, false);
+    for (int d = first; d < to.n; ++d) std::memcpy(part[d], part[0], some * item);
+  }
+}
+
+ProgramRun::TransferMemory ProgramRun::transferred(std::size_t i) const {
+  const Instruction& instruction = bound_->program.instructions[i];
+  const Place& moved = bound_->places[instruction.first_operand];
+  std::size_t n = count_of(i);
+  return {address(moved, 0, n), n * moved.item};
+}
+
+// Receives begin before the first instruction of a piece, so that no sender waits for this rank.
+void ProgramRun::post_receives() {
+  for (const int i : bound_->program.transfers) {
+    const Instruction& instruction = bound_->program.instructions[i];
+    if (!instruction.transfer->early || count_of(i) == 0) continue;
+    const TransferMemory to = transferred(i);
+    hosts_->receive(*instruction.transfer, to.at, to.bytes);
+  }
+}
+
+void ProgramRun::perform_transfer(std::size_t i) {
+  if (skips_transfers_) return;
+  const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
+  const TransferMemory moved = transferred(i);
+  if (transfer.direction == HostTransfer::Direction::send)
+    return hosts_->send(transfer, moved.at, moved.bytes);
+  if (!transfer.early) hosts_->receive(transfer, moved.at, moved.bytes);
+  hosts_->await_receive(transfer);
+}
+
+void ProgramRun::pack(Rank to, std::vector<std::byte>& data) const {
+  for (const int i : bound_->program.transfers) {
+    const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
+    if (transfer.direction != HostTransfer::Direction::send || transfer.peer != to) continue;
+    const TransferMemory from = transferred(i);
+    data.insert(data.end(), from.at, from.at + from.bytes);
+  }
+}
+
+void ProgramRun::unpack(Rank from, const std::byte* data, std::size_t bytes) const {
+  for (const int i : bound_->program.transfers) {
+    const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
+    if (transfer.direction != HostTransfer::Direction::receive || transfer.peer != from) continue;
+    const TransferMemory to = transferred(i);
+    require(to.bytes <= bytes, "rank ", from, " sent a shorter message than its call needs");
+    std::memcpy(to.at, data, to.bytes);
+    data += to.bytes;
+    bytes -= to.bytes;
+  }
+  require(bytes == 0, "rank ", from, " sent a longer message than its call needs");
+}
+
+}  // namespace pycollect::ipc

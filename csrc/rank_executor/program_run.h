@@ -1,0 +1,111 @@
+// Runs a rank program on the group's segment, once for each piece of the data, as data may be
+// larger than a staging buffer: waits for the progress counters of other ranks, copies and folds
+// with the rank's own threads, and advances its own counter.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "../cpu/executor.h"
+#include "prepared_request.h"
+
+namespace pycollect::ipc {
+
+class HostsExchange;
+
+// Memory of one call buffer of this rank, in one segment or several (IoVec). Positions are bytes
+// from the beginning of the buffer.
+class SegmentList {
+ public:
+  void bind(const CallBuffer& buffer, std::size_t item);
+  bool is_contiguous() const { return ends_.empty(); }
+  std::byte* base() const { return base_; }
+  // Returns the address of a position, and limits `bytes` to those up to the end of its segment.
+  std::byte* find(std::size_t position, std::size_t& bytes) const;
+
+ private:
+  const CallBuffer* buffer_ = nullptr;
+  std::byte* base_ = nullptr;
+  std::vector<std::size_t> ends_ = {};  // [segment], if there are several
+};
+
+class ProgramRun {
+ public:
+  // `hosts`: for transfers between hosts; null: all ranks are on one host.
+  ProgramRun(Group& group, cpu::ParallelFor parallel_for, HostsExchange* hosts)
+      : group_(group),
+        parallel_for_(std::move(parallel_for)),
+        hosts_(hosts),
+        bases_(Place::of_rank(group.world(), OperandBuffer::staging)) {}
+
+  // Begins a call, and selects the program that stages all data. The request, `prepared` and the
+  // context must live until the call has ended.
+  void begin(const PreparedRequest& prepared, const CollectiveRequest& request,
+             const OpContext& context);
+  // The input or the output; in place, both are the same.
+  const SegmentList& memory(OperandBuffer where) const {
+    const bool is_output = where == OperandBuffer::output && !prepared_->request.in_place;
+    return memories_[is_output ? Place::kOutput : Place::kInput];
+  }
+  // Runs the prologue of the first run, before the ranks have agreed on the call. Returns the
+  // number of finished tasks, to be published.
+  int fill(uint64_t run);
+  // Selects the zero-copy program instead, or the pieces into which all ranks cut the data.
+  void use_tensors();
+  void cut(const Pieces& of_all);
+  // Runs all pieces; `context` is that of the waits.
+  void run(uint64_t first, const OpContext& context);
+
+  // Returns true if all data for other hosts is ready when the prologue has run.
+  bool packs() const { return bound_->program.packs && pieces_.count == 1; }
+  const Pieces& pieces() const { return pieces_; }
+  // The data that the rank program's only run sends to another host's rank, or receives from it, in
+  // the order of the transfers. `unpack` throws std::invalid_argument if the size differs. After
+  // `skip_transfers`, the run makes none.
+  void pack(Rank to, std::vector<std::byte>& data) const;
+  void unpack(Rank from, const std::byte* data, std::size_t bytes) const;
+  void skip_transfers() { skips_transfers_ = true; }
+
+ private:
+  void begin_piece(uint64_t run, std::size_t from);
+  void run_piece(std::size_t skip);
+  void perform(std::size_t i);
+  void move(const Instruction& instruction, std::size_t begin, std::size_t end) const;
+  template <std::size_t kMost>
+  void move_rows(const Instruction& instruction, std::size_t begin, std::size_t end) const;
+  void move_parallel(const Instruction& instruction, std::size_t n) const;
+  void fold(const Instruction& instruction, void* const* at, int operands, std::size_t count) const;
+  void fold_and_copy(const Instruction& instruction, cpu::Pointers to, cpu::Pointers from,
+                     std::size_t count) const;
+  std::byte* address(const Place& place, std::size_t at, std::size_t& n) const;
+  std::size_t count_of(std::size_t i) const {  // elements in the current piece
+    const std::size_t all = bound_->counts[i];
+    return all <= from_ ? 0 : std::min(pieces_.elements, all - from_);
+  }
+  void wait(const std::vector<Wait>& waits) {
+    for (const Wait w : waits) group_.await(w.rank, at_run(run_) + w.count, *context_);
+  }
+  struct TransferMemory {
+    std::byte* at;
+    std::size_t bytes;
+  };
+  TransferMemory transferred(std::size_t i) const;
+  void post_receives();
+  void perform_transfer(std::size_t i);
+
+  Group& group_;
+  const cpu::ParallelFor parallel_for_;
+  HostsExchange* const hosts_;
+  // The members below belong to the current call.
+  const PreparedRequest* prepared_ = nullptr;
+  const BoundProgram* bound_ = nullptr;
+  const OpContext* context_ = nullptr;
+  std::array<SegmentList, 2> memories_ = {};
+  Pieces pieces_ = {};
+  uint64_t run_ = 0;
+  std::vector<std::byte*> bases_;  // see Place; of the current piece
+  std::size_t from_ = 0;           // element of each chunk at which the current piece begins
+  std::size_t filled_ = 0;         // number of instructions of the first run that `fill` has run
+  bool skips_transfers_ = false, in_tensors_ = false;
+};
+
+}  // namespace pycollect::ipc
