@@ -6,6 +6,7 @@
 #include <functional>
 #include <numeric>
 
+#include "../group/hasher.h"
 #include "../plan/error.h"
 
 namespace pycollect::ipc {
@@ -238,7 +239,8 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       row(r.dtype, r.op, fold_options(r, programs.member().world)),
       common(common_fingerprint(r)),
       input_elements_(total(r.input)),
-      output_elements_(total(r.output)) {
+      output_elements_(total(r.output)),
+      is_sparse_(r.sparse != nullptr) {
   const WorldMember& me = programs.member();
   CallBuffers buffers(r, me);
   bytes = buffers.elements() * item();
@@ -267,20 +269,21 @@ bool PreparedRequest::serves(const CollectiveRequest& r) const {
   const CollectiveRequest& own = request;
   return own.collective == r.collective && own.dtype == r.dtype && own.op == r.op &&
          own.root == r.root && own.moved_dtype == r.moved_dtype && own.in_place == r.in_place &&
-         own.irregular == r.irregular && own.tensors == r.tensors && r.sparse == nullptr &&
+         own.irregular == r.irregular && own.tensors == r.tensors && !is_sparse_ && !r.sparse &&
          own.options.non_temporal == r.options.non_temporal && own.algorithm == r.algorithm &&
          own.input.blocks == r.input.blocks && own.output.blocks == r.output.blocks &&
          own.input.cuts == r.input.cuts && own.output.cuts == r.output.cuts &&
          elements(r.input) == input_elements_ && elements(r.output) == output_elements_;
 }
 
-// A request of sparse tensors has an agreement of its own, and is not kept.
 const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
   const Sizes& blocks = r.input.blocks.empty() ? r.output.blocks : r.input.blocks;
-  const std::size_t size = blocks.empty() ? 0 : blocks.front();
-  const uint64_t mixed = (size * 16 + static_cast<uint64_t>(r.collective)) * 0x9e3779b97f4a7c15U;
-  std::unique_ptr<const PreparedRequest>& place =
-      places_[(mixed >> 32 ^ static_cast<uint64_t>(r.dtype)) % kPlaces];
+  Hasher h;
+  h.add(blocks.empty() ? 0 : blocks.front());
+  h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
+        static_cast<uint64_t>(r.op) << 16 | uint64_t{r.in_place} << 24 |
+        static_cast<uint64_t>(r.root) << 32);
+  std::unique_ptr<const PreparedRequest>& place = places_[h.value() % kPlaces];
   if (place == nullptr || !place->serves(r))
     place = std::make_unique<const PreparedRequest>(r, programs_, settings_);
   return *place;

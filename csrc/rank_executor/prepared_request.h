@@ -73,6 +73,7 @@ class PreparedRequest {
   PreparedRequest& operator=(const PreparedRequest&) = delete;
 
   // Returns whether this was prepared for a request that differs at most in where its data is.
+  // Never for a request of sparse tensors, on whose form the ranks agree, too.
   bool serves(const CollectiveRequest& request) const;
   std::size_t item() const { return row.item(); }
   std::size_t accumulator_item() const { return row.accumulator_item(); }
@@ -93,6 +94,7 @@ class PreparedRequest {
 
  private:
   const std::size_t input_elements_, output_elements_;
+  const bool is_sparse_;
 };
 
 // The prepared requests of a group, each in a place that its properties determine.

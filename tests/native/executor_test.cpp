@@ -181,7 +181,22 @@ void run_differences(Member& me) {
   expect_refused(me, reduced, "tensors of different sizes");
 }
 
+// A request that differs from an earlier one only in its sparse form is another one, also where an
+// executor has prepared the earlier one.
+void run_sparse_form(Member& me) {
+  FloatRequest it({100}, {100});
+  const SparseForm form{DType::f32, ReduceOp::sum, 1000, 7};
+  it.request.sparse = &form;
+  me.run(it.request);
+  it.request.sparse = nullptr;
+  Executor fresh(me.group, {});
+  Executor& executor = me.group.rank() == 0 ? me.executor : fresh;
+  executor.run(it.request, me.call++, soon());
+  expect(it.out[99] == static_cast<float>(me.group.world()), "the sum of a dense call");
+}
+
 void run_refusals(Member& me) {
+  run_sparse_form(me);
   for (int i = 0; i < 3; ++i) run_differences(me);
   run_cases(me, 20, 7);
 }
