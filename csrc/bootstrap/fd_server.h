@@ -9,7 +9,6 @@
 #include <string>
 #include <thread>
 
-#include "../group/fork_guard.h"
 #include "../group/system.h"
 #include "store.h"
 
@@ -17,23 +16,21 @@ namespace pycollect::ipc {
 
 class FdServer {
  public:
-  explicit FdServer(UniqueFd descriptor);
-  ~FdServer();  // afterwards the descriptor can no longer be fetched
+  explicit FdServer(int descriptor);  // which must stay open while the server exists
+  ~FdServer();                        // afterwards the descriptor can no longer be fetched
   FdServer(const FdServer&) = delete;
   FdServer& operator=(const FdServer&) = delete;
 
   uint64_t id() const { return id_; }  // random, never 0; the argument of `fetch`
 
  private:
-  struct OpenFiles;  // fd_server.cpp: the descriptors that a forked child closes
-  void serve();
+  void serve() const;
 
   const uint64_t id_;
+  const int offered_;
   const ForkGuard fork_guard_;  // a forked child has no server thread
-  // The descriptors are on the heap, because the server may lie on a stack that a forked child does
-  // not keep.
-  const std::unique_ptr<OpenFiles> open_;
   const UniqueFd end_;
+  UniqueFd listener_;
   std::unique_ptr<std::thread> thread_;
 };
 

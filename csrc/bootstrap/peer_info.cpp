@@ -5,9 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -22,7 +21,7 @@ namespace pycollect::ipc {
 namespace {
 
 // First line of an encoded PeerInfo. Ranks with different versions are incompatible.
-constexpr char kVersion[] = "pycollect-5";
+constexpr char kVersion[] = "pycollect-6";
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -49,11 +48,11 @@ uint64_t space_of(const char* what) {
 }
 
 CoreSet own_cores() {
-  CoreSet words = {};
+  CoreSet cores;
   cpu_set_t set;
-  static_assert(sizeof set == sizeof words);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) std::memcpy(words.data(), &set, sizeof set);
-  return words;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (std::size_t core = 0; core < cores.size(); ++core) cores[core] = CPU_ISSET(core, &set);
+  return cores;
 }
 
 // Returns a description of differences between ranks (user, namespaces) that can prevent sharing
@@ -107,9 +106,8 @@ std::string PeerInfo::encode() const {
   out << kVersion << '\n' << host << '\n' << boot << '\n' << domain << '\n';
   out << common_settings << '\n' << host_settings << '\n';
   out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
-      << fd_server;
-  for (uint64_t word : cores) out << ' ' << word;
-  out << '\n' << failure;
+      << fd_server << ' ' << cores << '\n'
+      << failure;
   return out.str();
 }
 
@@ -120,8 +118,8 @@ PeerInfo PeerInfo::decode(const std::string& posted) {
   std::getline(in, version);
   for (std::string* line : {&it.host, &it.boot, &it.domain, &it.common_settings, &it.host_settings})
     std::getline(in, *line);
-  in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce >> it.fd_server;
-  for (uint64_t& word : it.cores) in >> word;
+  in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce >> it.fd_server >>
+      it.cores;
   in.get();
   require(in && version == kVersion, "the ranks of a group must run the same version of pycollect");
   it.failure.assign(std::istreambuf_iterator<char>(in), {});
@@ -138,19 +136,10 @@ Hosts hosts_of(const std::vector<PeerInfo>& ranks) {
 
 std::vector<std::string> names_of(const Hosts& hosts, const std::vector<PeerInfo>& ranks) {
   std::vector<std::string> names;
-  const auto first = [&](int h) -> const PeerInfo& { return ranks[hosts.ranks(h)[0]]; };
-  for (int h = 0; h < hosts.count(); ++h) {
-    int alike = 0, same_boot = 0, before = 0;
-    for (int other = 0; other < hosts.count(); ++other) {
-      if (first(other).host != first(h).host) continue;
-      ++alike;
-      same_boot += first(other).boot == first(h).boot;
-      before += other <= h && first(other).boot == first(h).boot;
-    }
-    names.push_back(text(first(h).host,
-                         alike > same_boot ? text(" (boot ", first(h).boot.substr(0, 8), ")") : "",
-                         same_boot > 1 ? text(" (container ", before, ")") : ""));
-  }
+  for (int h = 0; h < hosts.count(); ++h) names.push_back(ranks[hosts.ranks(h)[0]].host);
+  const std::vector<std::string> alike = names;
+  for (int h = 0; h < hosts.count(); ++h)
+    if (std::ranges::count(alike, names[h]) > 1) names[h] += text(" (host ", h, ")");
   return names;
 }
 
@@ -194,13 +183,9 @@ void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group
 }
 
 int shared_cores(const std::vector<PeerInfo>& ranks) {
-  int cores = 0;
-  for (std::size_t i = 0; i < CoreSet().size(); ++i) {
-    uint64_t all = 0;
-    for (const PeerInfo& it : ranks) all |= it.cores[i];
-    cores += std::popcount(all);
-  }
-  return cores > 0 ? cores : static_cast<int>(std::thread::hardware_concurrency());
+  CoreSet all;
+  for (const PeerInfo& it : ranks) all |= it.cores;
+  return static_cast<int>(all.any() ? all.count() : std::thread::hardware_concurrency());
 }
 
 int fold_threads(const std::vector<PeerInfo>& ranks, Rank rank) {

@@ -38,7 +38,8 @@ PeerInfo describe_self(const GroupSettings& settings, int world);
 
 // Returns the hosts of the ranks.
 Hosts hosts_of(const std::vector<PeerInfo>& ranks);
-// Returns a name for each host: host names, or PYCOLLECT_HOST, made different.
+// Returns a name for each host: host names, or PYCOLLECT_HOST; the
+// host's number too if that is another host's name.
 std::vector<std::string> names_of(const Hosts& hosts, const std::vector<PeerInfo>& ranks);
 // Throws std::invalid_argument, naming hosts and ranks, if the ranks are on several hosts.
 void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group);

@@ -1,14 +1,14 @@
 #include "rendezvous.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <optional>
 #include <system_error>
 
 #include "../group/format_ranks.h"
 #include "../plan/error.h"
+#include "fd_server.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -21,22 +21,64 @@ constexpr std::chrono::milliseconds kLivenessInterval{500};
 
 std::string key(Rank rank) { return text("hello/", rank); }
 
-}  // namespace
+class Rendezvous {
+ public:
+  Rendezvous(Store& store, Rank rank, const SegmentLayout& layout, const GroupSettings& settings)
+      : store_(store),
+        rank_(rank),
+        world_(layout.sizes.world),
+        layout_(layout),
+        settings_(settings),
+        deadline_(deadline_after(settings.timeout)),
+        mine_(describe_self(settings, world_)) {}
 
-Rendezvous::Rendezvous(Store& store, Rank rank, int world, const GroupSettings& settings,
-                       const FailureSources& failure_sources)
-    : store_(store),
-      rank_(rank),
-      world_(world),
-      settings_(settings),
-      deadline_(deadline_after(settings.timeout)),
-      failure_sources_(failure_sources) {}
+  Membership join();
+  // Peers may have seen this rank in the shared memory.
+  void give_up(const std::string& why) {
+    const Rank me = settings_.world_ranks.empty() ? rank_ : settings_.world_ranks[rank_];
+    if (made_.abort_state)
+      made_.abort_state->set({AbortRecord::lost, text("rank ", me, " gave up: ", why)}, nullptr);
+  }
 
-std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& preparation) {
-  PeerInfo mine = describe_self(settings_, world_);
-  network_space_ = mine.network_space;
+ private:
+  // What every group uses. Staging buffers and the rings of the mailboxes are committed when they
+  // are first used, by the rank that writes them: their pages then lie on the NUMA node where that
+  // rank runs.
+  std::size_t used_at_once() const { return layout_.mailboxes + settings_.mailbox_header_bytes; }
+  std::vector<PeerInfo> share();
+  std::shared_ptr<Segment> obtain_segment();
+  UniqueFd fetch_from(const PeerInfo& owner) const;
+  void enter(std::shared_ptr<Segment> segment);
+  void require_one_memory(const std::vector<PeerInfo>& ranks) const;
+  std::vector<std::string> read_all();
+  bool has_failed_peer() const;
+  [[noreturn]] void throw_cause() const;
+  [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
+  [[noreturn]] void fail(uint32_t kind, const std::string& cause) const;
+
+  Store& store_;
+  const Rank rank_;
+  const int world_;
+  const SegmentLayout& layout_;
+  const GroupSettings& settings_;
+  const Deadline deadline_;
+  PeerInfo mine_;
+  Membership made_;
+  std::optional<FdServer> fd_server_;  // only on rank 0
+};
+
+Membership Rendezvous::join() {
+  const std::vector<PeerInfo> ranks = share();
+  require_one_memory(ranks);
+  made_.cores = shared_cores(ranks);
+  made_.fold_threads = fold_threads(ranks, rank_);
+  made_.segment->touch(0, used_at_once());  // all ranks have joined, so rank 0 has committed it
+  return std::move(made_);
+}
+
+std::vector<PeerInfo> Rendezvous::share() {
   try {
-    if (auto segment = obtain_segment(mine, bytes)) preparation(std::move(segment), mine.nonce);
+    if (auto segment = obtain_segment()) enter(std::move(segment));
   } catch (const PeerLost&) {
     throw;
   } catch (const Timeout&) {
@@ -44,10 +86,10 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
   } catch (const Interruption&) {
     throw;
   } catch (const std::exception& error) {  // published to all ranks below
-    mine.failure = error.what();
+    mine_.failure = error.what();
   }
   try {
-    store_.post(key(rank_), mine.encode());
+    store_.post(key(rank_), mine_.encode());
   } catch (const Timeout&) {  // the store accepts other ranks' keys only after rank 0 has opened it
     time_out({0});
   }
@@ -66,16 +108,13 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
 
 // Creates the segment on rank 0, and fetches it on others. Returns nullptr if rank 0's PeerInfo
 // shows why it cannot be fetched: another host, other settings, or a failure.
-std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t bytes) {
+std::shared_ptr<Segment> Rendezvous::obtain_segment() {
   if (settings_.segment) return settings_.segment;
   if (world_ > kMaxRanks) return nullptr;  // a world of several hosts, or an error
   if (rank_ == 0) {
-    auto segment = Segment::create(bytes);
-    if (world_ == 1) return segment;
-    UniqueFd file(fcntl(segment->descriptor(), F_DUPFD_CLOEXEC, 0));
-    if (!file) refuse("cannot offer the shared memory", errno);
-    mine.fd_server = fd_server_.emplace(std::move(file)).id();
-    return segment;
+    made_.segment = Segment::create(layout_.total);
+    if (world_ > 1) mine_.fd_server = fd_server_.emplace(made_.segment->descriptor()).id();
+    return made_.segment;
   }
   std::string record;
   try {
@@ -84,10 +123,10 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
     time_out({0});
   }
   const PeerInfo owner = PeerInfo::decode(record);
-  if (owner.domain != mine.domain || owner.common_settings != mine.common_settings ||
-      owner.host_settings != mine.host_settings || !owner.failure.empty())
+  if (owner.domain != mine_.domain || owner.common_settings != mine_.common_settings ||
+      owner.host_settings != mine_.host_settings || !owner.failure.empty())
     return nullptr;
-  return Segment::adopt(fetch_from(owner), bytes);
+  return Segment::adopt(fetch_from(owner), layout_.total);
 }
 
 UniqueFd Rendezvous::fetch_from(const PeerInfo& owner) const {
@@ -96,26 +135,47 @@ UniqueFd Rendezvous::fetch_from(const PeerInfo& owner) const {
   } catch (const std::system_error& error) {
     const int why = error.code().value();
     if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
-    if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
+    if (why == ECONNREFUSED && mine_.network_space != 0 &&
+        owner.network_space == mine_.network_space)
       fail(AbortRecord::lost, text("rank 0 (pid ", owner.pid,
                                    ") died before all ranks had joined, or has stopped waiting"));
     throw;
   }
 }
 
+// Sets this rank up in the shared memory.
+void Rendezvous::enter(std::shared_ptr<Segment> segment) {
+  made_.segment = std::move(segment);
+  made_.segment->commit(0, SegmentLayout::up(sizeof(Control)));
+  Control& control = *reinterpret_cast<Control*>(made_.segment->data());
+  made_.abort_state = std::make_unique<AbortState>(control.record, settings_.name);
+  control.nonces[rank_].store(mine_.nonce);
+  made_.failure_detector = std::make_unique<FailureDetector>(control, world_, rank_);
+  // After the liveness lock is held: the kernel may kill the process here for lack of memory.
+  if (rank_ == 0) made_.segment->commit(0, used_at_once());
+}
+
+void Rendezvous::require_one_memory(const std::vector<PeerInfo>& ranks) const {
+  const Control& control = *reinterpret_cast<const Control*>(made_.segment->data());
+  for (Rank r = 0; r < world_; ++r)
+    if (control.nonces[r].load() != ranks[r].nonce)
+      throw CollectiveError(
+          text("the ranks of group '", settings_.name,
+               "' mapped different shared memory; all ranks must be on one host"));
+}
+
 std::vector<std::string> Rendezvous::read_all() {
   std::vector<std::string> keys;
   for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
-  for (bool peer_failed = false;;) {
+  // A rank that died may have completed the rendezvous before: then the last read succeeds.
+  for (bool last = false;; last = has_failed_peer()) {
+    const auto time = last ? kLastQuery : kLivenessInterval;
     try {
-      return store_.read_all(
-          keys, std::min(deadline_, Clock::now() + (peer_failed ? kLastQuery : kLivenessInterval)));
+      return store_.read_all(keys, std::min(deadline_, Clock::now() + time));
     } catch (const Timeout&) {  // some stores throw it a second late
       if (Clock::now() >= deadline_) break;
     }
-    // A rank that died may have completed the rendezvous before: then the second read succeeds.
-    if (peer_failed) throw_cause();
-    peer_failed = has_failed_peer();
+    if (last) throw_cause();
   }
   std::vector<Rank> missing;
   for (Rank r = 0; r < world_; ++r) {
@@ -128,6 +188,19 @@ std::vector<std::string> Rendezvous::read_all() {
   time_out(missing);
 }
 
+// Returns true if waiting is pointless: the group is aborted or a rank has died.
+bool Rendezvous::has_failed_peer() const {
+  return made_.abort_state && (made_.abort_state->is_aborted() ||
+                               (made_.failure_detector && made_.failure_detector->dead() != 0));
+}
+
+void Rendezvous::throw_cause() const {
+  if (made_.abort_state->is_aborted()) made_.abort_state->rethrow();
+  const Rank r = std::countr_zero(made_.failure_detector->dead());
+  fail(AbortRecord::lost, text("rank ", r, " (pid ", made_.failure_detector->pid(r),
+                               ") died before all ranks had joined"));
+}
+
 void Rendezvous::time_out(const std::vector<Rank>& missing) const {
   const std::chrono::duration<double> waited = settings_.timeout;
   fail(AbortRecord::timed_out, text("Timed out after ", waited.count(), " s; ",
@@ -135,29 +208,26 @@ void Rendezvous::time_out(const std::vector<Rank>& missing) const {
                                                     : text(name(missing), " did not arrive")));
 }
 
-// Returns true if waiting is pointless: the group is aborted or a rank has died.
-bool Rendezvous::has_failed_peer() const {
-  return failure_sources_.abort_state &&
-         (failure_sources_.abort_state->is_aborted() ||
-          (failure_sources_.peers && failure_sources_.peers->dead() != 0));
-}
-
-void Rendezvous::throw_cause() const {
-  if (failure_sources_.abort_state->is_aborted()) failure_sources_.abort_state->rethrow();
-  const Rank r = std::countr_zero(failure_sources_.peers->dead());
-  fail(AbortRecord::lost, text("rank ", r, " (pid ", failure_sources_.peers->pid(r),
-                               ") died before all ranks had joined"));
-}
-
 // Throws with the cause published by the first rank that failed.
 void Rendezvous::fail(uint32_t kind, const std::string& cause) const {
-  if (failure_sources_.abort_state) {
-    failure_sources_.abort_state->set({kind, cause}, nullptr);
-    failure_sources_.abort_state->rethrow();
+  if (made_.abort_state) {
+    made_.abort_state->set({kind, cause}, nullptr);
+    made_.abort_state->rethrow();
   }
-  const std::string why = text("group '", settings_.name, "': ", cause);
-  if (kind == AbortRecord::timed_out) throw Timeout(why);
-  throw PeerLost(why);
+  throw_failure(kind, text("group '", settings_.name, "': ", cause));
+}
+
+}  // namespace
+
+Membership rendezvous(Store& store, Rank rank, const SegmentLayout& layout,
+                      const GroupSettings& settings) {
+  Rendezvous made(store, rank, layout, settings);
+  try {
+    return made.join();
+  } catch (const std::exception& error) {
+    made.give_up(error.what());
+    throw;
+  }
 }
 
 }  // namespace pycollect::ipc

@@ -33,6 +33,12 @@ SegmentSizes checked(const SegmentSizes& sizes) {
   return sizes;
 }
 
+std::vector<Rank> ranks_of(uint64_t mask) {
+  std::vector<Rank> ranks;
+  for (; mask != 0; mask &= mask - 1) ranks.push_back(std::countr_zero(mask));
+  return ranks;
+}
+
 }  // namespace
 
 Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
@@ -42,64 +48,37 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
       layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
                        settings_.symmetric_heap_bytes, settings_.all_ranks})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
-  try {
-    rendezvous(store);
-  } catch (const std::exception& error) {  // peers may have seen this rank in the shared memory
-    if (abort_state_)
-      abort_state_->set(
-          {AbortRecord::lost, text("rank ", world_rank(rank_), " gave up: ", error.what())},
-          nullptr);
-    throw;
-  }
-}
-
-void Group::rendezvous(Store& store) {
-  Rendezvous exchange(store, rank_, world_, settings_, {abort_state_, failure_detector_});
-  const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
-    map_segment(std::move(segment));
-    Control& control = *reinterpret_cast<Control*>(base_);
-    control.nonces[rank_].store(nonce);
-    failure_detector_ = std::make_unique<FailureDetector>(control, world_, rank_);
-    if (rank_ == 0) commit();
-  };
-  const std::vector<PeerInfo> ranks = exchange.share(layout_.total, prepare);
-  require_one_memory(ranks);
-  crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
-  fold_threads_ = ipc::fold_threads(ranks, rank_);
-  segment_->touch(0, used_at_once());  // all ranks have joined, so rank 0 has committed it
+  Membership joined = rendezvous(store, rank_, layout_, settings_);
+  segment_ = std::move(joined.segment);
+  base_ = segment_->data();
+  rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
+  abort_state_ = std::move(joined.abort_state);
+  failure_detector_ = std::move(joined.failure_detector);
+  crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : joined.cores);
+  fold_threads_ = joined.fold_threads;
   publish_core();
 }
 
-void Group::map_segment(std::shared_ptr<Segment> segment) {
-  segment_ = std::move(segment);
-  base_ = segment_->data();
-  rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
-  segment_->commit(0, SegmentLayout::up(sizeof(Control)));
-  abort_state_ =
-      std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
+// Calls `f` with the offset of each region of these ranks' staging buffers.
+template <class F>
+void Group::each_region(uint64_t ranks, const StagingRegions& all, const F& f) const {
+  for (Rank r = 0; r < world_; ++r)
+    for (std::size_t i = 0; (ranks >> r & 1) != 0 && i < all.count; ++i)
+      for (const uint64_t buffer : {0, 1})
+        f(layout_.staging_buffer(r, buffer) + all.begin + i * all.stride);
 }
 
-// Commits what every group uses. Staging buffers and the rings of the mailboxes are committed when
-// they are first used, by the rank that writes them: their pages then lie on the NUMA node where
-// that rank runs. The caller must hold the liveness lock, because the kernel may kill the process
-// here for lack of memory.
-void Group::commit() { segment_->commit(0, used_at_once()); }
-
 bool Group::reserve_staging(uint64_t ranks, const StagingRegions& wanted) {
-  if (wanted == last_reserved_ && (ranks & ~last_reserved_ranks_) == 0) return false;
   const std::size_t bytes =
       std::min(std::bit_ceil(std::max(wanted.bytes, kLeastReserved)), wanted.stride);
   bool grown = false;
-  for (Rank r = 0; r < world_; ++r)
-    for (std::size_t i = 0; (ranks >> r & 1) != 0 && i < wanted.count; ++i)
-      for (const uint64_t buffer : {0, 1}) {
-        const std::size_t begin =
-            layout_.staging_buffer(r, buffer) + wanted.begin + i * wanted.stride;
-        grown |= reserve_pages(begin, begin + bytes);
-      }
-  last_reserved_ = wanted;
-  last_reserved_ranks_ = ranks;
+  each_region(ranks, wanted,
+              [&](std::size_t begin) { grown |= reserve_pages(begin, begin + bytes); });
   return grown;
+}
+
+void Group::map_staging(uint64_t ranks, const StagingRegions& regions) const {
+  each_region(ranks, regions, [&](std::size_t begin) { segment_->touch(begin, regions.bytes); });
 }
 
 bool Group::reserve_pages(std::size_t begin, std::size_t end) {
@@ -113,23 +92,6 @@ bool Group::reserve_pages(std::size_t begin, std::size_t end) {
   segment_->touch(page * kPage, (last - page) * kPage);
   for (; page < last; ++page) reserved_[page - first_page] = true;
   return true;
-}
-
-void Group::map_staging(uint64_t ranks, const StagingRegions& regions) const {
-  for (Rank r = 0; r < world_; ++r)
-    for (const uint64_t buffer : {0, 1})
-      for (std::size_t i = 0; (ranks >> r & 1) != 0 && i < regions.count; ++i)
-        segment_->touch(layout_.staging_buffer(r, buffer) + regions.begin + i * regions.stride,
-                        regions.bytes);
-}
-
-void Group::require_one_memory(const std::vector<PeerInfo>& ranks) const {
-  const Control& control = *reinterpret_cast<const Control*>(base_);
-  for (Rank r = 0; r < world_; ++r)
-    if (control.nonces[r].load() != ranks[r].nonce)
-      throw CollectiveError(
-          text("the ranks of group '", settings_.name,
-               "' mapped different shared memory; all ranks must be on one host"));
 }
 
 uint64_t Group::left() const {
@@ -179,11 +141,13 @@ void Group::leave_call() {
 
 void Group::abort_if_died() {
   const uint64_t died = dead() & ~left();
-  if (died == 0) return;
-  std::vector<Rank> ranks;
-  for (Rank r = 0; r < world_; ++r)
-    if ((died >> r & 1) != 0) ranks.push_back(world_rank(r));
-  abort({AbortRecord::lost, text(name(ranks), " died")});
+  if (died != 0) abort({AbortRecord::lost, named(died, " died", " died")});
+}
+
+// Names the ranks of a mask, followed by one of two words.
+std::string Group::named(uint64_t mask, const char* singular, const char* plural) const {
+  const std::vector<Rank> ranks = world_ranks(ranks_of(mask));
+  return name(ranks) + (ranks.size() == 1 ? singular : plural);
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
@@ -196,9 +160,20 @@ void Group::wake_all() const {
   for (Rank r = 0; r < world_; ++r) wake_sleepers(rank_states_[r].progress);
 }
 
-// Slow path of Group::await: the wait monitor and its error messages.
 namespace {
 
+// How long to spin, if the awaited rank has a core of its own. Yielding earlier made the scheduler
+// put both ranks on one core (1.5 us an exchange instead of 0.18). 20 to 100 us measured alike.
+constexpr std::chrono::microseconds kSpinTime{50};
+// Pauses between checks of the clock and of core sharing: longer than an exchange takes.
+constexpr int kPausesPerCheck = 32;
+// Pauses of a spin with more ranks than cores, when the awaited rank is probably not running. 0 and
+// 20 measured alike; 200 made a small all_reduce of 4 ranks on 2 cores 3 times as slow.
+constexpr int kPausesWhenCrowded = 16;
+constexpr int kYieldsPerCheck = 8;  // yields per clock read, which costs a tenth of a yield
+// The longest sleep between checks: a twentieth of the second within which a death must be
+// detected.
+constexpr std::chrono::milliseconds kMaxSleep{50};
 // A wait that no peer wakes sleeps for 1/50 of the time that it has lasted: it ends at most 1/50
 // too late, and a long wait uses no core. Sleeps of less than 50 us would take as long, because the
 // kernel's timers are 50 us late.
@@ -213,30 +188,73 @@ std::string seconds(std::chrono::nanoseconds time) {
   return digits.data();
 }
 
+// Spins for a short time; returns true if `ready` held. `must_yield` returns true if the
+// awaited rank cannot run while this thread spins.
+template <class Ready, class MustYield>
+bool spin(bool crowded, const Ready& ready, const MustYield& must_yield) {
+  if (crowded) {
+    for (int i = 0; i < kPausesWhenCrowded; ++i, pause())
+      if (ready()) return true;
+    return false;
+  }
+  for (Deadline end = Deadline::max();;) {
+    for (int i = 0; i < kPausesPerCheck; ++i, pause())
+      if (ready()) return true;
+    const auto now = Clock::now();  // not read earlier: most waits end within the first pauses
+    if (end == Deadline::max()) end = now + kSpinTime;
+    if (now >= end || must_yield()) return false;
+  }
+}
+
 }  // namespace
 
-// Wait monitor: polls abort state, liveness and deadline during one wait.
-class Group::WaitMonitor {
+// A wait after `spin`: first spins on or yields the core, and sleeps only when it has lasted long.
+// Meanwhile it looks whether it must fail.
+class Group::Wait {
  public:
-  using Suspects = std::function<std::vector<Rank>()>;
-  // `suspects` returns the ranks whose death would, at that moment, end the wait with an error;
-  // `late` returns the ranks to name in a timeout.
-  struct WaitRequest {
-    std::function<bool()> ready;
-    Suspects suspects, late;
-    std::function<void()> check = {};
-    bool in_call = false;  // an abort that spares this rank's call does not end the wait
+  struct Condition {
+    FunctionRef<bool()> ready;
+    // Ranks whose death would, at that moment, end the wait with an error; ranks to name in a
+    // timeout. Those from `world()` on are elsewhere.
+    FunctionRef<std::vector<Rank>()> suspects, late;
+    FunctionRef<bool()> must_yield;  // whether the awaited rank cannot run while this thread spins
+    FunctionRef<void(std::chrono::nanoseconds waited)> sleep;
+    FunctionRef<void()> check = {};  // may throw
+    bool in_call = false;            // an abort that spares this rank's call does not end the wait
   };
-  WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
-      : group_(group), request_(request), context_(context) {}
+  Wait(Group& group, const Condition& until, const OpContext& context)
+      : group_(group), until_(until), context_(context) {}
 
-  // Throws PeerLost or Timeout if the group is aborted, a suspect is gone or the time is over.
+  // Returns when the condition holds. Throws PeerLost or Timeout if the group is aborted, a suspect
+  // is gone or the time is over.
+  void run() {
+    for (auto now = begin_, checked = begin_; now - begin_ < group_.settings_.yield_time;
+         now = Clock::now()) {
+      if (now - checked >= kCheckInterval) check(checked = now);
+      const bool spins = now - begin_ < kSpinTime;
+      for (int i = 0; i < kYieldsPerCheck; ++i) {
+        if (!spins || until_.must_yield())
+          sched_yield();
+        else
+          for (int p = 0; p < kPausesPerCheck && !until_.ready(); ++p) pause();
+        if (until_.ready()) return;
+      }
+    }
+    while (!until_.ready()) {
+      const auto now = Clock::now();
+      check(now);
+      until_.sleep(now - begin_);
+    }
+  }
+
+ private:
+  // What the wait is for may have come before the abort, or before a suspect was gone, so `ready`
+  // is always checked last.
   void check(Deadline now) {
-    check_aborted();
-    const uint64_t dead = group_.failure_detector_->dead();
-    const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
-    if ((dead | left) != 0) find_lost(dead, left);
-    if (request_.check) request_.check();
+    const bool aborted = until_.in_call ? !group_.can_run() : !group_.is_healthy();
+    if (aborted && !until_.ready()) group_.abort_state_->rethrow(context_);
+    find_lost();
+    if (until_.check) until_.check();
     if (now >= signals_due_ && group_.settings_.check_signals) {
       signals_due_ = now + kSignalInterval;
       group_.settings_.check_signals();
@@ -244,54 +262,30 @@ class Group::WaitMonitor {
     if (now >= context_.deadline) time_out(now);
   }
 
-  std::chrono::nanoseconds remaining() const { return context_.deadline - Clock::now(); }
-
- private:
-  // What the wait is for may have come before the abort.
-  void check_aborted() const {
-    const bool aborted = request_.in_call ? !group_.can_run() : !group_.is_healthy();
-    if (aborted && !request_.ready()) group_.abort_state_->rethrow(context_);
-  }
-
-  // Fails if a suspect has died or left. A suspect may have made `ready` hold before that, so
-  // `ready` is checked last.
-  void find_lost(uint64_t dead, uint64_t left) {
-    std::vector<Rank> died, departed;
-    for (Rank r : request_.suspects()) {
-      if (r >= group_.world_) continue;
-      if ((dead >> r & 1) != 0 && group_.rank_states_[r].left.load() == 0)
-        died.push_back(r);
-      else if (((dead | left) >> r & 1) != 0)
-        departed.push_back(r);
-    }
-    if ((died.empty() && departed.empty()) || request_.ready()) return;
-    fail(AbortRecord::lost,
-         died.empty()
-             ? text(named(departed), departed.size() == 1 ? " has" : " have", " left the group")
-             : text(with_pids(died), " died", alive(dead | left)));
-  }
-
-  std::string named(const std::vector<Rank>& ranks) const {
-    return name(group_.world_ranks(ranks));
-  }
-
-  std::string with_pids(const std::vector<Rank>& ranks) const {
+  void find_lost() {
+    const uint64_t dead = group_.dead();
+    const uint64_t left = group_.left() & ~(uint64_t{1} << group_.rank_);  // after `dead`
+    if ((dead | left) == 0) return;
+    uint64_t suspects = 0;
+    for (const Rank r : until_.suspects())
+      if (r < group_.world_) suspects |= uint64_t{1} << r;
+    const uint64_t died = suspects & dead & ~left, departed = suspects & left;
+    if ((died | departed) == 0 || until_.ready()) return;
+    if (died == 0)
+      fail(AbortRecord::lost, text(group_.named(departed, " has", " have"), " left the group"));
     std::string pids;
-    for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.failure_detector_->pid(r));
-    return text(named(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
-  }
-
-  std::string alive(uint64_t gone) const {
-    std::vector<Rank> alive;
-    for (Rank r = 0; r < group_.world_; ++r)
-      if ((gone >> r & 1) == 0) alive.push_back(r);
-    return text("; ", named(alive), alive.size() == 1 ? " is" : " are", " alive");
+    for (const Rank r : ranks_of(died))
+      pids += text(pids.empty() ? "" : ", ", group_.failure_detector_->pid(r));
+    const uint64_t alive = ~(dead | left) & (~uint64_t{0} >> (64 - group_.world_));
+    fail(AbortRecord::lost, text(group_.named(died, " (pid ", " (pids "), pids, ") died; ",
+                                 group_.named(alive, " is", " are"), " alive"));
   }
 
   void time_out(Deadline now) {
-    const std::vector<Rank> late = request_.late();
-    if (request_.ready()) return;
-    const std::string missing = late.empty() ? "" : text("; ", named(late), " did not arrive");
+    const std::vector<Rank> late = until_.late();
+    if (until_.ready()) return;
+    const std::string missing =
+        late.empty() ? "" : text("; ", name(group_.world_ranks(late)), " did not arrive");
     const Deadline begun = std::min(begin_, context_.begun);
     fail(AbortRecord::timed_out, text("Timed out after ", seconds(now - begun), missing));
   }
@@ -301,31 +295,42 @@ class Group::WaitMonitor {
   }
 
   Group& group_;
-  const WaitRequest& request_;
+  const Condition& until_;
   const OpContext& context_;
-  Deadline begin_ = Clock::now();
+  const Deadline begin_ = Clock::now();
   Deadline signals_due_ = begin_ + kSignalInterval;
 };
 
 void Group::await_slowly(Rank r, uint64_t wanted, const std::atomic<uint64_t>& polled,
                          const OpContext& context) {
   const auto ready = [&] { return has_reached(r, wanted, polled); };
-  if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
+  if (!crowded_ && spin(false, ready, [&] { return shares_core(r); })) return;
   // Suspects are all ranks that have not finished the run of `wanted`: if one of them is gone, no
   // rank can finish the run.
   const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
-  const WaitMonitor::WaitRequest request{.ready = ready,
-                                         .suspects = [&] { return behind(end); },
-                                         .late = [&] { return last_behind(wanted); },
-                                         .in_call = true};
-  WaitMonitor monitor(*this, request, context);
-  wait(
-      ready, [&] { return !crowded_ || shares_core_with(r); },
-      [&](Deadline now) { monitor.check(now); },
-      [&](std::chrono::nanoseconds) {
-        sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kMaxSleep, monitor.remaining()));
-      },
-      settings_.yield_time);
+  const auto suspects = [&] { return behind(end); };
+  const auto late = [&] { return last_behind(wanted); };
+  const auto must_yield = [&] { return !crowded_ || shares_core(r); };
+  const auto sleep = [&](std::chrono::nanoseconds) {
+    sleep_for(r, wanted,
+              std::min<std::chrono::nanoseconds>(kMaxSleep, context.deadline - Clock::now()));
+  };
+  Wait(*this, {ready, suspects, late, must_yield, sleep, {}, true}, context).run();
+}
+
+void Group::await(FunctionRef<bool()> ready, const WaitHooks& hooks, const OpContext& context) {
+  if (spin_for(ready)) return;
+  const auto must_yield = [] { return true; };
+  const auto sleep = [&](std::chrono::nanoseconds waited) {
+    if (hooks.back_off) return hooks.back_off();
+    std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
+        waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
+  };
+  Wait(*this, {ready, hooks.missing, hooks.missing, must_yield, sleep, hooks.check}, context).run();
+}
+
+bool Group::spin_for(FunctionRef<bool()> ready) {
+  return spin(crowded_, ready, [this] { return shares_core({}); });
 }
 
 std::vector<Rank> Group::behind(uint64_t goal) const {
@@ -358,26 +363,22 @@ int32_t Group::publish_core() {
   return here;
 }
 
-// Returns true if a peer last ran on this rank's core, as when another program occupies a core.
-// While one rank spins there the other cannot run, and the scheduler does not separate them.
-bool Group::shares_core() {
-  const int32_t here = publish_core();
-  for (Rank r = 0; r < world_; ++r)
-    if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here) return true;
-  return false;
-}
-
-// Returns true if a peer on this core is `awaited` or has progressed less than this rank, so that
-// it needs the core. Otherwise all ranks on this core are waiting, most often for the same rank,
-// which runs on another core and arrives before each of them has polled once. So each rank yields
-// the core once per call (measured with 2 to 8 ranks on 2 cores), and a small all_reduce of 4 ranks
-// is a quarter faster, in Python a third.
-bool Group::shares_core_with(Rank awaited) {
+// Returns true if a peer that needs the core last ran on this rank's core, as when another program
+// occupies a core. While one rank spins there the other cannot run, and the scheduler does not
+// separate them.
+//
+// If this rank waits for another one, `awaited`, a peer needs the core if it is `awaited` or has
+// progressed less than this rank. Otherwise all ranks on this core are waiting, most often for the
+// same rank, which runs on another core and arrives before each of them has polled once. So each
+// rank yields the core once per call (measured with 2 to 8 ranks on 2 cores), and a small
+// all_reduce of 4 ranks is a quarter faster, in Python a third.
+bool Group::shares_core(std::optional<Rank> awaited) {
   const int32_t here = publish_core();
   const uint64_t own = rank_states_[rank_].progress.load(std::memory_order_relaxed);
   for (Rank r = 0; r < world_; ++r)
     if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here &&
-        (r == awaited || !reached(rank_states_[r].progress.load(std::memory_order_acquire), own)))
+        (!awaited || r == *awaited ||
+         !reached(rank_states_[r].progress.load(std::memory_order_acquire), own)))
       return true;
   return false;
 }
@@ -388,25 +389,6 @@ void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most)
   const uint64_t seen = awaited.progress.load(std::memory_order_seq_cst);
   if (!reached(seen, wanted) && can_run()) sleep_on(awaited.progress, seen, at_most);
   awaited.sleepers.fetch_sub(1, std::memory_order_relaxed);
-}
-
-bool Group::spin_for(const std::function<bool()>& ready) {
-  return spin(crowded_, ready, [this] { return shares_core(); });
-}
-
-void Group::await(const std::function<bool()>& ready, const WaitHooks& hooks,
-                  const OpContext& context) {
-  if (spin_for(ready)) return;
-  const WaitMonitor::WaitRequest request{ready, hooks.missing, hooks.missing, hooks.check};
-  WaitMonitor monitor(*this, request, context);
-  wait(
-      ready, [] { return true; }, [&](Deadline now) { monitor.check(now); },
-      [&](std::chrono::nanoseconds waited) {
-        if (hooks.back_off) return hooks.back_off();
-        std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
-            waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
-      },
-      settings_.yield_time);
 }
 
 }  // namespace pycollect::ipc

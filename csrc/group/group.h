@@ -2,16 +2,13 @@
 // and waits that throw instead of hanging when a peer dies.
 #pragma once
 #include <algorithm>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "../bootstrap/peer_info.h"
 #include "../bootstrap/store.h"
-#include "abort_state.h"
-#include "failure_detector.h"
-#include "fork_guard.h"
+#include "failures.h"
 #include "group_settings.h"
 #include "segment.h"
 #include "segment_layout.h"
@@ -99,16 +96,16 @@ class Group {
   struct WaitHooks {
     // Returns the ranks that the condition depends on. Those from `world()` on are elsewhere, and
     // are only named.
-    std::function<std::vector<Rank>()> missing;
-    std::function<void()> check = {};     // called every kCheckInterval or so, and may throw
-    std::function<void()> back_off = {};  // replaces sleeping; must return in some milliseconds
+    FunctionRef<std::vector<Rank>()> missing;
+    FunctionRef<void()> check = {};     // called every kCheckInterval or so, and may throw
+    FunctionRef<void()> back_off = {};  // replaces sleeping; must return in some milliseconds
   };
   // Polls `ready`, any condition on the shared memory, until it holds; throws as the other `await`.
   // No peer wakes this wait, so it sleeps briefly.
-  void await(const std::function<bool()>& ready, const WaitHooks& hooks, const OpContext& context);
+  void await(FunctionRef<bool()> ready, const WaitHooks& hooks, const OpContext& context);
   // Polls `ready` as the first stage of `await` does, spinning for longer if every rank has a core
   // of its own. Returns true if `ready` held.
-  bool spin_for(const std::function<bool()>& ready);
+  bool spin_for(FunctionRef<bool()> ready);
 
   // Masks with bit r set if rank r has died, has destroyed its group, or either.
   uint64_t dead() const { return failure_detector_->dead(); }
@@ -149,16 +146,13 @@ class Group {
   [[noreturn]] void fail(uint32_t kind, const std::string& cause, const OpContext& context);
 
  private:
-  class WaitMonitor;  // defined in group.cpp
-  void rendezvous(Store& store);
-  void map_segment(std::shared_ptr<Segment> segment);
-  void commit();
-  std::size_t used_at_once() const { return layout_.mailboxes + settings_.mailbox_header_bytes; }
+  class Wait;  // defined in group.cpp
+  template <class F>
+  void each_region(uint64_t ranks, const StagingRegions& all, const F& f) const;
   bool reserve_pages(std::size_t begin, std::size_t end);
-  void require_one_memory(const std::vector<PeerInfo>& ranks) const;
+  std::string named(uint64_t mask, const char* singular, const char* plural) const;
   int32_t publish_core();
-  bool shares_core();
-  bool shares_core_with(Rank awaited);
+  bool shares_core(std::optional<Rank> awaited);
   std::vector<Rank> behind(uint64_t goal) const;
   std::vector<Rank> last_behind(uint64_t goal) const;
   void sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most);
@@ -181,9 +175,7 @@ class Group {
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter
-  std::vector<bool> reserved_ = {};    // [page of the staging buffers]: this rank has committed it
-  StagingRegions last_reserved_ = {};  // what the last reserve_staging() was called with
-  uint64_t last_reserved_ranks_ = 0;
+  std::vector<bool> reserved_ = {};  // [page of the staging buffers]: this rank has committed it
 };
 
 // The store of `progress` and the load of `sleepers` must not be reordered (seq_cst). A sleeper

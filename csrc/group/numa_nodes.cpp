@@ -1,7 +1,6 @@
 #include "numa_nodes.h"
 
 #include <algorithm>
-#include <bit>
 #include <charconv>
 #include <filesystem>
 #include <fstream>
@@ -10,8 +9,6 @@
 namespace pycollect::ipc {
 namespace {
 
-constexpr int kMostCores = std::tuple_size_v<CoreSet> * 64;
-
 // Reads a list such as "0-15,32-47"; stops at what is none.
 CoreSet cores_in(const std::string& list) {
   CoreSet cores = {};
@@ -19,22 +16,10 @@ CoreSet cores_in(const std::string& list) {
   for (int first = 0; ranges >> first; ranges.ignore(1, ',')) {
     int last = first;
     if (ranges.peek() == '-') ranges.ignore(), ranges >> last;
-    for (int core = std::max(first, 0); core <= std::min(last, kMostCores - 1); ++core)
-      cores[core / 64] |= uint64_t{1} << core % 64;
+    for (int core = std::max(first, 0); core <= std::min<int>(last, cores.size() - 1); ++core)
+      cores.set(core);
   }
   return cores;
-}
-
-int count(const CoreSet& cores) {
-  int all = 0;
-  for (const uint64_t word : cores) all += std::popcount(word);
-  return all;
-}
-
-bool overlap(const CoreSet& one, const CoreSet& other) {
-  for (std::size_t i = 0; i < one.size(); ++i)
-    if ((one[i] & other[i]) != 0) return true;
-  return false;
 }
 
 }  // namespace
@@ -51,7 +36,7 @@ NumaNodes numa_nodes(const std::string& folder) {
       continue;
     std::string list;
     std::getline(std::ifstream(entry.path() / "cpulist"), list);
-    if (const CoreSet cores = cores_in(list); count(cores) > 0)  // others have memory only
+    if (const CoreSet cores = cores_in(list); cores.any())  // others have memory only
       nodes[number] = cores;
   }
   return nodes;
@@ -60,10 +45,10 @@ NumaNodes numa_nodes(const std::string& folder) {
 int core_share(const NumaNodes& nodes, const std::vector<CoreSet>& cores, Rank rank) {
   double share = 0;
   for (const auto& [number, node] : nodes) {
-    if (!overlap(node, cores[rank])) continue;
-    const auto here = std::count_if(cores.begin(), cores.end(),
-                                    [&](const CoreSet& of) { return overlap(node, of); });
-    share += static_cast<double>(count(node)) / static_cast<double>(here);
+    if ((node & cores[rank]).none()) continue;
+    const auto here = std::ranges::count_if(
+        cores, [&node = node](const CoreSet& of) { return (node & of).any(); });
+    share += static_cast<double>(node.count()) / static_cast<double>(here);
   }
   // Sums of thirds and the like may end just below a whole number.
   return share > 0 ? std::max(1, static_cast<int>(share + 1e-6)) : 0;

@@ -2,8 +2,7 @@
 // of the thread that commits it, so each rank commits its own part, and no page is ever moved.
 // Ranks are not bound to nodes here: launchers do that, and a rank's threads inherit it.
 #pragma once
-#include <array>
-#include <cstdint>
+#include <bitset>
 #include <map>
 #include <string>
 #include <vector>
@@ -12,8 +11,7 @@
 
 namespace pycollect::ipc {
 
-// A set of cores, a bit each, as large as the C library's cpu_set_t.
-using CoreSet = std::array<uint64_t, 16>;
+using CoreSet = std::bitset<1024>;  // as many cores as the C library's cpu_set_t
 
 inline constexpr char kNodeFolder[] = "/sys/devices/system/node";
 

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <optional>
 
 #include "../plan/error.h"
-#include "available_memory.h"
-#include "system.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -45,7 +47,72 @@ UniqueFd make_file() {
   return UniqueFd(fd);
 }
 
+using Path = std::filesystem::path;
+
+// Returns the value of a file's line "key value", or of its only word if `key` is empty; nullopt if
+// there is none, or no number ("max").
+std::optional<std::size_t> number(const Path& path, const std::string& key = {}) {
+  std::ifstream file(path);
+  for (std::string word; !key.empty() && word != key;)
+    if (!(file >> word)) return std::nullopt;
+  std::size_t value = 0;
+  if (file >> value) return value;
+  return std::nullopt;
+}
+
+// Files, and keys of memory.stat, of one version of control groups.
+struct CgroupNames {
+  const char *limit, *used, *inactive, *active;
+};
+constexpr CgroupNames kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                "total_inactive_file", "total_active_file"};
+constexpr CgroupNames kVersion2{"memory.max", "memory.current", "inactive_file", "active_file"};
+
+// A group's limit counts pages of files, which the kernel drops when the limit is reached.
+std::size_t room_in(const Path& group, const CgroupNames& names) {
+  const auto limit = number(group / names.limit);
+  if (!limit) return SIZE_MAX;
+  const std::size_t used = number(group / names.used).value_or(0);
+  std::size_t room = *limit > used ? *limit - used : 0;
+  for (const char* key : {names.inactive, names.active})
+    room += number(group / "memory.stat", key).value_or(0);
+  return room;
+}
+
+// A missing file imposes no limit. Swap counts as available on the machine, but not in a group:
+// few groups may use it.
+AvailableMemory available() {
+  constexpr char kMachine[] = "/proc/meminfo";
+  const auto memory = number(kMachine, "MemAvailable:");
+  const std::size_t kibibytes = memory.value_or(0) + number(kMachine, "SwapFree:").value_or(0);
+  AvailableMemory least = available_in_cgroups("/proc/self/cgroup", "/sys/fs/cgroup");
+  if (memory && kibibytes <= least.bytes >> 10) least = {kibibytes << 10, "on this machine"};
+  return least;
+}
+
 }  // namespace
+
+AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder) {
+  AvailableMemory least{SIZE_MAX, {}};
+  std::ifstream file(list);
+  // Line format: number:controllers:/group. Version 2 names no controllers.
+  for (std::string line; std::getline(file, line);) {
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == line.npos || second == line.npos) continue;
+    const std::string controllers = text(",", line.substr(first + 1, second - first - 1), ",");
+    const bool version2 = controllers == ",,";
+    if (!version2 && controllers.find(",memory,") == line.npos) continue;
+    const Path root = version2 ? Path(folder) : Path(folder) / "memory";
+    // Ancestors limit a group, too. A container's root group may be listed with its name on the
+    // host: such folders do not exist in the container, but the root does.
+    for (Path group = Path(line.substr(second + 1)).relative_path();; group = group.parent_path()) {
+      const std::size_t room = room_in(root / group, version2 ? kVersion2 : kVersion1);
+      if (room < least.bytes) least = {room, text("in the control group /", group.string())};
+      if (group.empty()) break;
+    }
+  }
+  return least;
+}
 
 std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   UniqueFd file = make_file();

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "system.h"
 
@@ -36,5 +37,15 @@ class Segment {
   std::size_t bytes_;
   std::byte* data_;
 };
+
+// How much memory can be committed before the kernel's OOM killer acts.
+struct AvailableMemory {
+  std::size_t bytes;
+  std::string where;  // the tightest limit: "on this machine", "in the control group /a/b"
+};
+
+// Returns the memory that the limits of control groups (of a container or a batch job) leave to
+// this process. `list` and `folder` have the formats of /proc/self/cgroup and /sys/fs/cgroup.
+AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder);
 
 }  // namespace pycollect::ipc

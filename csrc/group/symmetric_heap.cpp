@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <iterator>
-#include <optional>
 
 #include "../plan/error.h"
 #include "group.h"
@@ -14,13 +14,11 @@
 namespace pycollect::ipc {
 namespace {
 
-constexpr std::size_t kMiB = 1 << 20;
-// How much memory a heap commits at once: little while the heap is small; the maximum takes about
-// 30 ms.
-constexpr std::size_t kLeastGrowth = 1 * kMiB, kMostGrowth = 64 * kMiB;
+// The most that a heap commits beyond a block: takes about 30 ms.
+constexpr std::size_t kMostGrowth = 64 << 20;
 // Free memory that exceeds the memory in use by more than this is returned to the kernel. With a
 // lower limit, the next step of a training loop would commit it again, at 2 us for 4 KiB.
-constexpr std::size_t kCacheBytes = 256 * kMiB;
+constexpr std::size_t kCacheBytes = 256 << 20;
 // Without these offsets, large blocks of equal sizes, and the blocks of different ranks, would fall
 // on the same cache sets; copies between such blocks are a third slower.
 constexpr std::size_t kLargeBlock = 32 << 10, kBlockStagger = 5 * SymmetricHeap::kAlignment;
@@ -55,9 +53,10 @@ SymmetricHeap::SymmetricHeap(const Group& group)
       abort_state_(reinterpret_cast<Control*>(segment_->data())->record, group.settings().name),
       begin_(group.layout().heap(group.rank())),
       bytes_(group.layout().sizes.symmetric_heap_bytes),
-      end_(std::min(group.rank() * kRankStagger, bytes_)),
-      committed_(end_ / SegmentLayout::kPage * SegmentLayout::kPage),
-      growth_(kLeastGrowth) {}
+      is_committed_((bytes_ + kGranule - 1) / kGranule) {
+  const std::size_t first = std::min(group.rank() * kRankStagger, bytes_);
+  free_.emplace(first, bytes_ - first);
+}
 
 std::size_t SymmetricHeap::allocate(std::size_t bytes) {
   if (fork_guard_.forked())
@@ -76,57 +75,50 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
   return offset;
 }
 
-// Allocates from the smallest free range that is large enough, preferably a committed one.
+// Allocates from the beginning of the smallest gap that is large enough. The part of the heap that
+// was never used is the largest, and so the last to be taken from.
 std::size_t SymmetricHeap::take(std::size_t bytes) {
-  std::optional<FreeRanges::iterator> decommitted;
-  for (auto found = by_size_.lower_bound({bytes, 0}); found != by_size_.end(); ++found) {
-    const auto range = ranges_.find(found->second);
-    if (!range->second.decommitted) return take_range(range, bytes);
-    if (!decommitted) decommitted = range;
-  }
-  return decommitted ? take_range(*decommitted, bytes) : extend(bytes);
-}
-
-std::size_t SymmetricHeap::take_range(FreeRanges::iterator range, std::size_t bytes) {
-  const std::size_t offset = range->first;
-  const FreeRange old = range->second;
-  if (old.decommitted) {
-    segment_->commit(begin_ + offset, bytes);
-    segment_->touch(begin_ + offset, bytes);
-  }
-  remove(range);
-  if (old.bytes > bytes) add(offset + bytes, {old.bytes - bytes, old.decommitted});
-  return offset;
-}
-
-// Allocates at `end_`, or from the beginning of the committed free range that ends there.
-std::size_t SymmetricHeap::extend(std::size_t bytes) {
-  std::size_t offset = end_;
-  const auto last = ranges_.empty() ? ranges_.end() : std::prev(ranges_.end());
-  const bool adjoins = last != ranges_.end() && !last->second.decommitted &&
-                       last->first + last->second.bytes == end_;
-  if (adjoins) offset = last->first;
-  if (bytes > bytes_ - offset)
+  auto best = free_.end();
+  for (auto gap = free_.begin(); gap != free_.end(); ++gap)
+    if (gap->second >= bytes && (best == free_.end() || gap->second < best->second)) best = gap;
+  if (best == free_.end())
     throw std::runtime_error(text("no place for ", bytes, " bytes in this rank's symmetric heap: ",
                                   used_, " of ", bytes_, " bytes are in use by tensors"));
-  if (offset + bytes > committed_) commit_to(offset + bytes);
-  if (adjoins) remove(last);
-  end_ = offset + bytes;
+  const auto [offset, size] = *best;
+  commit(offset, offset + bytes);
+  free_.erase(best);
+  if (size > bytes) free_.emplace(offset + bytes, size - bytes);
   return offset;
 }
 
-void SymmetricHeap::commit_to(std::size_t end) {
-  const auto commit = [this](std::size_t until) {
-    until = std::min(SegmentLayout::up(until), bytes_);
-    segment_->commit(begin_ + committed_, until - committed_);
-    segment_->touch(begin_ + committed_, until - committed_);
-    committed_ = until;
-  };
+// Commits memory for a block, and at least as much as the heap has, up to kMostGrowth: a small heap
+// grows little, and a large one rarely.
+void SymmetricHeap::commit(std::size_t begin, std::size_t end) {
+  const std::size_t last = (end + kGranule - 1) / kGranule;
+  std::size_t g = begin / kGranule, more = last;
+  while (g < last && is_committed_[g]) ++g;
+  if (g == last) return;
+  const std::size_t growth = std::min(committed_, kMostGrowth) / kGranule;
+  const std::size_t most = std::min(g + growth, is_committed_.size());
+  while (more < most && !is_committed_[more]) ++more;
   try {
-    commit(std::max(end, committed_ + growth_));
-    growth_ = std::min(growth_ * 2, kMostGrowth);
+    commit_granules(g, more);
   } catch (const std::runtime_error&) {
-    commit(end);  // memory may suffice for this block without the extra growth
+    if (more == last) throw;
+    commit_granules(g, last);  // memory may suffice for this block
+  }
+}
+
+// Commits those of the granules that are not committed.
+void SymmetricHeap::commit_granules(std::size_t begin, std::size_t end) {
+  for (std::size_t g = begin, run = 0; g < end; g += run) {
+    for (run = 1; g + run < end && is_committed_[g + run] == is_committed_[g];) ++run;
+    if (is_committed_[g]) continue;
+    const std::size_t at = g * kGranule, bytes = std::min(run * kGranule, bytes_ - at);
+    segment_->commit(begin_ + at, bytes);
+    segment_->touch(begin_ + at, bytes);
+    std::fill_n(is_committed_.begin() + g, run, true);
+    committed_ += bytes;
   }
 }
 
@@ -135,57 +127,42 @@ void SymmetricHeap::free(std::size_t offset) noexcept {
   const std::lock_guard lock(mutex_);
   const auto block = blocks_.find(offset);
   if (block == blocks_.end()) return;
-  used_ -= block->second;
-  add(offset, {block->second, false});
+  std::size_t bytes = block->second;
+  used_ -= bytes;
   blocks_.erase(block);
-  if (cached_ > used_ + kCacheBytes) trim();
-}
-
-// Adds a free range, merged with adjacent free ranges of the same kind.
-void SymmetricHeap::add(std::size_t offset, FreeRange range) {
-  auto next = ranges_.lower_bound(offset);
-  if (next != ranges_.end() && next->first == offset + range.bytes &&
-      next->second.decommitted == range.decommitted) {
-    range.bytes += next->second.bytes;
-    remove(next++);
+  auto next = free_.lower_bound(offset);  // adjacent gaps become one
+  if (next != free_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    next = free_.erase(next);
   }
-  if (next != ranges_.begin()) {
-    const auto before = std::prev(next);
-    if (before->first + before->second.bytes == offset &&
-        before->second.decommitted == range.decommitted) {
-      offset = before->first;
-      range.bytes += before->second.bytes;
-      remove(before);
-    }
-  }
-  ranges_.emplace(offset, range);
-  by_size_.emplace(range.bytes, offset);
-  if (!range.decommitted) cached_ += range.bytes;
+  if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset)
+    std::prev(next)->second += bytes;
+  else
+    free_.emplace(offset, bytes);
+  if (cached_bytes() > used_ + kCacheBytes) trim();
 }
 
-void SymmetricHeap::remove(FreeRanges::iterator range) {
-  if (!range->second.decommitted) cached_ -= range->second.bytes;
-  by_size_.erase({range->second.bytes, range->first});
-  ranges_.erase(range);
-}
-
-// Decommits free ranges, the largest first: that takes few calls, and small ranges are requested
-// most often.
+// Decommits granules of gaps, of the largest first, because small ones are requested most often,
+// and from their ends, because blocks are taken from their beginnings.
 void SymmetricHeap::trim() noexcept {
-  for (auto last = by_size_.end(); last != by_size_.begin() && cached_ > used_ + kCacheBytes;) {
-    const auto range = ranges_.find((--last)->second);
-    if (range->second.decommitted) continue;
-    const auto [offset, old] = *range;
-    segment_->decommit(begin_ + offset, old.bytes);
-    remove(range);
-    add(offset, {old.bytes, true});
-    last = by_size_.end();
+  std::vector<std::pair<std::size_t, std::size_t>> largest;  // (bytes, offset)
+  for (const auto& [offset, bytes] : free_) largest.emplace_back(bytes, offset);
+  std::ranges::sort(largest, std::greater());
+  for (const auto& [bytes, offset] : largest) {
+    const std::size_t first = (offset + kGranule - 1) / kGranule;
+    for (std::size_t g = (offset + bytes) / kGranule;
+         g > first && cached_bytes() > used_ + kCacheBytes;) {
+      if (!is_committed_[--g]) continue;
+      segment_->decommit(begin_ + g * kGranule, kGranule);
+      is_committed_[g] = false;
+      committed_ -= kGranule;
+    }
   }
 }
 
 SymmetricHeap::HeapUsage SymmetricHeap::usage() const {
   const std::lock_guard lock(mutex_);
-  return {used_, cached_ + committed_ - std::min(end_, committed_), bytes_};
+  return {used_, cached_bytes(), bytes_};
 }
 
 }  // namespace pycollect::ipc

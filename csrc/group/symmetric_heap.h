@@ -9,13 +9,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <unordered_map>
-#include <utility>
+#include <vector>
 
 #include "../plan/plan.h"
-#include "abort_state.h"
-#include "fork_guard.h"
+#include "failures.h"
 #include "segment.h"
 #include "system.h"
 
@@ -47,19 +45,13 @@ class SymmetricHeap {
   HeapUsage usage() const;
 
  private:
-  // Contiguous free bytes. Adjacent ranges of the same kind, committed or not, are merged.
-  struct FreeRange {
-    std::size_t bytes;
-    bool decommitted;  // true if the memory was returned to the kernel
-  };
-  using FreeRanges = std::map<std::size_t, FreeRange>;
+  // Memory is committed and decommitted in granules of this size.
+  static constexpr std::size_t kGranule = 1 << 20;
 
   std::size_t take(std::size_t bytes);
-  std::size_t take_range(FreeRanges::iterator range, std::size_t bytes);
-  std::size_t extend(std::size_t bytes);
-  void commit_to(std::size_t end);
-  void add(std::size_t offset, FreeRange range);
-  void remove(FreeRanges::iterator range);
+  void commit(std::size_t begin, std::size_t end);
+  void commit_granules(std::size_t begin, std::size_t end);
+  std::size_t cached_bytes() const { return committed_ - used_; }
   void trim() noexcept;
 
   const ForkGuard fork_guard_;
@@ -67,15 +59,11 @@ class SymmetricHeap {
   const AbortState abort_state_;
   const std::size_t begin_, bytes_;  // offset in the segment and size of this rank's heap
   mutable std::mutex mutex_;
-  std::unordered_map<std::size_t, std::size_t> blocks_;
-  FreeRanges ranges_;
-  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the ranges
-  std::size_t end_;  // no block was ever allocated at or after this offset
-  // Memory is committed up to this offset, except in decommitted ranges.
-  std::size_t committed_ = 0;
-  std::size_t growth_;
-  std::size_t used_ = 0, cached_ = 0;
-  uint64_t calls_ = 0;  // number of calls of `allocate`
+  std::unordered_map<std::size_t, std::size_t> blocks_;  // bytes by offset, of allocated blocks
+  std::map<std::size_t, std::size_t> free_;              // the same of the gaps between them
+  std::vector<bool> is_committed_;                       // [granule]
+  std::size_t used_ = 0, committed_ = 0;                 // bytes of blocks, and of such granules
+  uint64_t calls_ = 0;                                   // number of calls of `allocate`
 };
 
 }  // namespace pycollect::ipc

@@ -1,14 +1,21 @@
 #include "system.h"
 
+#include <pthread.h>
 #include <sys/random.h>
 
 #include <cerrno>
-#include <stdexcept>
-#include <system_error>
-
-#include "../plan/error.h"
 
 namespace pycollect::ipc {
+namespace {
+
+// Returns how often this process, and its ancestors since they loaded the library, were forked.
+const std::atomic<uint64_t>& forks() {
+  static std::atomic<uint64_t> count{0};
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { ++count; });
+  return count;
+}
+
+}  // namespace
 
 void refuse(const std::string& what, int error) {
   throw std::system_error(error, std::generic_category(), what);
@@ -22,11 +29,13 @@ uint64_t random_number() {
   return number;
 }
 
-std::string hexadecimal(uint64_t number) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string digits;
-  for (int shift = 60; shift >= 0; shift -= 4) digits += kDigits[number >> shift & 15];
-  return digits;
+ForkGuard::ForkGuard() : forks_(&forks()), before_(*forks_) {}
+
+void ForkGuard::require_not_forked(const char* operation) const {
+  if (!forked()) [[likely]]
+    return;
+  throw CollectiveError(text(operation, ": this process was forked from the one that the group ",
+                             "belongs to; create a group in this process"));
 }
 
 }  // namespace pycollect::ipc

@@ -1,11 +1,17 @@
-// Backoff of a wait for another process: spin while that process can be running, then yield the
-// core, and sleep in the kernel only when the wait has lasted long.
+// What waits for other processes have in common: the context of an operation, how long a wait spins
+// and yields, and words in shared memory on which a thread sleeps until a peer wakes it.
 #pragma once
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <bit>
 #include <chrono>
+#include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "../bootstrap/store.h"
 
@@ -30,73 +36,82 @@ inline void pause() {
 #endif
 }
 
-// Sleeps until the word's sleepers are woken, the word no longer holds `seen`, or the time is over.
-// Compares the lower 32 bits: if the word advances by 2^32 while a thread falls asleep, the thread
-// sleeps the whole time.
-void sleep_on(const std::atomic<uint64_t>& word, uint64_t seen, std::chrono::nanoseconds at_most);
-void wake_sleepers(const std::atomic<uint64_t>& word);
+// Refers to a callable, which must outlive it. Unlike a std::function it owns nothing. May be null.
+template <class Signature>
+class FunctionRef;
+template <class Result, class... Args>
+class FunctionRef<Result(Args...)> {
+ public:
+  FunctionRef() = default;
+  template <class F>
+    requires(std::is_invocable_r_v<Result, const F&, Args...> && !std::is_same_v<F, FunctionRef>)
+  FunctionRef(const F& function)
+      : function_(&function), call_([](const void* called, Args... args) -> Result {
+          return static_cast<Result>((*static_cast<const F*>(called))(args...));
+        }) {}
+  Result operator()(Args... args) const { return call_(function_, args...); }
+  explicit operator bool() const { return call_ != nullptr; }
 
-// How long to spin, if the awaited rank has a core of its own. Yielding earlier made the scheduler
-// put both ranks on one core (1.5 us an exchange instead of 0.18). 20 to 100 us measured alike.
-inline constexpr std::chrono::microseconds kSpinTime{50};
-// Pauses between checks of the clock and of core sharing: longer than an exchange takes.
-inline constexpr int kPausesPerCheck = 32;
-// Pauses of a spin with more ranks than cores, when the awaited rank is probably not running. 0 and
-// 20 measured alike; 200 made a small all_reduce of 4 ranks on 2 cores 3 times as slow.
-inline constexpr int kPausesWhenCrowded = 16;
+ private:
+  const void* function_ = nullptr;
+  Result (*call_)(const void*, Args...) = nullptr;
+};
+
 // How long to yield before sleeping. A kernel wake-up takes 35 us: under 2 % of a wait this long.
 inline constexpr std::chrono::milliseconds kYieldTime{2};
-inline constexpr int kYieldsPerCheck = 8;  // yields per clock read, which costs a tenth of a yield
 // How often to check liveness, deadline, and abort state. Takes 1 us for 8 ranks, 10 us for 64.
 inline constexpr std::chrono::milliseconds kCheckInterval{1};
 // How often a waiting thread lets the program handle signals, such as Ctrl-C: a third of the time
 // within which a user expects an answer.
 inline constexpr std::chrono::milliseconds kSignalInterval{100};
-// The longest sleep between checks: a twentieth of the second within which a death must be
-// detected.
-inline constexpr std::chrono::milliseconds kMaxSleep{50};
 
-// Spins for a short time; returns true if `ready` held. `must_yield` returns true if the
-// awaited rank cannot run while this thread spins.
-template <class Ready, class MustYield>
-bool spin(bool crowded, const Ready& ready, const MustYield& must_yield) {
-  if (crowded) {
-    for (int i = 0; i < kPausesWhenCrowded; ++i, pause())
-      if (ready()) return true;
-    return false;
-  }
-  for (Deadline end = Deadline::max();;) {
-    for (int i = 0; i < kPausesPerCheck; ++i, pause())
-      if (ready()) return true;
-    const auto now = Clock::now();  // not read earlier: most waits end within the first pauses
-    if (end == Deadline::max()) end = now + kSpinTime;
-    if (now >= end || must_yield()) return false;
-  }
+// A futex is the word's lower half.
+static_assert(std::endian::native == std::endian::little, "the lower half comes first");
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+// Sleeps until the word's sleepers are woken, the word no longer holds `seen`, or the time is over.
+// Compares the lower 32 bits: if the word advances by 2^32 while a thread falls asleep, the thread
+// sleeps the whole time.
+inline void sleep_on(const std::atomic<uint64_t>& word, uint64_t seen,
+                     std::chrono::nanoseconds at_most) {
+  if (at_most <= at_most.zero()) return;
+  constexpr std::chrono::seconds kSecond{1};
+  const timespec time = {.tv_sec = at_most / kSecond, .tv_nsec = (at_most % kSecond).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, static_cast<uint32_t>(seen), &time, nullptr, 0);
+}
+inline void wake_sleepers(const std::atomic<uint64_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Waits until `ready` holds, after `spin`. Calls `check(now)` every kCheckInterval or so, which
-// throws if the wait must fail. First yields the core whenever `must_yield` returns true, and after
-// kSpinTime always; after `yield_time` calls `sleep(waited)`.
-template <class Ready, class MustYield, class Check, class Sleep>
-void wait(const Ready& ready, const MustYield& must_yield, const Check& check, const Sleep& sleep,
-          std::chrono::microseconds yield_time = kYieldTime) {
-  const auto begin = Clock::now();
-  for (auto now = begin, checked = begin; now - begin < yield_time; now = Clock::now()) {
-    if (now - checked >= kCheckInterval) check(checked = now);
-    const bool spins = now - begin < kSpinTime;
-    for (int i = 0; i < kYieldsPerCheck; ++i) {
-      if (!spins || must_yield())
-        sched_yield();
-      else
-        for (int p = 0; p < kPausesPerCheck && !ready(); ++p) pause();
-      if (ready()) return;
-    }
+// Doorbell in shared memory, on which the threads of a rank sleep until another process has work
+// for them; all zeros is the initial state. Ringing costs one load of a line that hardly ever
+// changes; the kernel is called only if a thread sleeps.
+//
+// A sleeper counts itself first and checks for work second; a ringer publishes work first and reads
+// the number of sleepers second. With sequential consistency, at least one of the two sees the
+// other's write: the ringer must publish with a seq_cst store, and the sleeper must check with
+// seq_cst loads.
+class alignas(128) Doorbell {
+ public:
+  void ring() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    rings_.fetch_add(1, std::memory_order_seq_cst);
+    wake_sleepers(rings_);
   }
-  while (!ready()) {
-    const auto now = Clock::now();
-    check(now);
-    sleep(now - begin);
+  // Sleeps until the doorbell rings or `at_most()` is over, unless `busy()` finds work. Both are
+  // called after this thread is counted as a sleeper, when a ring would wake it.
+  template <class AtMost, class Busy>
+  void sleep(const AtMost& at_most, const Busy& busy) {
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t seen = rings_.load(std::memory_order_seq_cst);
+    if (!busy()) sleep_on(rings_, seen, at_most());
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
-}
+
+ private:
+  std::atomic<uint64_t> rings_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+static_assert(sizeof(Doorbell) == 128);
 
 }  // namespace pycollect::ipc

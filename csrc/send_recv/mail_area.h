@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <utility>
 
-#include "../group/doorbell.h"
 #include "../group/group.h"
 #include "record_ring.h"
 #include "remote_peers.h"

@@ -59,8 +59,8 @@ std::map<int, std::vector<int>> numa_nodes(const std::string& folder) {
   std::map<int, std::vector<int>> nodes;
   for (const auto& [number, cores] : ipc::numa_nodes(folder)) {
     std::vector<int>& node = nodes[number];
-    for (int core = 0; core < static_cast<int>(cores.size() * 64); ++core)
-      if ((cores[core / 64] >> core % 64 & 1) != 0) node.push_back(core);
+    for (std::size_t core = 0; core < cores.size(); ++core)
+      if (cores[core]) node.push_back(static_cast<int>(core));
   }
   return nodes;
 }

@@ -183,7 +183,7 @@ void detects_death_in_every_group() {
 void spares_threads_of_a_child() {
   const auto control = shared_control();
   auto detector = std::make_unique<FailureDetector>(*control, 2, 0);
-  auto fd_server = std::make_unique<FdServer>(UniqueFd(dup(STDERR_FILENO)));
+  auto fd_server = std::make_unique<FdServer>(STDERR_FILENO);
   expect_in_child([&] {
     std::binary_semaphore over(0);
     const auto body = [&] { over.acquire(), over.release(); };

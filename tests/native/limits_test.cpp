@@ -1,5 +1,5 @@
 // What a process may lack: threads, memory of its control group, the kernel's lists of robust
-// locks, pages that are wiped in a forked child. And the fork guard, with and without such pages.
+// locks. And the fork guard.
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
@@ -11,20 +11,16 @@
 #include <cstddef>
 #include <optional>
 
-#include "../../csrc/group/available_memory.h"
-#include "../../csrc/group/fork_guard.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {
 namespace {
 
-// Makes a system call with this third argument, or any, fail in this process.
-void forbid(uint32_t call, uint32_t error, std::optional<uint32_t> third = {}) {
-  const std::array<sock_filter, 6> filter = {
+// Makes a system call fail in this process.
+void forbid(uint32_t call, uint32_t error) {
+  const std::array<sock_filter, 4> filter = {
       sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 3),
-      sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
-      sock_filter BPF_JUMP(BPF_JMP | (third ? BPF_JEQ : BPF_JGE) | BPF_K, third.value_or(0), 0, 1),
+      sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
       sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
       sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
   const sock_fprog program = {filter.size(), const_cast<sock_filter*>(filter.data())};
@@ -87,20 +83,12 @@ void detects_forks() {
   expect(!outer.forked() && forked_in_threads() == 0, "a fork is reported after children ended");
 }
 
-void detects_forks_without_wiped_pages() {
-  expect_in_child([] {
-    forbid(SYS_madvise, EINVAL, MADV_WIPEONFORK);
-    detects_forks();
-  });
-}
-
 constexpr std::size_t kMiB = 1 << 20;
 
 // Available memory under the limits of control groups. Writes one file after the other, and then
 // reads the available memory, if it is given: its bytes and the control group that limits it.
 struct CgroupChange {
   const char *file, *content;
-  std::size_t swap = 0;
   std::optional<std::size_t> bytes = {};
   const char* where = "/job";
 };
@@ -110,7 +98,7 @@ void check_changes(std::initializer_list<CgroupChange> changes) {
   for (const CgroupChange& change : changes) {
     write(root / change.file, change.content);
     if (!change.bytes) continue;
-    const AvailableMemory got = available_in_cgroups(root / "list", root, change.swap);
+    const AvailableMemory got = available_in_cgroups(root / "list", root);
     const std::string where = *change.bytes == SIZE_MAX ? "" : "in the control group ";
     expect_equal(
         text(change.file, " ", got.bytes, " ", got.where),
@@ -119,19 +107,15 @@ void check_changes(std::initializer_list<CgroupChange> changes) {
 }
 
 // The group with the least available memory counts, of a group and its ancestors. Pages of files
-// count as free, and swap as far as the group may use it.
+// count as free.
 void reads_cgroup_v2() {
-  check_changes({{"list", "0::/job/step", 7, SIZE_MAX},
-                 {"job/step/memory.max", "max", 7, SIZE_MAX},
+  check_changes({{"list", "0::/job/step", SIZE_MAX},
+                 {"job/step/memory.max", "max", SIZE_MAX},
                  {"job/memory.max", "1000"},
-                 {"job/memory.current", "900", 0, 100},
-                 {"job/memory.current", "900", 7, 107},
-                 {"job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 5", 7, 157},
-                 {"job/memory.swap.max", "5"},
-                 {"job/memory.swap.current", "4", 7, 151},
-                 {"job/memory.swap.max", "max", 7, 157},
+                 {"job/memory.current", "900", 100},
+                 {"job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 5", 150},
                  {"job/step/memory.max", "60"},
-                 {"job/step/memory.current", "90", 0, 0, "/job/step"}});
+                 {"job/step/memory.current", "90", 0, "/job/step"}});
 }
 
 // In a container, the root group may be listed with its name on the host.
@@ -141,12 +125,10 @@ void reads_cgroup_v1() {
        {"memory/job/memory.limit_in_bytes", "1000"},
        {"memory/job/memory.usage_in_bytes", "900"},
        {"memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20"},
-       {"list", "4:cpu:/other\n3:hugetlb,memory:/job\n0::/", 7, 157},
-       {"memory/job/memory.memsw.limit_in_bytes", "1001"},
-       {"memory/job/memory.memsw.usage_in_bytes", "900", 7, 151},
+       {"list", "4:cpu:/other\n3:hugetlb,memory:/job\n0::/", 150},
        {"list", "3:memory:/docker/4711"},
        {"memory/memory.limit_in_bytes", "200"},
-       {"memory/memory.usage_in_bytes", "50", 0, 150, "/"}});
+       {"memory/memory.usage_in_bytes", "50", 150, "/"}});
 }
 
 // Moves this process to a new control group of `bytes`; returns false where that is not permitted.
@@ -183,7 +165,6 @@ int main() {
   pycollect::run_tests({{"restores the signal mask", restores_the_signal_mask},
                         {"reports missing robust lists", reports_missing_robust_lists},
                         {"detects forks", detects_forks},
-                        {"detects forks without wiped pages", detects_forks_without_wiped_pages},
                         {"reads cgroup v2", reads_cgroup_v2},
                         {"reads cgroup v1", reads_cgroup_v1},
                         {"throws before the OOM killer", throws_before_the_oom_killer}});

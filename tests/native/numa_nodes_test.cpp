@@ -9,8 +9,6 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-#include <cstring>
-
 #include "ranks.h"
 
 namespace {
@@ -55,7 +53,7 @@ namespace {
 
 CoreSet cores(int begin, int end) {
   CoreSet set = {};
-  for (int core = begin; core < end; ++core) set[core / 64] |= uint64_t{1} << core % 64;
+  for (int core = begin; core < end; ++core) set.set(core);
   return set;
 }
 
@@ -93,7 +91,7 @@ std::string commit_parts(RankContext& me) {
   cpu_set_t own;
   CoreSet cores = {};
   sched_getaffinity(0, sizeof own, &own);
-  std::memcpy(&cores, &own, sizeof own);
+  for (std::size_t core = 0; core < cores.size(); ++core) cores[core] = CPU_ISSET(core, &own);
   if (group.fold_threads() != core_share(numa_nodes(), std::vector(me.world, cores), me.rank))
     return text(group.fold_threads(), " threads");
   return committed;

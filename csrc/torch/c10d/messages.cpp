@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "../../group/new_thread.h"
 #include "../../plan/error.h"
 
 namespace pycollect::dist {

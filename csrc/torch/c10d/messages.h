@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../group/fork_guard.h"
+#include "../../group/system.h"
 #include "device_messages.h"
 
 namespace pycollect::dist {

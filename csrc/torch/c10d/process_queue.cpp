@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <ranges>
 
-#include "../../group/new_thread.h"
 #include "../../plan/error.h"
 #include "../log.h"
 #include "signals.h"

@@ -12,7 +12,7 @@
 #include <memory>
 #include <thread>
 
-#include "../../group/fork_guard.h"
+#include "../../group/system.h"
 #include "call_queue.h"
 #include "call_runner.h"
 

@@ -6,7 +6,7 @@
 #include <sstream>
 #include <thread>
 
-#include "../../../group/new_thread.h"
+#include "../../../group/system.h"
 #include "../../../plan/error.h"
 #include "../torch_store.h"
 

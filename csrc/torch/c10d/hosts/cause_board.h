@@ -8,7 +8,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "../../../group/abort_state.h"
+#include "../../../group/failures.h"
 
 namespace pycollect::dist {
 

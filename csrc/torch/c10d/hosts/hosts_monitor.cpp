@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "../../../group/new_thread.h"
+#include "../../../group/system.h"
 
 namespace pycollect::dist {
 namespace {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../../../group/new_thread.h"
+#include "../../../group/system.h"
 
 namespace pycollect::dist {
 namespace {

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <thread>
 
-#include "../../../group/new_thread.h"
+#include "../../../group/system.h"
 #include "../../../plan/error.h"
 #include "../gil_release.h"
 #include "../signals.h"
