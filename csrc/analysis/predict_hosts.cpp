@@ -1,6 +1,6 @@
 // The activities of a run are the ranks' tasks and the messages between hosts. Each starts when the
 // last activity that it depends on has ended, and the earliest one reserves memories and links
-// first. Runs follow each other as in the chunk loop (csrc/rank_executor/chunk_loop.cpp).
+// first. Runs follow each other as in the program runs (csrc/rank_executor/program_run.cpp).
 #include "predict_hosts.h"
 
 #include <algorithm>

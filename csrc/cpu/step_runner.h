@@ -1,6 +1,6 @@
 // Runs one step of a plan on host memory: finds the addresses of its slices in a Binding, which is
 // the memory of one run, and calls the fold kernel. Used by the executor of one process and by the
-// shared-memory transport, which differ in when they run a step.
+// executor of a rank that is a process, which differ in when they run a step.
 #pragma once
 #include <algorithm>
 #include <cstddef>
