@@ -15,7 +15,7 @@ constexpr std::size_t kParallelBytes = 1 << 20;
 // Fewest bytes for one thread: moving them takes about as long as passing them to the thread.
 constexpr std::size_t kGrainBytes = kParallelBytes / 4;
 // From about this size on no cache near the core keeps the result, and streamed stores are up to
-// twice as fast. In place they are up to three times as slow: see StepRunner.
+// twice as fast. In place they are up to three times as slow: see RowRunner.
 constexpr std::size_t kStreamedBytes = 16 << 20;
 // Threads' parts begin at a multiple of this from a job's beginning, so that they share no line.
 constexpr std::size_t kCacheLine = 64;
@@ -70,15 +70,15 @@ std::size_t cut(const LevelJob& job, std::size_t at, std::size_t per_line) {
   return std::min(job.elements, (element + per_line - 1) / per_line * per_line);
 }
 
-void run_level(const StepRunner& runner, const Level& level, const ParallelFor& parallel_for,
-               std::size_t per_line, bool non_temporal) {
+void run_level(const RowRunner& row, const BoundPlan& call, const Level& level,
+               const ParallelFor& parallel_for, std::size_t per_line, bool non_temporal) {
   const auto part = [&](int64_t from, int64_t to) {
     const std::size_t begin = from, end = to;
     auto job = std::partition_point(level.jobs.begin(), level.jobs.end(),
                                     [&](const LevelJob& j) { return j.end <= begin; });
     for (; job != level.jobs.end() && job->begin < end; ++job)
-      runner.run(*job->binding, job->step, {cut(*job, begin, per_line), cut(*job, end, per_line)},
-                 non_temporal);
+      run_step(row, call.compiled, *job->binding, job->step,
+               {cut(*job, begin, per_line), cut(*job, end, per_line)}, non_temporal);
   };
   if (level.moved < kParallelBytes)
     part(0, level.moved);
@@ -89,22 +89,23 @@ void run_level(const StepRunner& runner, const Level& level, const ParallelFor& 
 }  // namespace
 
 void run_in_order(const BoundPlan& call) {
-  const StepRunner runner(call);
+  const RowRunner row(call.dtype, call.op, call.options);
   for (std::size_t step = 0; step < call.compiled.plan.steps.size(); ++step)
     for (const Binding& binding : call.bindings)
-      runner.run(binding, step, {0, elements(binding, call.compiled.plan.steps[step])}, false);
+      run_step(row, call.compiled, binding, step,
+               {0, elements(binding, call.compiled.plan.steps[step])}, false);
 }
 
 void run(const BoundPlan& call, const ParallelFor& parallel_for) {
   if (is_small(call)) return run_in_order(call);
-  const StepRunner runner(call);
+  const RowRunner row(call.dtype, call.op, call.options);
   const std::size_t per_line = std::max<std::size_t>(1, kCacheLine / item_bytes(call.dtype));
   Level level;
   for (const std::vector<TaskId>& places : call.compiled.levels) {
     collect(call, places, level);
     if (level.jobs.empty()) continue;
     const bool non_temporal = call.options.non_temporal && level.written >= kStreamedBytes;
-    run_level(runner, level, parallel_for, per_line, non_temporal);
+    run_level(row, call, level, parallel_for, per_line, non_temporal);
   }
 }
 

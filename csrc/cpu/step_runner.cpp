@@ -96,25 +96,26 @@ void RowRunner::run_accumulators(bool finishes, Pointers dsts, bool partial_dsts
       .run(finishes, dsts, partial_dsts, srcs, partial_srcs, count, options_);
 }
 
-StepRunner::StepRunner(const BoundPlan& call)
-    : call_(call), row_(call.dtype, call.op, call.options) {}
-
-void StepRunner::run(const Binding& binding, int step, Range range, bool non_temporal) const {
+void run_step(const RowRunner& row, const CompiledPlan& compiled, const Binding& binding, int step,
+              Range range, bool non_temporal) {
   if (range.begin >= range.end) return;
-  const Step& s = call_.compiled.plan.steps[step];
-  const bool finishes = call_.compiled.finishes[step];
-  const std::size_t width = binding.offsets->count(s.dsts[0]);
-  std::size_t from = range.begin % width, left = range.end - range.begin;
+  const Step& s = compiled.plan.steps[step];
+  const bool finishes = compiled.finishes[step];
+  const std::size_t width = binding.offsets.count(s.dsts[0]);
+  std::size_t from = 0, left = range.end - range.begin;
   Cursors cursors(operands(s));
-  cursors.start(binding, s, row_.item());
-  if (range.begin > 0) cursors.move(range.begin / width, from * row_.item());
+  cursors.start(binding, s, row.item());
+  if (range.begin > 0) {
+    from = range.begin % width;
+    cursors.move(range.begin / width, from * row.item());
+  }
   while (true) {
     const std::size_t n = std::min(width - from, left);
-    row_.run(finishes, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()),
-             n, non_temporal && !writes_scratch(s));
+    row.run(finishes, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()),
+            n, non_temporal && !writes_scratch(s));
     left -= n;
     if (left == 0) return;
-    cursors.move(1, -static_cast<std::ptrdiff_t>(from * row_.item()));
+    cursors.move(1, -static_cast<std::ptrdiff_t>(from * row.item()));
     from = 0;
   }
 }

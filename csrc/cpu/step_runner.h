@@ -1,6 +1,5 @@
-// Runs one step of a plan on host memory: finds the addresses of its slices in a Binding, which is
-// the memory of one run, and calls the fold kernel. Used by the executor of one process and by the
-// executor of a rank that is a process, which differ in when they run a step.
+// Runs one step of a plan on host memory: the executor of one process finds the addresses of its
+// slices in a Binding, which is the memory of one run; a rank that is a process has its own.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -38,17 +37,10 @@ class RowRunner {
   FoldOptions options_;
 };
 
-class StepRunner {
- public:
-  explicit StepRunner(const BoundPlan& call);
-
-  // `non_temporal`: the level writes more than the caches hold. Ignored where this step, or
-  // probably a later one, reads the result.
-  void run(const Binding& binding, int step, Range range, bool non_temporal) const;
-
- private:
-  const BoundPlan& call_;
-  const RowRunner row_;
-};
+// Runs a range of a step of the plan on one binding's memory. `row` is of the plan's dtype and op.
+// `non_temporal`: the level writes more than the caches hold. Ignored where this step, or probably
+// a later one, reads the result.
+void run_step(const RowRunner& row, const CompiledPlan& compiled, const Binding& binding, int step,
+              Range range, bool non_temporal);
 
 }  // namespace pycollect::cpu

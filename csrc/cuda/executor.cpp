@@ -175,7 +175,7 @@ class ExecutorRun {
   // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    LaunchWork work{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
+    LaunchWork work{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
     work.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
@@ -227,7 +227,7 @@ class ExecutorRun {
             .src = address(binding, src, item_),
             .dst_pitch = pitch(binding, dst),
             .src_pitch = pitch(binding, src),
-            .bytes = binding.offsets->count(dst) * item_,
+            .bytes = binding.offsets.count(dst) * item_,
             .rows = binding.rows,
             .dst_device = memory_of(dst),
             .src_device = memory_of(src)};
@@ -307,17 +307,6 @@ void Executor::enqueue(const BoundPlan& call, const CallStreams& streams_of_rank
   NumberedStreams numbered = number_streams(call, streams_of_ranks);
   const auto schedule = scheduled(call.compiled, numbered.at);
   executor_run.run(std::move(numbered), *schedule);
-}
-
-std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {
-  std::size_t h = key.compiled;
-  auto mix = [&](int part) {
-    h = h * 1000003 + static_cast<std::size_t>(part);
-  };  // an arbitrary large odd factor
-  for (const RankStreamIds& me : key.at.stream_ids)
-    for (int stream : {me.caller, me.worker, me.d2h, me.h2d}) mix(stream);
-  mix(key.at.join_stream);
-  return h;
 }
 
 std::shared_ptr<const Schedule> Executor::scheduled(const CompiledPlan& compiled,

@@ -3,10 +3,10 @@
 // blocks the host only if a rank is in host memory that is pageable, or pinned while `host_waits`
 // is set.
 #pragma once
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "../plan/bound_plan.h"
@@ -71,17 +71,14 @@ class Executor {
   struct ScheduleKey {
     uint64_t compiled;
     StreamMap at;
-    bool operator==(const ScheduleKey&) const = default;
-  };
-  struct ScheduleHash {
-    std::size_t operator()(const ScheduleKey& key) const;
+    auto operator<=>(const ScheduleKey&) const = default;
   };
   std::shared_ptr<const Schedule> scheduled(const CompiledPlan& compiled, const StreamMap& at);
 
   EventPool events_;
   PinnedRingPool rings_;
   std::mutex mutex_;
-  std::unordered_map<ScheduleKey, std::shared_ptr<const Schedule>, ScheduleHash> schedules_;
+  std::map<ScheduleKey, std::shared_ptr<const Schedule>> schedules_;
 };
 
 }  // namespace pycollect::cuda

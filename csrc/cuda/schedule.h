@@ -15,7 +15,7 @@ struct RankStreamIds {
   int worker;  // runs the rank's other tasks
   int d2h;     // runs copies to the rank's host memory
   int h2d;     // runs copies from host memory to the rank's memory
-  bool operator==(const RankStreamIds&) const = default;
+  auto operator<=>(const RankStreamIds&) const = default;
 };
 inline constexpr int kNoJoinStream = -1;
 struct StreamMap {
@@ -23,7 +23,7 @@ struct StreamMap {
   int streams;                            // number of streams
   // A stream without tasks, through which many streams wait for many others with few events.
   int join_stream = kNoJoinStream;
-  bool operator==(const StreamMap&) const = default;
+  auto operator<=>(const StreamMap&) const = default;
 };
 
 // The tasks of one level on one stream, with the waits before them.

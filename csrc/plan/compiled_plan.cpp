@@ -15,46 +15,46 @@
 namespace pycollect {
 namespace {
 
-struct CompiledPlanKey {
-  const Algorithm* algorithm = nullptr;
-  int world = 0, root = 0, pieces = 0;
-  bool in_place = false;
-  LevelPolicy level_policy = LevelPolicy::any;
-  bool operator==(const CompiledPlanKey&) const = default;
-};
-
-struct CompiledPlanHash {
-  std::size_t operator()(const CompiledPlanKey& k) const {
+struct PlanHash {
+  std::size_t operator()(const PlanKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm);
-    for (int part : {k.world, k.root, k.pieces, 2 * k.in_place + static_cast<int>(k.level_policy)})
-      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
+    const auto mix = [&](std::size_t part) {
+      h = h * 1000003 + part;  // any large odd number spreads them
+    };
+    for (int part : {k.world, k.root, k.pieces, static_cast<int>(k.in_place)}) mix(part);
+    if (!k.reach) return h;
+    const std::hash<std::vector<bool>> of_row;
+    mix(of_row(k.reach->on_host));
+    for (const std::vector<bool>& row : k.reach->directly) mix(of_row(row));
     return h;
   }
 };
 
-class CompiledCache {
+using Plans = std::unordered_map<PlanKey, CompiledPlan, PlanHash>;
+using CachedPlan = Plans::value_type;
+
+class PlanCache {
  public:
-  std::shared_ptr<const CompiledPlan> get(const CompiledPlanKey& key) const {
+  const CachedPlan* find(const PlanKey& key) const {
     const std::shared_lock lock(mutex_);
-    const auto found = kept_.find(key);
-    return found == kept_.end() ? nullptr : found->second;
+    const auto found = plans_.find(key);
+    return found == plans_.end() ? nullptr : &*found;
   }
 
   // Two threads may have compiled the same plan: both get the one that was stored first.
-  std::shared_ptr<const CompiledPlan> put(const CompiledPlanKey& key,
-                                          std::shared_ptr<const CompiledPlan> made) {
+  const CachedPlan* add(const PlanKey& key, CompiledPlan made) {
     const std::unique_lock lock(mutex_);
-    return kept_.emplace(key, std::move(made)).first->second;
+    return &*plans_.emplace(key, std::move(made)).first;
   }
 
  private:
   mutable std::shared_mutex mutex_;
-  std::unordered_map<CompiledPlanKey, std::shared_ptr<const CompiledPlan>, CompiledPlanHash> kept_;
+  Plans plans_;  // its entries never move
 };
 
 // Never destroyed: threads that outlive main may still be calling.
-CompiledCache& cache() {
-  static CompiledCache& it = *new CompiledCache;
+PlanCache& cache() {
+  static PlanCache& it = *new PlanCache;
   return it;
 }
 
@@ -67,40 +67,40 @@ std::vector<bool> touched(const Plan& plan, Buffer buffer) {
   return used;
 }
 
+CompiledPlan compile(const PlanKey& key) {
+  Plan whole = (*key.algorithm)({key.world, key.root, key.pieces});
+  if (!key.reach) return compile(std::move(whole), key.in_place);
+  // The chunks of a pipeline are already cut into pieces.
+  const int pieces = whole.chunks >= key.pieces ? 1 : key.pieces;
+  return compile(stage(whole, key.in_place, *key.reach, pieces), key.in_place,
+                 LevelPolicy::one_task);
+}
+
 }  // namespace
 
-CompiledPlan compile(Plan plan, bool in_place, LevelPolicy level_policy,
-                     const Algorithm* algorithm) {
+CompiledPlan compile(Plan plan, bool in_place, LevelPolicy level_policy) {
   check(plan, in_place);
   static std::atomic<uint64_t> next_id{0};
-  CompiledPlan made{algorithm, in_place, std::move(plan), {}, {}, {}, {}, {}, 0, next_id++};
+  CompiledPlan made{in_place, std::move(plan), {}, {}, {}, {}, {}, false, 0, next_id++};
   made.program = lower(made.plan, in_place, level_policy);
   made.levels = levels(made.program);
   made.finishes = finishes(made.plan, in_place);
   made.scratched = touched(made.plan, Buffer::scratch);
   made.staged = touched(made.plan, Buffer::host);
+  for (const std::vector<bool>* used : {&made.scratched, &made.staged})
+    made.needs_memory |= std::find(used->begin(), used->end(), true) != used->end();
   for (const Step& step : made.plan.steps)
     made.most_sources = std::max(made.most_sources, step.srcs.size());
   return made;
 }
 
-std::shared_ptr<const CompiledPlan> compiled(const Algorithm& algorithm,
-                                             const AlgorithmParams& params, bool in_place,
-                                             LevelPolicy level_policy) {
-  struct LastCompiled {
-    CompiledPlanKey key;
-    std::shared_ptr<const CompiledPlan> value;
-  };
-  thread_local LastCompiled last;
-  const CompiledPlanKey key{&algorithm,    params.world, params.root,
-                            params.pieces, in_place,     level_policy};
-  if (last.key == key) return last.value;
-  auto value = cache().get(key);
-  if (!value)
-    value = cache().put(key, std::make_shared<const CompiledPlan>(
-                                 compile(algorithm(params), in_place, level_policy, &algorithm)));
-  last = {key, value};
-  return value;
+const CompiledPlan& compiled(const PlanKey& key) {
+  thread_local const CachedPlan* last = nullptr;
+  if (last != nullptr && last->first == key) return last->second;
+  const CachedPlan* found = cache().find(key);
+  if (found == nullptr) found = cache().add(key, compile(key));
+  last = found;
+  return found->second;
 }
 
 }  // namespace pycollect

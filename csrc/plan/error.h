@@ -33,11 +33,16 @@ struct Deadlock : CollectiveError {
   using CollectiveError::CollectiveError;
 };
 
-// Throws for a mistake of the caller; becomes ValueError in Python.
+// Throw for a mistake of the caller; becomes ValueError in Python. Where the parts take long to
+// compute, `reject` after an `if` computes them only for the message.
+template <class... Parts>
+[[noreturn]] void reject(const Parts&... why) {
+  throw std::invalid_argument(text(why...));
+}
 template <class... Parts>
 void require(bool ok, const Parts&... why) {
   if (!ok) [[unlikely]]
-    throw std::invalid_argument(text(why...));
+    reject(why...);
 }
 
 // Throws for a mistake of the caller about a type; becomes TypeError in Python.

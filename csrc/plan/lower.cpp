@@ -219,4 +219,13 @@ Program lower(const Plan& plan, bool in_place, LevelPolicy level_policy, int bou
   return Lowering(plan, in_place, level_policy, boundary).run();
 }
 
+// The waits do not determine the levels, as there are none between tasks of one rank.
+Levels levels(const Program& program) {
+  Levels result(program.empty() ? 0 : program[0].back().level + 1);
+  for (Rank r = 0; r < static_cast<Rank>(program.size()); ++r)
+    for (int i = 0; i < static_cast<int>(program[r].size()); ++i)
+      result[program[r][i].level].push_back({r, i});
+  return result;
+}
+
 }  // namespace pycollect

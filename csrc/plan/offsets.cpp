@@ -1,25 +1,24 @@
-// Stores chunk boundaries as running sums, once per distinct cut: in most calls all buffers are cut
-// in the same way.
+// See offsets.h.
 #include "offsets.h"
 
 #include "error.h"
 
 namespace pycollect {
 
-PlanOffsets::PlanOffsets(const Plan& plan, const Sizes& blocks, std::size_t align)
-    : chunks_(plan.chunks), align_(align), cut_of_(plan.world * kBuffers, 0) {
+PlanOffsets::PlanOffsets(const Plan& plan, std::span<const std::size_t> blocks, std::size_t align)
+    : world_(plan.world), chunks_(plan.chunks), align_(align) {
   require(align >= 1, "pieces are aligned to at least one element, not ", align);
-  cuts_.push_back(cut(blocks));
+  common_ = cut(blocks);
 }
 
 void PlanOffsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
-  require(rank >= 0 && rank * kBuffers < static_cast<int>(cut_of_.size()), "there is no rank ",
-          rank, " in a world of ", cut_of_.size() / kBuffers);
-  cuts_.push_back(cut(blocks));
-  cut_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(cuts_.size()) - 1;
+  require(rank >= 0 && rank < world_, "there is no rank ", rank, " in a world of ", world_);
+  others_.push_back(cut(blocks));
+  other_of_.resize(static_cast<std::size_t>(world_) * kBuffers, kCommon);
+  other_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(others_.size()) - 1;
 }
 
-ChunkOffsets PlanOffsets::cut(const Sizes& blocks) const {
+ChunkOffsets PlanOffsets::cut(std::span<const std::size_t> blocks) const {
   require(!blocks.empty() && chunks_ % blocks.size() == 0, "a plan of ", chunks_,
           " chunks cannot be cut from ", blocks.size(), " blocks");
   ChunkOffsets offsets;
@@ -28,9 +27,8 @@ ChunkOffsets PlanOffsets::cut(const Sizes& blocks) const {
 }
 
 void PlanOffsets::check(const Plan& plan) const {
-  require(plan.chunks == chunks_ && plan.world * kBuffers == static_cast<int>(cut_of_.size()),
-          "these offsets were bound to a plan of ", cut_of_.size() / kBuffers, " ranks and ",
-          chunks_, " chunks, not ", plan.world, " and ", plan.chunks);
+  require(plan.chunks == chunks_ && plan.world == world_, "these offsets were bound to a plan of ",
+          world_, " ranks and ", chunks_, " chunks, not ", plan.world, " and ", plan.chunks);
   auto size = [&](const Slice& s, int i) { return count({s.rank, s.buffer, s.first + i, 1}); };
   for (std::size_t n = 0; n < plan.steps.size(); ++n) {
     const Step& step = plan.steps[n];

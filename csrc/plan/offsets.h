@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "plan.h"
@@ -54,11 +55,13 @@ class ChunkOffsets {
   std::vector<std::size_t> many_;
 };
 
+// The offsets of all buffers of a plan. Most calls cut all buffers in the same way, which takes no
+// allocation if there are few chunks.
 class PlanOffsets {
  public:
   // Cuts every buffer in the same way. A plan with more chunks than blocks cuts each block into
   // pieces, which begin at multiples of `align` elements within their block, to keep vectors whole.
-  PlanOffsets(const Plan& plan, const Sizes& blocks, std::size_t align = 1);
+  PlanOffsets(const Plan& plan, std::span<const std::size_t> blocks, std::size_t align = 1);
 
   // Cuts one buffer of one rank differently. `blocks` contains 0 for a block that it does not have.
   void set(Rank rank, Buffer buffer, const Sizes& blocks);
@@ -71,15 +74,19 @@ class PlanOffsets {
   void check(const Plan& plan) const;
 
  private:
+  static constexpr int kCommon = -1;
   const ChunkOffsets& of(const Slice& s) const {
-    return cuts_[cut_of_[s.rank * kBuffers + static_cast<int>(s.buffer)]];
+    if (other_of_.empty()) return common_;
+    const int other = other_of_[s.rank * kBuffers + static_cast<int>(s.buffer)];
+    return other == kCommon ? common_ : others_[other];
   }
-  ChunkOffsets cut(const Sizes& blocks) const;
+  ChunkOffsets cut(std::span<const std::size_t> blocks) const;
 
-  int chunks_;
+  int world_, chunks_;
   std::size_t align_;
-  std::vector<int> cut_of_;  // [rank][buffer]: index in cuts_
-  std::vector<ChunkOffsets> cuts_;
+  ChunkOffsets common_;
+  std::vector<ChunkOffsets> others_;
+  std::vector<int> other_of_;  // [rank][buffer]: index in others_, or kCommon; empty: all kCommon
 };
 
 }  // namespace pycollect

@@ -42,6 +42,9 @@ enum class LevelPolicy { any, one_task };
 // `boundary`: the `step` of every rank's first and last task, kAllBuffers or kInOutBuffers.
 Program lower(const Plan& plan, bool in_place, LevelPolicy level_policy = LevelPolicy::any,
               int boundary = kAllBuffers);
+// Sorts the tasks by level. Two tasks with conflicting accesses never have the same level, and a
+// task waits only for tasks of lower levels, so running one level after the other satisfies all
+// waits.
 Levels levels(const Program& program);
 
 // The slices that a task reads and writes; a boundary task writes buffers of its rank `r`.

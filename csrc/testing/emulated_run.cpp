@@ -28,7 +28,9 @@ EmulatedRun::EmulatedRun(TestCase test_case, const EmulatedRun* machine_of)
       written_(compile(test_case_.plan, test_case_.in_place)),
       compiled_(staged(test_case_)),
       chunk_sizes_(choose_chunk_sizes(written_.plan, compiled_.plan, test_case_.pieces,
-                                      test_case_.bindings)) {
+                                      test_case_.bindings)),
+      expected_{written_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}},
+      bound_{compiled_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}} {
   require(test_case_.dtype == DType::f32 || test_case_.dtype == DType::bf16 ||
               (test_case_.dtype >= DType::i8 && test_case_.dtype <= DType::u8),
           "an emulated run has no test data of dtype ", name(test_case_.dtype),
@@ -97,14 +99,13 @@ std::byte* EmulatedRun::add_block(Rank rank, int buffer, std::size_t bytes) {
 void EmulatedRun::add_tensor(int number) {
   const std::size_t rows = 1 + number % 2, item = item_bytes(test_case_.dtype);
   const Plan &written = written_.plan, &run = compiled_.plan;
-  tensors_.push_back(std::make_unique<TestOffsets>(
-      TestOffsets{make_offsets(chunk_sizes_, written, written, test_case_.pieces, number),
-                  make_offsets(chunk_sizes_, written, run, test_case_.pieces, number)}));
-  cut_host_memory(run, tensors_.back()->run);
-  const TestOffsets& t = *tensors_.back();
   const std::size_t buffers = static_cast<std::size_t>(test_case_.plan.world) * kBuffers;
-  Binding expected{&t.written, std::vector<BufferMemory>(buffers), rows};
-  Binding bound{&t.run, std::vector<BufferMemory>(buffers), rows};
+  // Chunk offsets in the original plan, and in the staged one.
+  Binding expected{make_offsets(chunk_sizes_, written, written, test_case_.pieces, number),
+                   std::vector<BufferMemory>(buffers), rows};
+  Binding bound{make_offsets(chunk_sizes_, written, run, test_case_.pieces, number),
+                std::vector<BufferMemory>(buffers), rows};
+  cut_host_memory(run, bound.offsets);
   for (Rank r = 0; r < test_case_.plan.world; ++r)
     for (int b = 0; b < kBuffers; ++b) {
       const auto buffer = static_cast<Buffer>(b);
@@ -121,18 +122,15 @@ void EmulatedRun::add_tensor(int number) {
         continue;
       // The pitch is larger than a row, so that rows are not contiguous.
       const auto pitch =
-          static_cast<std::ptrdiff_t>((t.run.total(r, buffer) + 2 * (rows - 1)) * item);
+          static_cast<std::ptrdiff_t>((bound.offsets.total(r, buffer) + 2 * (rows - 1)) * item);
       at = {add_block(r, b, pitch * rows), pitch, is_pageable(r, b)};
       there = {blocks_.back()->after.data(), pitch};
     }
-  expected_.push_back(std::move(expected));
-  bound_.push_back(std::move(bound));
+  expected_.bindings.push_back(std::move(expected));
+  bound_.bindings.push_back(std::move(bound));
 }
 
-void EmulatedRun::expect() {
-  cpu::run_in_order(
-      {written_, expected_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}});
-}
+void EmulatedRun::expect() { cpu::run_in_order(expected_); }
 
 // Accesses all memory: pageable memory, and host memory for which the executor waits, by the host;
 // all other memory, by the stream of its rank's caller.
@@ -167,10 +165,8 @@ void EmulatedRun::execute() {
       callers.push_back(r.caller);
   DeviceGuard device(cuda_);
   streams_.capture = capture_of(cuda_, device, callers);
-  const BoundPlan call{
-      compiled_, bound_, test_case_.dtype, test_case_.op, {.world = test_case_.plan.world}};
-  check_call(call, streams_);
-  machine_->executor.enqueue(call, streams_, device);
+  check_call(bound_, streams_);
+  machine_->executor.enqueue(bound_, streams_, device);
 }
 
 void EmulatedRun::run_half_captured() {

@@ -58,9 +58,6 @@ class EmulatedRun {
     bool is_checked, is_pageable;
     bool wrong = false;
   };
-  struct TestOffsets {  // chunk offsets in the original plan, and in the staged one
-    PlanOffsets written, run;
-  };
 
   void create_streams();
   void add_tensor(int number);
@@ -83,9 +80,8 @@ class EmulatedRun {
   std::optional<int> skipped_ = {};  // number of a wait
   int calls_ = 1;                    // of the last run
   bool capture_ = false;
-  std::vector<std::unique_ptr<TestOffsets>> tensors_;
   std::vector<std::unique_ptr<TestBlock>> blocks_;
-  std::vector<Binding> expected_, bound_;
+  BoundPlan expected_, bound_;
 };
 
 }  // namespace pycollect::cuda

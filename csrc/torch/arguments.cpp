@@ -1,8 +1,10 @@
 #include "arguments.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "../plan/error.h"
 #include "gpus.h"
@@ -43,6 +45,14 @@ std::optional<DType> find_dtype(at::ScalarType type) {
     default:
       return std::nullopt;
   }
+}
+
+Float8Specials::Codes probe(at::ScalarType type) {
+  float values[]{1e6F, std::numeric_limits<float>::infinity(),
+                 std::numeric_limits<float>::quiet_NaN()};
+  const at::Tensor bytes = at::from_blob(values, {3}, at::kFloat).to(type).view(at::kByte);
+  const auto* b = bytes.const_data_ptr<uint8_t>();
+  return {b[0], b[1], b[2]};
 }
 
 template <class Names>
@@ -156,6 +166,11 @@ DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
   }
 }
 
+const Float8Specials& float8_specials() {
+  static const Float8Specials rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
+  return rounding;
+}
+
 void check_memory(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
@@ -165,13 +180,13 @@ void check_memory(const at::Tensor& t, AccessMode access, const ArgumentName& la
       "a plain tensor");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
-  require(t.is_cpu() || t.numel() == 0 || is_aligned(t), label.call, ": ", label, " begins at ",
-          t.const_data_ptr(), ", which is not aligned to its elements of ", t.element_size(),
-          " bytes, as GPUs need it; pass .clone()");
-  if (access == AccessMode::read) return;
-  require(is_non_overlapping(t), label.call, ": ", label, " of shape ", t.sizes(), " and strides ",
-          t.strides(),
-          " would be written, but some of its elements share memory (expanded?); pass .clone()");
+  if (!t.is_cpu() && t.numel() != 0 && !is_aligned(t))
+    reject(label.call, ": ", label, " begins at ", t.const_data_ptr(),
+           ", which is not aligned to its elements of ", t.element_size(),
+           " bytes, as GPUs need it; pass .clone()");
+  if (access == AccessMode::write && !is_non_overlapping(t))
+    reject(label.call, ": ", label, " of shape ", t.sizes(), " and strides ", t.strides(),
+           " would be written, but some of its elements share memory (expanded?); pass .clone()");
 }
 
 void check_tensor(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
@@ -189,19 +204,21 @@ void check_tensor(const at::Tensor& t, AccessMode access, const ArgumentName& la
 
 void check_alike(const at::Tensor& t, const ArgumentName& label, const at::Tensor& first,
                  const ArgumentName& first_label, Alike alike, int64_t dim) {
-  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", dtype_name(t),
-          " and ", first_label, " is ", dtype_name(first), "; all ranks must have the same dtype");
-  bool same = t.dim() == first.dim();
-  for (int64_t d = 0; same && d < t.dim(); ++d)
-    same = t.size(d) == first.size(d) || (alike == Alike::all_but_dim && d == dim);
-  require(same, label.call, ": ", label, " has shape ", t.sizes(), " and ", first_label, " has ",
-          first.sizes(),
+  if (t.scalar_type() != first.scalar_type())
+    reject(label.call, ": ", label, " is ", dtype_name(t), " and ", first_label, " is ",
+           dtype_name(first), "; all ranks must have the same dtype");
+  const at::IntArrayRef sizes = t.sizes(), wanted = first.sizes();
+  bool same = sizes.size() == wanted.size();
+  for (std::size_t d = 0; same && d < sizes.size(); ++d)
+    same = sizes[d] == wanted[d] || (alike == Alike::all_but_dim && static_cast<int64_t>(d) == dim);
+  require(same, label.call, ": ", label, " has shape ", sizes, " and ", first_label, " has ",
+          wanted,
           alike == Alike::all_but_dim ? "; shapes may differ along dim only"
                                       : "; all ranks must have the same shape");
-  if (alike != Alike::shape_and_layout || t.numel() == 0) return;
-  require(same_strides(t, first), label.call, ": ", label, " has strides ", t.strides(), " and ",
-          first_label, " has ", first.strides(),
-          "; all ranks must have the same layout in memory, e.g. through .contiguous()");
+  if (alike == Alike::shape_and_layout && t.numel() != 0 && !same_strides(t, first))
+    reject(label.call, ": ", label, " has strides ", t.strides(), " and ", first_label, " has ",
+           first.strides(),
+           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
 ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
@@ -212,7 +229,7 @@ ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName&
   return {begin, end, access == AccessMode::write, label};
 }
 
-void check_disjoint(std::vector<ArgumentRange>& all) {
+void check_disjoint(std::span<ArgumentRange> all) {
   std::sort(all.begin(), all.end(),
             [](const ArgumentRange& a, const ArgumentRange& b) { return a.begin < b.begin; });
   // The extents with the highest end so far: among all, and among those that are written.

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <ostream>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,6 +32,10 @@ DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label);
 // Returns the index of the tensor's dtype in kAllDTypeNames. Throws as moved_dtype_of does.
 uint8_t dtype_number(const at::Tensor& tensor, const ArgumentName& label);
 
+// Returns how the installed torch rounds values that 8-bit floats cannot hold: the results of
+// converting an overflow, infinity and NaN with it, which is done once per process.
+const Float8Specials& float8_specials();
+
 enum class AccessMode { read, write };
 
 // Checks that the tensor is strided and its memory allocated, and, if it is written, that no two of
@@ -55,7 +60,7 @@ struct ArgumentRange {
 };
 ArgumentRange extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 // Checks that no extent that is written overlaps another one. Sorts the extents.
-void check_disjoint(std::vector<ArgumentRange>& extents);
+void check_disjoint(std::span<ArgumentRange> extents);
 
 ReduceOp op_named(std::string_view name, const char* call);
 void check_op(DType dtype, ReduceOp op, const char* call);  // throws TypeError

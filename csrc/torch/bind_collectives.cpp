@@ -24,48 +24,40 @@ bool peer_access_from(Arg flag, const char* call) { return flag_from(flag, call,
 
 // Whether another thread should be able to take the GIL meanwhile: the call moves many bytes, or
 // the host waits for a device, because a rank is in host memory.
-bool takes_long(const PreparedCall& prepared) {
-  const bool any_on_host = std::any_of(prepared.devices.begin(), prepared.devices.end(),
-                                       [](at::Device d) { return d.is_cpu(); });
-  return prepared.bytes > kKeepGilBytes || (prepared.on_gpus() && any_on_host);
+bool takes_long(const ListCall& call) {
+  return call.bytes > kKeepGilBytes || (call.on_gpus() && call.on_host());
 }
 
-py::object run_or_enqueue(PreparedCall prepared, Arg async_op) {
-  const bool async = flag_from(async_op, prepared.call, "async_op");
-  prepared.commit();
+// `producers`: the streams on which the owners of memory that is not torch's use it.
+py::object run_or_enqueue(ListCall call, Producers producers, Arg async_op) {
+  call.producers = std::move(producers);
+  const bool async = flag_from(async_op, call.name, "async_op");
+  call.commit();
   if (async) {
     std::shared_ptr<Work> work;
     {
       std::optional<py::gil_scoped_release> no_gil;
-      if (prepared.on_gpus()) {  // not in the queue of host calls, but behind them
-        if (takes_long(prepared) || busy()) no_gil.emplace();
+      if (call.on_gpus()) {  // not in the queue of host calls, but behind them
+        if (takes_long(call) || busy()) no_gil.emplace();
         drain();
       }
-      work = enqueue(std::move(prepared));
+      work = enqueue(std::move(call));
     }
     return py::cast(work);
   }
   {
     std::optional<py::gil_scoped_release> no_gil;
-    if (takes_long(prepared) || busy()) no_gil.emplace();
+    if (takes_long(call) || busy()) no_gil.emplace();
     drain();
-    prepared.run();
+    call.run();
   }
-  return prepared.results.empty() ? py::none() : py::cast(prepared.results);
-}
-
-// `producers`: the streams on which the owners of memory that is not torch's use it.
-py::object run_or_enqueue(PreparedCall prepared, Producers producers, Arg async_op) {
-  prepared.producers = std::move(producers);
-  return run_or_enqueue(std::move(prepared), async_op);
+  return call.results.empty() ? py::none() : py::cast(call.results);
 }
 
 py::object in_place(InPlaceArgs args, TensorGrid grid, Producers producers, Arg streams,
                     Arg async_op) {
-  DeviceList devices;
-  for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
-    devices.push_back(grid.flat[r].device());
-  if (!devices.empty()) args.streams = streams_from(streams, devices, args.call);
+  if (!streams.is_none() && !grid.flat.empty())
+    args.streams = streams_from(streams, grid.devices(), args.call);
   return run_or_enqueue(pycollect::in_place(args, std::move(grid)), std::move(producers), async_op);
 }
 

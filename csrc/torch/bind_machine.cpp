@@ -30,7 +30,7 @@ py::tuple peer_access(int from, int to) {
   return py::make_tuple(report.reported, report.defect, report.performance_rank);
 }
 
-// Returns the seconds of each of `iterations` runs of one PreparedCall, an all_reduce: without the
+// Returns the seconds of each of `iterations` runs of one ListCall, an all_reduce: without the
 // time of Python and of the argument checks.
 std::vector<double> time_all_reduce(const py::object& tensors, const py::object& op,
                                     const py::object& algorithm, int iterations) {
@@ -38,16 +38,16 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   Producers producers;  // none: the tensors are torch's
   Tensors list = tensors_from(tensors, write_access, kCall, producers);
   const int world = static_cast<int>(list.size());
-  const PreparedCall prepared = pycollect::in_place({.collective = Collective::all_reduce,
-                                                     .call = kCall,
-                                                     .op = op_from(op, kCall),
-                                                     .algorithm = algorithm_from(algorithm, kCall)},
-                                                    {std::move(list), world});
+  const ListCall call = pycollect::in_place({.collective = Collective::all_reduce,
+                                             .call = kCall,
+                                             .op = op_from(op, kCall),
+                                             .algorithm = algorithm_from(algorithm, kCall)},
+                                            {std::move(list), world});
   const py::gil_scoped_release no_gil;
   std::vector<double> seconds;
   for (int i = 0; i < iterations; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    prepared.run();
+    call.run();
     seconds.push_back(
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }

@@ -1,17 +1,108 @@
-// Collectives that split and concatenate tensors along a dimension. blocks.h computes which rank
-// sends which block to which rank.
+// Collectives that split and concatenate tensors along a dimension. They differ only in the blocks
+// that each rank has in its input and in its output.
 #include <algorithm>
 #include <numeric>
 
 #include "../plan/error.h"
 #include "../plan/stage.h"
-#include "blocks.h"
 #include "collectives.h"
 #include "gpus.h"
 #include "tensor_layout.h"
 
 namespace pycollect {
 namespace {
+
+// Elements along the dimension, [rank][block], in the input and in the output of every rank.
+struct BlockSizes {
+  std::vector<Sizes> in, out;
+  // Sizes of all blocks, as in scratch memory; an input or output has some or all of them.
+  Sizes whole;
+};
+
+struct BlockCut {
+  Collective collective;
+  // Sizes of the inputs along the dimension, in rank order: one for scatter, and the same one
+  // `world` times for reduce_scatter.
+  std::vector<int64_t> lengths;
+  int world;    // number of ranks, including an additional rank that is only the root
+  int outputs;  // number of outputs
+  Rank root = 0;
+  int64_t dim = 0;  // for error messages
+  // Block sizes from the caller: [rank][block], or one list for all ranks.
+  std::optional<std::vector<std::vector<int64_t>>> sizes = {};
+};
+
+Sizes even_split(int64_t length, int parts) {
+  Sizes s(parts);
+  for (int r = 0; r < parts; ++r) s[r] = length / parts + (r < length % parts);
+  return s;
+}
+
+// Returns the caller's block sizes for one rank, or an even split.
+Sizes block_sizes(const BlockCut& cut, int64_t length, int rank) {
+  const int parts = cut.outputs;
+  if (!cut.sizes) return even_split(length, parts);
+  const auto lists = static_cast<int>(cut.sizes->size());
+  require(lists == 1 || lists == parts, name(cut.collective), ": split_sizes has lists for ", lists,
+          " ranks; needed are ", parts);
+  const auto& given = (*cut.sizes)[lists == 1 ? 0 : rank];
+  const char* argument = cut.collective == Collective::scatter ? "chunk_sizes" : "split_sizes";
+  int64_t total = 0;
+  for (int64_t s : given) {
+    require(s >= 0, name(cut.collective), ": ", argument, " has a negative size, ", s);
+    require(!__builtin_add_overflow(total, s, &total), name(cut.collective), ": ", argument,
+            " has sizes whose sum does not fit 64 bits; needed are ", parts, " that sum to ",
+            length, ", the length along dim ", cut.dim);
+  }
+  require(static_cast<int>(given.size()) == parts && total == length, name(cut.collective), ": ",
+          argument, " has ", given.size(), " sizes that sum to ", total, "; needed are ", parts,
+          " that sum to ", length, ", the length along dim ", cut.dim);
+  return {given.begin(), given.end()};
+}
+
+Sizes only_block(const Sizes& whole, Rank r) {
+  Sizes s(whole.size());
+  s[r] = whole[r];
+  return s;
+}
+
+BlockSizes all_to_all_blocks(const BlockCut& cut) {
+  BlockSizes b{{}, std::vector<Sizes>(cut.world, Sizes(cut.world)), Sizes(cut.world)};
+  for (Rank r = 0; r < cut.world; ++r) b.in.push_back(block_sizes(cut, cut.lengths[r], r));
+  for (Rank r = 0; r < cut.world; ++r)
+    for (Rank p = 0; p < cut.world; ++p) b.out[r][p] = b.in[p][r];
+  return b;
+}
+
+// Returns the caller's blocks, or those of torch.tensor_split if `sizes` is empty. Throws
+// ValueError if the caller's sizes do not fit the lengths.
+BlockSizes blocks_of(const BlockCut& cut) {
+  if (cut.collective == Collective::all_to_all) return all_to_all_blocks(cut);
+  const bool joins =
+      cut.collective == Collective::all_gather || cut.collective == Collective::gather;
+  BlockSizes b{
+      {},
+      {},
+      joins ? Sizes(cut.lengths.begin(), cut.lengths.end()) : block_sizes(cut, cut.lengths[0], 0)};
+  b.whole.resize(cut.world);
+  const Sizes none(cut.world);
+  for (Rank r = 0; r < cut.world; ++r) {
+    const bool reads_all = cut.collective == Collective::reduce_scatter || r == cut.root;
+    const bool writes_all = cut.collective == Collective::all_gather || r == cut.root;
+    b.in.push_back(joins ? only_block(b.whole, r) : reads_all ? b.whole : none);
+    b.out.push_back(!joins ? only_block(b.whole, r) : writes_all ? b.whole : none);
+  }
+  return b;
+}
+
+// Returns the sum of the sizes. Throws ValueError if it does not fit 64 bits.
+int64_t sum(const Sizes& sizes, const char* call) {
+  int64_t total = 0;
+  for (const std::size_t s : sizes)  // expanded tensors and empty ones can have huge lengths
+    require(!__builtin_add_overflow(total, s, &total), call,
+            ": the lengths along dim have a sum that does not fit 64 bits");
+  return total;
+}
 
 ArgumentName label(const BlockArgs& args, const char* list, std::size_t r) {
   return {name(args.collective), list,
@@ -100,7 +191,7 @@ void check_outputs(const BlockArgs& args, const Tensors& inputs,
 // returns that of the caller's outputs, or else the row-major one, and replaces the inputs by
 // tensors in that order, into which the call copies them. `first`: the rank of the first input.
 std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Rank first,
-                                     PreparedCall& prepared) {
+                                     ListCall& call) {
   Tensors all = inputs;
   if (args.out) all.insert(all.end(), args.out->begin(), args.out->end());
   std::vector<int64_t> order = common_order(all);
@@ -121,7 +212,7 @@ std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Ran
     on_stream_of(args.streams, rank,
                  [&] { ordered = empty_in_order(t.sizes(), order, t.options()); });
     check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
-    prepared.add_layout_copy(ordered, t, rank);
+    call.add_layout_copy(ordered, t, rank);
     t = std::move(ordered);
   }
   return order;
@@ -133,32 +224,30 @@ Sizes times(const Sizes& s, int64_t inner) {
   return result;
 }
 
-void bind_blocks(DtypePlan& part, const BlockSizes& b, const Participants& ranks,
-                 const Tensors& inputs, PreparedCall& prepared, const OuterInner& split,
-                 bool to_root, bool from_root) {
-  const std::size_t item = item_bytes(part.dtype);
-  auto offsets = std::make_unique<PlanOffsets>(part.compiled->plan, times(b.whole, split.inner),
-                                               std::max<std::size_t>(kAlignBytes / item, 1));
+void bind_blocks(BoundPlan& plan, const BlockSizes& b, const Participants& ranks,
+                 const Tensors& inputs, ListCall& call, const OuterInner& split, bool to_root,
+                 bool from_root) {
+  const std::size_t item = item_bytes(plan.dtype);
+  PlanOffsets offsets(plan.compiled.plan, times(b.whole, split.inner), aligned_elements(item));
   std::vector<BufferMemory> memory(b.in.size() * kBuffers);
   auto set_memory = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
-    const int64_t pitch = sum(blocks, prepared.call) * split.inner * static_cast<int64_t>(item);
+    const int64_t pitch = sum(blocks, call.name) * split.inner * static_cast<int64_t>(item);
     memory[r * kBuffers + static_cast<int>(buffer)] = {bytes_of(t), pitch};
   };
   for (Rank r = 0; r < ranks.world(); ++r) {
-    offsets->set(r, Buffer::input, times(b.in[r], split.inner));
-    offsets->set(r, Buffer::output, times(b.out[r], split.inner));
+    offsets.set(r, Buffer::input, times(b.in[r], split.inner));
+    offsets.set(r, Buffer::output, times(b.out[r], split.inner));
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Rank r = from_root ? ranks.root : static_cast<Rank>(i);
     set_memory(r, Buffer::input, inputs[i], b.in[r]);
   }
-  for (std::size_t i = 0; i < prepared.results.size(); ++i) {
+  for (std::size_t i = 0; i < call.results.size(); ++i) {
     const Rank r = to_root ? ranks.root : static_cast<Rank>(i);
-    set_memory(r, Buffer::output, prepared.results[i], b.out[r]);
+    set_memory(r, Buffer::output, call.results[i], b.out[r]);
   }
-  cut_host_memory(part.compiled->plan, *offsets);
-  part.bind(offsets.get(), std::move(memory), split.rows, prepared);
-  part.offsets.push_back(std::move(offsets));
+  cut_host_memory(plan.compiled.plan, offsets);
+  call.bind(plan, std::move(offsets), std::move(memory), static_cast<std::size_t>(split.rows));
 }
 
 BlockCut cut_of(const BlockArgs& args, const Tensors& inputs, const Participants& ranks,
@@ -181,12 +270,12 @@ std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& input
 
 }  // namespace
 
-PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
-  const char* call = name(args.collective);
+ListCall block_collective(const BlockArgs& args, Tensors inputs) {
+  const char* function = name(args.collective);
   const bool to_root = args.collective == Collective::gather,
              from_root = args.collective == Collective::scatter;
-  require(!inputs.empty(), call, ": tensors is empty; pass one tensor per rank");
-  require(!from_root || !args.devices.empty(), call,
+  require(!inputs.empty(), function, ": tensors is empty; pass one tensor per rank");
+  require(!from_root || !args.devices.empty(), function,
           ": devices is empty; name one device per rank");
   const ArgumentName first = label(args, inputs_name(args), 0);
   check_tensor(inputs[0], AccessMode::read, first);
@@ -198,33 +287,33 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
   if (args.out) check_outputs(args, inputs, specs);
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());
-  PreparedCall prepared{.call = call,
-                        .devices = ranks.devices,
-                        .streams = args.streams,
-                        .peer_access = args.peer_access};
-  DtypePlan part = make_dtype_plan({args.collective, ranks.world(), bytes, dtype, false},
-                                   args.algorithm, ranks.root, args.op, prepared);
-  if (!prepared.streams.empty()) prepared.streams.resize(ranks.devices.size());
-  prepared.held = inputs;
+  ListCall call{.name = function,
+                .devices = ranks.devices,
+                .held = inputs,
+                .streams = args.streams,
+                .peer_access = args.peer_access,
+                .names_algorithm = !args.algorithm.empty()};
+  BoundPlan plan = call.make_plan({args.collective, ranks.world(), bytes, dtype, false},
+                                  args.algorithm, ranks.root, args.op);
+  if (!call.streams.empty()) call.streams.resize(ranks.devices.size());
   const std::vector<int64_t> order =
-      to_common_order(args, inputs, from_root ? ranks.root : 0, prepared);
-  if (args.out) prepared.results = *args.out;
+      to_common_order(args, inputs, from_root ? ranks.root : 0, call);
+  if (args.out) call.results = *args.out;
   for (const ResultSpec& w : specs) {
     if (args.out) break;
-    on_stream_of(prepared.streams, w.rank, [&] {
-      prepared.results.push_back(
-          empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
+    on_stream_of(call.streams, w.rank, [&] {
+      call.results.push_back(empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
     });
-    check_tensor(prepared.results.back(), AccessMode::write, {call, "a result"});
+    check_tensor(call.results.back(), AccessMode::write, {function, "a result"});
   }
   const OuterInner split(inputs[0], order, dim);
   if (split.rows > 0 && split.inner > 0 && bytes > 0) {
-    bind_blocks(part, blocks, ranks, inputs, prepared, split, to_root, from_root);
-    prepared.parts.push_back(std::move(part));
-    prepared.bytes = bytes;
+    bind_blocks(plan, blocks, ranks, inputs, call, split, to_root, from_root);
+    call.plans.push_back(std::move(plan));
+    call.bytes = bytes;
   }
-  if (args.out) prepared.written = prepared.results;
-  return prepared;
+  if (args.out) call.written = call.results;
+  return call;
 }
 
 }  // namespace pycollect

@@ -1,13 +1,31 @@
 // Collectives on lists of tensors: each function checks its arguments, chooses a plan and returns a
-// PreparedCall. If a function throws, none of the caller's tensors has changed.
+// ListCall. If a function throws, none of the caller's tensors has changed.
 #pragma once
 #include <optional>
 #include <string_view>
 
-#include "prepared_call.h"
-#include "tensor_grid.h"
+#include "list_call.h"
 
 namespace pycollect {
+
+// The same number of tensors of each rank: flat[index * world + rank]. A plain list, one tensor per
+// rank, has only index 0.
+struct TensorGrid {
+  Tensors flat;
+  int world;
+  const char* list = "tensors";  // the argument's name, for error messages
+  bool nested = false;
+  std::size_t width() const { return world == 0 ? 0 : flat.size() / world; }
+  ArgumentName label(const char* call, std::size_t i, int rank) const {
+    return {call, list, rank, nested ? static_cast<int>(i) : -1};
+  }
+  DeviceList devices() const {  // [rank], of the first tensors; empty if there are none
+    DeviceList all;
+    all.reserve(world);
+    for (int r = 0; r < world && !flat.empty(); ++r) all.push_back(flat[r].device());
+    return all;
+  }
+};
 
 // all_reduce, reduce and broadcast, of one tensor per rank or of many.
 struct InPlaceArgs {
@@ -23,7 +41,7 @@ struct InPlaceArgs {
 // How the call accesses a rank's tensors: broadcast only reads those of the root, and reduce writes
 // only those of the root.
 AccessMode access_of(const InPlaceArgs& args, int64_t rank);
-PreparedCall in_place(const InPlaceArgs& args, TensorGrid tensors);
+ListCall in_place(const InPlaceArgs& args, TensorGrid tensors);
 
 // all_gather, reduce_scatter, all_to_all, scatter and gather, which move blocks along a dimension.
 struct BlockArgs {
@@ -39,12 +57,12 @@ struct BlockArgs {
   Streams streams = {};  // [rank]; none: the device's current stream
   bool peer_access = true;
 };
-PreparedCall block_collective(const BlockArgs& args, Tensors inputs);
+ListCall block_collective(const BlockArgs& args, Tensors inputs);
 
 // Copies every tensor to every rank; results are [index * world + rank].
-PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access);
+ListCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access);
 
 // Copies a tensor into another one of the same shape and dtype. Their layouts may differ.
-PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access);
+ListCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access);
 
 }  // namespace pycollect

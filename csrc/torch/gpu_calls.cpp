@@ -1,15 +1,17 @@
 #include "gpu_calls.h"
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
+#include <thread>
 
 #include "../plan/error.h"
-#include "gpu_work.h"
 #include "profiler_range.h"
 #include "threads.h"
 
 namespace pycollect {
 
+using cuda::CaptureModeGuard;
 using cuda::DeviceGuard;
 using cuda::RankStreams;
 using cuda::Stream;
@@ -20,13 +22,13 @@ bool on_host(const at::Device& device) { return device.is_cpu(); }
 
 // A copy between different layouts is torch's. In host memory the host waits for it, and between
 // two GPUs it uses temporary memory that the graph does not keep.
-void check_layout_copies(const PreparedCall& prepared) {
-  for (const LayoutCopy& copy : prepared.layout_copies) {
+void check_layout_copies(const ListCall& call) {
+  for (const LayoutCopy& copy : call.layout_copies) {
     if (copy.dst.numel() == 0) continue;
-    require(!copy.dst.is_cpu() && !copy.src.is_cpu(), prepared.call,
+    require(!copy.dst.is_cpu() && !copy.src.is_cpu(), call.name,
             ": a copy between different layouts cannot read or write host memory while a CUDA "
             "graph is captured; give all tensors the same layout");
-    require(copy.dst.device() == copy.src.device(), prepared.call,
+    require(copy.dst.device() == copy.src.device(), call.name,
             ": a copy between different layouts on two GPUs cannot be captured in a CUDA graph; "
             "give both tensors the same layout");
   }
@@ -52,34 +54,34 @@ GpuCalls::~GpuCalls() { free_graph_memory(); }
 
 // Returns the streams of ranks that run all of their tasks on their caller's stream. A rank in host
 // memory uses the first GPU of the call.
-std::vector<RankStreams> GpuCalls::caller_streams(const PreparedCall& prepared) const {
-  const auto first = std::find_if_not(prepared.devices.begin(), prepared.devices.end(), on_host);
+std::vector<RankStreams> GpuCalls::caller_streams(const ListCall& call) const {
+  const auto first = std::find_if_not(call.devices.begin(), call.devices.end(), on_host);
   std::vector<RankStreams> ranks;
-  for (std::size_t r = 0; r < prepared.devices.size(); ++r) {
-    const at::Device device = on_host(prepared.devices[r]) ? *first : prepared.devices[r];
-    const bool named = r < prepared.streams.size() && prepared.streams[r].has_value();
+  for (std::size_t r = 0; r < call.devices.size(); ++r) {
+    const at::Device device = on_host(call.devices[r]) ? *first : call.devices[r];
+    const bool named = r < call.streams.size() && call.streams[r].has_value();
     const Stream caller =
-        named ? runtime_->stream_of(*prepared.streams[r]) : runtime_->current_stream(device);
-    ranks.push_back({on_host(prepared.devices[r]) ? cuda::kHost : caller.device, caller, caller});
+        named ? runtime_->stream_of(*call.streams[r]) : runtime_->current_stream(device);
+    ranks.push_back({on_host(call.devices[r]) ? cuda::kHost : caller.device, caller, caller});
   }
   return ranks;
 }
 
 // Checks everything that may be refused, before any stream changes.
-GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const PreparedCall& prepared,
+GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const ListCall& call,
                                               bool is_async) {
   free_graph_memory();
   EnqueueContext context;
-  context.ranks = caller_streams(prepared);
+  context.ranks = caller_streams(call);
   context.callers = context.distinct = distinct_callers(context.ranks);
   context.capture = cuda::capture_of(api_, device, context.callers);
   if (context.capture != 0) {
-    check_layout_copies(prepared);
+    check_layout_copies(call);
     context.keeps_memory =
         !runtime_->keeps_memory_of(context.capture) || is_multi_device(device, context);
   }
   context.internal = sets_.of(context.capture);
-  context.producers = producers_of(device, prepared, context);
+  context.producers = producers_of(device, call, context);
   if (is_async) {
     context.is_async = context.uses_internal = true;
     for (RankStreams& r : context.ranks) {
@@ -88,20 +90,20 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const Prepare
     }
     context.distinct = distinct_callers(context.ranks);
   }
-  choose_streams(prepared, context);
+  choose_streams(call, context);
   return context;
 }
 
 // Returns the streams of the owners of memory that are to be ordered with the call, besides the
 // callers' streams. A replay is ordered only by the stream that replays the graph, so a capture
 // leaves out streams outside of it.
-std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const PreparedCall& prepared,
+std::vector<Stream> GpuCalls::producers_of(DeviceGuard& device, const ListCall& call,
                                            const EnqueueContext& context) const {
   std::vector<Stream> found;
-  for (const Stream& s : prepared.producers) {
+  for (const Stream& s : call.producers) {
     device.use(s.device);
     const uint64_t theirs = api_.capture_id(s);
-    require(theirs == context.capture || theirs == 0, prepared.call,
+    require(theirs == context.capture || theirs == 0, call.name,
             ": the stream of an array's library is in the capture of a CUDA graph, and the streams "
             "of this call are not; capture on all of them, or on none");
     const std::vector<Stream>& callers = context.callers;
@@ -129,15 +131,14 @@ bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& contex
 // One device and one caller's stream need no other streams: a level is one launch, without events.
 // If the caller named the algorithm, each rank of a device has its own worker stream, so that
 // virtual ranks run as independently as ranks on different devices.
-void GpuCalls::choose_streams(const PreparedCall& prepared, EnqueueContext& context) const {
-  const bool any_on_host = std::any_of(prepared.devices.begin(), prepared.devices.end(), on_host);
-  const bool named = std::any_of(prepared.parts.begin(), prepared.parts.end(),
-                                 [](const DtypePlan& part) { return part.named; });
+void GpuCalls::choose_streams(const ListCall& call, EnqueueContext& context) const {
+  const bool any_on_host = call.on_host();
+  const bool named = call.names_algorithm;
   // During a capture the host does not wait: results in host memory are complete after a replay.
   context.host_waits = context.capture == 0 && any_on_host;
   const bool on_one_stream =
-      prepared.peer_access && context.distinct.size() == 1 && !any_on_host && !named;
-  if (!on_one_stream && !prepared.parts.empty()) {
+      call.peer_access && context.distinct.size() == 1 && !any_on_host && !named;
+  if (!on_one_stream && !call.plans.empty()) {
     context.uses_internal = true;
     InternalStreams& internal = *context.internal;
     std::map<cuda::Device, std::size_t> ranks_on;
@@ -148,27 +149,27 @@ void GpuCalls::choose_streams(const PreparedCall& prepared, EnqueueContext& cont
     }
     context.join_stream = internal.join(context.ranks[0].caller.device);
   }
-  for (const DtypePlan& part : prepared.parts) cuda::check_call(part.bound(), context);
+  for (const BoundPlan& plan : call.plans) cuda::check_call(plan, context);
 }
 
 // Pinned memory of the call itself is not reused before the callers' streams, which wait for all
 // other streams, are done with it. Device memory needs no such mark: it was allocated for them.
-void GpuCalls::enqueue_parts(DeviceGuard& device, const PreparedCall& prepared,
+void GpuCalls::enqueue_parts(DeviceGuard& device, const ListCall& call,
                              const EnqueueContext& context) {
   if (context.capture == 0)
-    for (const at::Tensor& t : prepared.scratch)
+    for (const at::Tensor& t : call.scratch)
       if (t.is_cpu())
         for (const Stream& s : context.distinct) runtime_->record_stream(t, s);
-  if (!prepared.layout_copies.empty()) enqueue_layout_copies(device, prepared, context);
-  for (const DtypePlan& part : prepared.parts) executor_.enqueue(part.bound(), context, device);
+  if (!call.layout_copies.empty()) enqueue_layout_copies(device, call, context);
+  for (const BoundPlan& plan : call.plans) executor_.enqueue(plan, context, device);
 }
 
 // Torch copies on the current streams of both devices. Between two tensors in host memory the host
 // copies, when the work on the rank's stream is done, because that may access them.
-void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const PreparedCall& prepared,
+void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const ListCall& call,
                                      const EnqueueContext& context) const {
   const cuda::RelaxedCaptureMode mode(api_);
-  for (const LayoutCopy& copy : prepared.layout_copies) {
+  for (const LayoutCopy& copy : call.layout_copies) {
     const Stream own = context.ranks[copy.rank].caller;
     if (copy.dst.is_cpu() && copy.src.is_cpu()) {
       device.use(own.device);
@@ -187,17 +188,17 @@ void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const PreparedCall& pr
 // device on which the capture has begun. All other memory of the call, and pinned memory in any
 // case, must live as long as the graph. What the caller passes in is the caller's to keep, but
 // after an asynchronous call not before its end, of which no allocator knows.
-void GpuCalls::keep_for_graph(DeviceGuard& device, const PreparedCall& prepared,
+void GpuCalls::keep_for_graph(DeviceGuard& device, const ListCall& call,
                               const EnqueueContext& context) {
   if (context.capture == 0) return;
   auto memory = std::make_unique<GraphMemory>();
   const auto keep = [&](const Tensors& list) {
     memory->tensors.insert(memory->tensors.end(), list.begin(), list.end());
   };
-  for (const at::Tensor& t : prepared.scratch)
+  for (const at::Tensor& t : call.scratch)
     if (context.keeps_memory || t.is_cpu()) memory->tensors.push_back(t);
-  if (context.keeps_memory) keep(prepared.results);
-  if (context.keeps_memory && context.is_async) keep(prepared.held);
+  if (context.keeps_memory) keep(call.results);
+  if (context.keeps_memory && context.is_async) keep(call.written), keep(call.held);
   if (context.uses_internal && StreamSets::must_keep(*context.internal))
     memory->streams = context.internal;
   if (memory->tensors.empty() && memory->streams == nullptr) return;
@@ -242,10 +243,10 @@ void GpuCalls::order_after_failure(DeviceGuard& device, const EnqueueContext& co
     }
 }
 
-void GpuCalls::run(const PreparedCall& prepared) {
+void GpuCalls::run(const ListCall& call) {
   DeviceGuard device(api_);
-  const EnqueueContext context = context_of(device, prepared, false);
-  keep_for_graph(device, prepared, context);
+  const EnqueueContext context = context_of(device, call, false);
+  keep_for_graph(device, call, context);
   order(device, context.producers, context.distinct, context.capture);
   for (const Stream& s : context.distinct)
     if (const auto end = context.internal->last_async(s.device)) {
@@ -253,7 +254,7 @@ void GpuCalls::run(const PreparedCall& prepared) {
       api_.wait(s, end->event());
     }
   try {
-    enqueue_parts(device, prepared, context);
+    enqueue_parts(device, call, context);
   } catch (...) {  // work may be enqueued already
     order_after_failure(device, context);
     throw;
@@ -261,17 +262,17 @@ void GpuCalls::run(const PreparedCall& prepared) {
   order(device, context.distinct, context.producers, context.capture);
 }
 
-std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
-  const ProfilerRange range(prepared.call);
+std::shared_ptr<Work> GpuCalls::enqueue(ListCall call) {
+  const ProfilerRange range(call.name);
   DeviceGuard device(api_);
-  const EnqueueContext context = context_of(device, prepared, true);
+  const EnqueueContext context = context_of(device, call, true);
   order(device, context.producers, context.distinct, context.capture);
   order(device, context.callers, context.distinct, context.capture);
-  const bool owned = record_side_streams(prepared, context);
+  const bool owned = record_side_streams(call, context);
   std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
   try {
-    keep_for_graph(device, prepared, context);
-    enqueue_parts(device, prepared, context);
+    keep_for_graph(device, call, context);
+    enqueue_parts(device, call, context);
     for (const Stream& s : context.distinct) {
       device.use(s.device);
       ends.push_back(
@@ -283,21 +284,103 @@ std::shared_ptr<Work> GpuCalls::enqueue(PreparedCall prepared) {
   }
   // Now, because the owner of the memory may destroy its stream before wait().
   order(device, context.distinct, context.producers, context.capture);
-  return std::make_shared<GpuWork>(shared_from_this(), std::move(prepared), std::move(ends),
+  return std::make_shared<GpuWork>(shared_from_this(), std::move(call), std::move(ends),
                                    context.capture, owned);
 }
 
 // Returns whether torch's allocator owns all device memory of the call. The allocator must not
 // record streams of a capture of which it does not know; the graph keeps the memory then.
-bool GpuCalls::record_side_streams(const PreparedCall& prepared,
-                                   const EnqueueContext& context) const {
+bool GpuCalls::record_side_streams(const ListCall& call, const EnqueueContext& context) const {
   if (context.keeps_memory) return true;
   bool owned = true;
-  for (const Tensors* list : {&prepared.held, &prepared.scratch, &prepared.results})
+  for (const Tensors* list : {&call.written, &call.held, &call.scratch, &call.results})
     for (const at::Tensor& t : *list)
       if (!t.is_cpu() && t.numel() > 0)
         owned &= runtime_->record_stream(t, context.internal->side(t.device().index()));
   return owned;
+}
+
+GpuWork::GpuWork(std::shared_ptr<GpuCalls> calls, ListCall call,
+                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, uint64_t capture, bool owned)
+    : Work(call.results),
+      calls_(std::move(calls)),
+      ends_(std::move(ends)),
+      capture_(capture),
+      owned_(owned),
+      call_(std::move(call)) {}
+
+// Memory of other allocators may be reused on the current streams once its tensors are released.
+GpuWork::~GpuWork() {
+  try {
+    if (owned_ || waited_) return;
+    const std::vector<cuda::Stream> streams = current_streams();
+    if (capture_of(streams) == capture_)
+      order(streams);
+    else  // the current streams cannot wait, so the memory is never reused
+      static_cast<void>(new ListCall(std::move(call_)));
+  } catch (...) {  // the device is broken
+  }
+}
+
+std::vector<cuda::Stream> GpuWork::current_streams() const {
+  std::vector<cuda::Stream> streams;
+  for (const auto& end : ends_)
+    streams.push_back(calls_->runtime().current_stream(
+        {calls_->kind_, static_cast<c10::DeviceIndex>(end->event().device)}));
+  return streams;
+}
+
+uint64_t GpuWork::capture_of(const std::vector<cuda::Stream>& streams) const {
+  cuda::DeviceGuard device(calls_->api_);
+  return cuda::capture_of(calls_->api_, device, streams);
+}
+
+void GpuWork::order(const std::vector<cuda::Stream>& streams) {
+  cuda::DeviceGuard device(calls_->api_);
+  for (std::size_t i = 0; i < streams.size(); ++i) {
+    device.use(streams[i].device);
+    calls_->api_.wait(streams[i], ends_[i]->event());
+  }
+}
+
+// Tensors are released at once: their memory is not reused before the side streams are done with
+// it.
+bool GpuWork::wait(std::optional<double> seconds) {
+  require(!seconds || capture_ == 0,
+          "wait: the host cannot wait for a collective while a CUDA graph is captured; pass no "
+          "timeout");
+  const std::vector<cuda::Stream> streams = current_streams();
+  const uint64_t capture = capture_of(streams);
+  require(capture == capture_ || capture == 0,
+          "wait: the collective is not in the capture of a CUDA graph that is in progress; call "
+          "wait() before the capture begins");
+  require(capture == capture_,
+          "wait: the collective is in the capture of a CUDA graph, and the current stream is not; "
+          "call wait() during the capture, on one of its streams");
+  if (seconds && !finished_within(*seconds)) return false;
+  order(streams);
+  ListCall done;  // released without the lock
+  const std::lock_guard lock(mutex_);
+  waited_ = true;
+  std::swap(done, call_);
+  return true;
+}
+
+bool GpuWork::is_completed() {
+  if (capture_ != 0) return false;
+  return std::all_of(ends_.begin(), ends_.end(), [&](const auto& end) {
+    const CaptureModeGuard guard(calls_->api_, end->event().device);
+    return calls_->api_.query(end->event());
+  });
+}
+
+bool GpuWork::finished_within(double seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (!is_completed()) {
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
 }
 
 }  // namespace pycollect

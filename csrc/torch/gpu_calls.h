@@ -4,11 +4,12 @@
 #pragma once
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "../cuda/executor.h"
 #include "internal_streams.h"
-#include "prepared_call.h"
+#include "list_call.h"
 #include "work.h"
 
 namespace pycollect {
@@ -24,10 +25,10 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   TorchRuntime& runtime() const { return *runtime_; }
 
   // Enqueues a call after earlier work on the ranks' streams, and before later work.
-  void run(const PreparedCall& prepared);
+  void run(const ListCall& call);
   // Like run(), but on side streams: the callers' streams wait for the call only in wait() of the
   // returned work.
-  std::shared_ptr<Work> enqueue(PreparedCall prepared);
+  std::shared_ptr<Work> enqueue(ListCall call);
 
  private:
   friend class GpuWork;
@@ -48,23 +49,23 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
     bool uses_internal = false;
   };
 
-  std::vector<cuda::RankStreams> caller_streams(const PreparedCall& prepared) const;
-  EnqueueContext context_of(cuda::DeviceGuard& device, const PreparedCall& prepared, bool is_async);
+  std::vector<cuda::RankStreams> caller_streams(const ListCall& call) const;
+  EnqueueContext context_of(cuda::DeviceGuard& device, const ListCall& call, bool is_async);
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
-  std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const PreparedCall& prepared,
+  std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const ListCall& call,
                                          const EnqueueContext& context) const;
-  void choose_streams(const PreparedCall& prepared, EnqueueContext& context) const;
-  void enqueue_parts(cuda::DeviceGuard& device, const PreparedCall& prepared,
+  void choose_streams(const ListCall& call, EnqueueContext& context) const;
+  void enqueue_parts(cuda::DeviceGuard& device, const ListCall& call,
                      const EnqueueContext& context);
-  void enqueue_layout_copies(cuda::DeviceGuard& device, const PreparedCall& prepared,
+  void enqueue_layout_copies(cuda::DeviceGuard& device, const ListCall& call,
                              const EnqueueContext& context) const;
-  void keep_for_graph(cuda::DeviceGuard& device, const PreparedCall& prepared,
+  void keep_for_graph(cuda::DeviceGuard& device, const ListCall& call,
                       const EnqueueContext& context);
   // Makes each later stream wait for the work that is now on the earlier ones of its device.
   void order(cuda::DeviceGuard& device, const std::vector<cuda::Stream>& earlier,
              const std::vector<cuda::Stream>& later, uint64_t capture);
   void order_after_failure(cuda::DeviceGuard& device, const EnqueueContext& context) noexcept;
-  bool record_side_streams(const PreparedCall& prepared, const EnqueueContext& context) const;
+  bool record_side_streams(const ListCall& call, const EnqueueContext& context) const;
   void free_graph_memory();
 
   const std::shared_ptr<TorchRuntime> runtime_;
@@ -75,6 +76,36 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   // Memory of destroyed graphs. It is freed by a later call, because freeing may call CUDA, which
   // is forbidden where CUDA announces the end of a graph.
   std::atomic<GraphMemory*> unused_graph_memory_{nullptr};
+};
+
+// The Work of an asynchronous call on GPUs.
+class GpuWork final : public Work {
+ public:
+  // `ends`: an event after the call on each of its devices. `owned`: torch's allocator does not
+  // reuse the tensors' memory before these events, whenever the tensors are released. `capture`:
+  // the number of the capture that the call is in; 0: none.
+  GpuWork(std::shared_ptr<GpuCalls> calls, ListCall call,
+          std::vector<std::shared_ptr<cuda::SharedEvent>> ends, uint64_t capture, bool owned);
+  ~GpuWork() override;
+
+  bool wait(std::optional<double> seconds) override;
+  bool is_completed() override;
+  // Always null: errors are thrown when the call is enqueued.
+  std::exception_ptr exception() override { return nullptr; }
+
+ private:
+  bool finished_within(double seconds);
+  std::vector<cuda::Stream> current_streams() const;  // of the devices of the ends
+  uint64_t capture_of(const std::vector<cuda::Stream>& streams) const;
+  void order(const std::vector<cuda::Stream>& streams);
+
+  const std::shared_ptr<GpuCalls> calls_;
+  const std::vector<std::shared_ptr<cuda::SharedEvent>> ends_;
+  const uint64_t capture_;
+  const bool owned_;
+  bool waited_ = false;
+  std::mutex mutex_;
+  ListCall call_;  // until the first wait()
 };
 
 }  // namespace pycollect

@@ -1,5 +1,6 @@
 #include "gpus.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -52,6 +53,41 @@ void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime) {
   auto& known = kinds().calls[kind];
   known.swap(calls);
   if (known == nullptr) kinds().calls.erase(kind);
+}
+
+namespace {
+
+bool reaches(at::Device from, at::Device to) {
+  return gpu_calls(from.type()).runtime().reaches(from, to);
+}
+
+}  // namespace
+
+Topology topology_of(const DeviceList& devices, bool peer_access) {
+  if (!peer_access) return Topology::staged;
+  if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
+    return Topology::shared;
+  DeviceList distinct;  // each device once: there may be many ranks on few devices
+  for (at::Device d : devices)
+    if (std::find(distinct.begin(), distinct.end(), d) == distinct.end()) distinct.push_back(d);
+  for (at::Device from : distinct)
+    for (at::Device to : distinct)
+      if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Topology::staged;
+  return Topology::peers;
+}
+
+// Ranks on the host reach nothing directly, because they execute nothing; copies access their
+// memory.
+MemoryReach memory_reach_of(const DeviceList& devices, bool peer_access) {
+  MemoryReach memory_reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
+  for (std::size_t r = 0; r < devices.size(); ++r) {
+    memory_reach.on_host.push_back(devices[r].is_cpu());
+    for (std::size_t of = 0; of < devices.size(); ++of)
+      memory_reach.directly[r][of] =
+          r == of || (peer_access && !devices[r].is_cpu() && !devices[of].is_cpu() &&
+                      reaches(devices[r], devices[of]));
+  }
+  return memory_reach;
 }
 
 void on_stream_of(const Streams& streams, Rank rank, c10::function_ref<void()> act) {

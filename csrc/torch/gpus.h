@@ -1,4 +1,4 @@
-// The kinds of GPUs that list calls support, their memory, and the plans for them. A build with
+// The kinds of GPUs that list calls support, their memory, and which of it they reach. A build with
 // CUDA supports torch's CUDA devices; tests add an emulated kind.
 #pragma once
 #include <c10/util/FunctionRef.h>
@@ -9,8 +9,6 @@
 #include "gpu_calls.h"
 
 namespace pycollect {
-
-using DeviceList = std::vector<at::Device>;
 
 bool has_cuda();
 bool supports(const at::Device& device);
@@ -24,11 +22,8 @@ void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime);
 // reaches another GPU's memory.
 Topology topology_of(const DeviceList& devices, bool peer_access);
 
-// Returns the compiled plan for ranks on these devices, with copies through the host between those
-// that do not reach each other's memory.
-std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const SelectionKey& key,
-                                                 Rank root, const DeviceList& devices,
-                                                 bool peer_access);
+// Returns what their plans must know if the topology is Topology::staged.
+MemoryReach memory_reach_of(const DeviceList& devices, bool peer_access);
 
 // Calls `act` with the stream that the caller named for the rank as the current one; with the
 // current streams as they are if there is none. Memory that `act` allocates is then ordered with

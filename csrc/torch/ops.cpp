@@ -20,11 +20,11 @@ using Name = std::optional<std::string_view>;
 using Devices = std::vector<std::string>;
 using Lengths = at::OptionalIntArrayRef;
 
-Tensors run_now(PreparedCall prepared) {
-  prepared.commit();
+Tensors run_now(const ListCall& call) {
+  call.commit();
   drain();
-  prepared.run();
-  return prepared.results;
+  call.run();
+  return call.results;
 }
 
 InPlaceArgs all_reduce_args(const char* call, std::string_view op, Name algorithm) {

@@ -31,9 +31,9 @@ std::vector<Dim> merged(const at::Tensor& t) {
 
 }  // namespace
 
-std::vector<Rectangle> rectangles(const at::Tensor& t) {
+Rectangles rectangles(const at::Tensor& t) {
   if (t.numel() == 0) return {};
-  if (t.is_non_overlapping_and_dense()) return {{.count = t.numel()}};
+  if (t.is_non_overlapping_and_dense()) return {Rectangle{.count = t.numel()}};
   std::vector<Dim> dims = merged(t);
   Rectangle first{.count = 1};
   if (!dims.empty() && dims.back().stride == 1) first.count = dims.back().size, dims.pop_back();
@@ -43,12 +43,12 @@ std::vector<Rectangle> rectangles(const at::Tensor& t) {
     first.rows = longest->size, first.pitch = longest->stride;
     dims.erase(longest);
   }
-  std::vector<Rectangle> all{first};
+  Rectangles all{first};
   for (Dim d : dims) {  // every other dimension repeats the rectangles found so far
     const std::size_t known = all.size();
     for (int64_t i = 1; i < d.size; ++i)
       for (std::size_t k = 0; k < known; ++k) {
-        all.push_back(all[k]);
+        all.push_back(Rectangle(all[k]));  // a copy: the vector may grow
         all.back().offset += i * d.stride;
       }
   }

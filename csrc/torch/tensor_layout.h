@@ -1,9 +1,12 @@
 // Memory layouts of tensors: as rectangles, for collectives that work in place on any strides, and
 // as an order of dimensions, for collectives that split and concatenate along one of them.
 #pragma once
+#include <c10/util/SmallVector.h>
+
 #include <span>
 #include <vector>
 
+#include "../plan/bound_plan.h"
 #include "arguments.h"
 
 namespace pycollect {
@@ -18,12 +21,18 @@ inline std::byte* bytes_of(const at::Tensor& t) {
 // `rows` rows of `count` contiguous elements, `pitch` elements apart, the first at `offset`.
 struct Rectangle {
   int64_t offset = 0, rows = 1, pitch = 0, count = 0;
+
+  BufferMemory of(const at::Tensor& tensor) const {  // its memory in a tensor
+    const auto item = static_cast<int64_t>(tensor.element_size());
+    return {bytes_of(tensor) + offset * item, pitch * item};
+  }
 };
 
+using Rectangles = c10::SmallVector<Rectangle, 1>;
 // Returns rectangles that cover every element once. Their order depends only on sizes and strides,
 // so tensors with the same sizes and strides correspond element by element. A dense tensor (also
 // channels_last) is one row.
-std::vector<Rectangle> rectangles(const at::Tensor& tensor);
+Rectangles rectangles(const at::Tensor& tensor);
 
 // Returns an order of dimensions, outermost first, in which all tensors are contiguous; empty if
 // there is none.

@@ -1,10 +1,11 @@
-// torch's threads, for the executors, and their replacement in a forked child.
+// torch's threads, for the executors and for copies, and their replacement in a forked child.
 #pragma once
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 
 #include "../cpu/executor.h"
+#include "../cuda/api.h"
 
 namespace pycollect {
 
@@ -22,5 +23,7 @@ void run_operators(const std::function<void()>& run);
 at::Tensor copyable(const at::Tensor& tensor);
 // Copies with torch between tensors of one dtype and different layouts.
 void copy_strided(const at::Tensor& dst, const at::Tensor& src);
+// Copies a rectangle from host memory to host memory; returns when the copy is done.
+void copy_on_host(const cuda::CopyRect& rectangle);
 
 }  // namespace pycollect

@@ -14,7 +14,7 @@
 
 namespace pycollect {
 
-struct PreparedCall;
+struct ListCall;
 
 class TorchRuntime {
  public:
@@ -62,7 +62,7 @@ class TorchRuntime {
 
   // Enqueues a collective on the tensors of all ranks of a list, on the current streams of their
   // devices.
-  virtual void run_list_call(const PreparedCall& call) = 0;
+  virtual void run_list_call(const ListCall& call) = 0;
 
   // Both enqueue on the current streams of the tensors' devices without waiting. `how` must only
   // launch, and never wait for a device.

@@ -18,8 +18,7 @@ namespace {
 
 class QueuedWork : public Work {
  public:
-  explicit QueuedWork(PreparedCall prepared)
-      : Work(prepared.results), prepared_(std::move(prepared)) {
+  explicit QueuedWork(ListCall call) : Work(call.results), call_(std::move(call)) {
     if (CallerProfile::is_active()) caller_.emplace();
   }
 
@@ -29,7 +28,7 @@ class QueuedWork : public Work {
   void run() noexcept;
 
  private:
-  PreparedCall prepared_;
+  ListCall call_;
   std::optional<CallerProfile> caller_;  // none: no profiler
   std::mutex mutex_;
   std::condition_variable finished_;
@@ -61,12 +60,12 @@ std::exception_ptr QueuedWork::exception() {
 void QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
-    const ProfilerRange range(prepared_.call, caller_);
-    prepared_.run(threads());
+    const ProfilerRange range(call_.name, caller_);
+    call_.run(threads());
   } catch (...) {
     error = std::current_exception();
   }
-  prepared_ = PreparedCall{.call = prepared_.call};
+  call_ = ListCall{.name = call_.name};
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ = true;
@@ -139,12 +138,12 @@ WorkQueue& queue() {
 
 }  // namespace
 
-std::shared_ptr<Work> enqueue(PreparedCall prepared) {
-  if (prepared.on_gpus()) {
-    GpuCalls& calls = gpu_calls(prepared.kind());
-    return calls.enqueue(std::move(prepared));
+std::shared_ptr<Work> enqueue(ListCall call) {
+  if (call.on_gpus()) {
+    GpuCalls& calls = gpu_calls(call.first_gpu().type());
+    return calls.enqueue(std::move(call));
   }
-  auto work = std::make_shared<QueuedWork>(std::move(prepared));
+  auto work = std::make_shared<QueuedWork>(std::move(call));
   queue().push(work);
   return work;
 }

@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "prepared_call.h"
+#include "list_call.h"
 
 namespace pycollect {
 
@@ -27,7 +27,7 @@ class Work {
 
 // Enqueues a call: on its GPUs, or in the queue of host calls. A single thread runs that queue in
 // order, so that calls do not compete for the cores.
-std::shared_ptr<Work> enqueue(PreparedCall prepared);
+std::shared_ptr<Work> enqueue(ListCall call);
 
 bool busy();  // whether a host call is queued or running
 

@@ -112,12 +112,13 @@ struct Outcome {
 };
 inline Outcome expected(const Case& c, const std::string& algorithm) {
   const std::size_t item = item_bytes(c.dtype);
-  const auto plan = compiled(find(c.collective, algorithm), {c.world, c.root, 4}, c.in_place);
+  const CompiledPlan& compiled_plan =
+      compiled({&find(c.collective, algorithm), c.world, c.root, 4, c.in_place});
   std::vector<Bytes> in, out, scratch;
   const Sizes all = blocks(c, c.root, false).full;
   // Cut as in the one-process API.
-  PlanOffsets offsets(plan->plan, c.world == 1 ? Sizes{std::reduce(all.begin(), all.end())} : all,
-                      64 / item);
+  PlanOffsets offsets(compiled_plan.plan,
+                      c.world == 1 ? Sizes{std::reduce(all.begin(), all.end())} : all, 64 / item);
   for (Rank r = 0; r < c.world; ++r) {
     if (c.world > 1) offsets.set(r, Buffer::input, blocks(c, r, false).full);
     if (c.world > 1) offsets.set(r, Buffer::output, blocks(c, r, true).full);
@@ -130,8 +131,11 @@ inline Outcome expected(const Case& c, const std::string& algorithm) {
     std::byte* const bases[] = {in[r].data(), (c.in_place ? in : out)[r].data(), scratch[r].data()};
     for (int i = 0; i < 3; ++i) memory[r * kBuffers + i].base = bases[i];
   }
-  const std::vector<Binding> bindings{{&offsets, memory}};
-  cpu::run_in_order({*plan, bindings, c.dtype, c.op, {.world = c.world}});
+  cpu::run_in_order({compiled_plan,
+                     c.dtype,
+                     c.op,
+                     {.world = c.world},
+                     {{std::move(offsets), std::move(memory)}}});
   return {in, c.in_place ? in : out};
 }
 

@@ -14,7 +14,7 @@
 #include "../../cuda/fold_kernel.h"
 #include "../../cuda/split_launch.h"
 #include "../../plan/find_name.h"
-#include "../../torch/host_copy.h"
+#include "../../torch/threads.h"
 #include "bind.h"
 
 namespace pycollect {

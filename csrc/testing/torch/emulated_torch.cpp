@@ -266,15 +266,15 @@ void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> 
   emulator_->enqueue(stream, call, accesses(used), std::move(act));
 }
 
-void EmulatedTorch::run_list_call(const PreparedCall& call) {
+void EmulatedTorch::run_list_call(const ListCall& call) {
   if (has_index()) return gpu_calls(kind_).run(call);
-  PreparedCall placed{.call = call.call};  // on the device that the CPU tensors stand for
+  ListCall placed{.name = call.name,
+                  .plans = call.plans};  // on the device that the CPU tensors stand for
   placed.devices.assign(call.devices.size(), at::Device(kLists, 0));
   cuda::demand(call.layout_copies.empty() && call.producers.empty() && call.streams.empty(),
                "a joint call of ranks as threads with more than dense tensors");
   placed.peer_access = call.peer_access;
-  for (const DtypePlan& p : call.parts)
-    placed.parts.push_back({p.compiled, p.dtype, p.op, p.options, p.named, {}, p.bindings});
+  placed.names_algorithm = call.names_algorithm;
   list_calls_->run(placed);
 }
 

@@ -33,7 +33,7 @@ class EmulatedTorch final : public TorchRuntime {
   cuda::HostMemoryOps& host_memory() override { return *emulator_; }
   bool is_pageable(const void* address) override;
   bool reaches(at::Device from, at::Device to) override { return connected_ || from == to; }
-  void run_list_call(const PreparedCall& call) override;
+  void run_list_call(const ListCall& call) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 

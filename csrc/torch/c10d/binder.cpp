@@ -7,7 +7,6 @@
 
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
-#include "../float8_specials.h"
 #include "../threads.h"
 
 namespace pycollect::dist {

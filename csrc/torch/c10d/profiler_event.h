@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "../caller_profile.h"
+#include "../profiler_range.h"
 
 namespace pycollect::dist {
 

@@ -9,7 +9,6 @@
 
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
-#include "../float8_specials.h"
 #include "../threads.h"
 #include "shapes.h"
 

@@ -6,7 +6,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include "../gpus.h"
-#include "../host_copy.h"
+#include "../threads.h"
 
 namespace pycollect {
 namespace {

@@ -104,7 +104,7 @@ class CudaRuntime final : public TorchRuntime {
   bool reaches(at::Device from, at::Device to) override {
     return peers().access(from.index(), to.index()).works();
   }
-  void run_list_call(const PreparedCall& call) override { gpu_calls(at::kCUDA).run(call); }
+  void run_list_call(const ListCall& call) override { gpu_calls(at::kCUDA).run(call); }
 
   // Bypasses autograd and version counters, so that inference tensors can be copied, too.
   void copy(const at::Tensor& to, const at::Tensor& from) override {

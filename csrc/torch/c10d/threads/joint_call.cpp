@@ -33,8 +33,8 @@ void fill(const Call& call) {
 }
 
 // Runs the call on the ranks' threads, if some of them are awake, or on torch's.
-void run_on_host(const PreparedCall& prepared, rank_threads::WorkShare& share) {
-  prepared.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
+void run_on_host(const ListCall& joint, rank_threads::WorkShare& share) {
+  joint.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
     if (size > kSharedBytes || !share.try_run(size, grain, body)) threads()(size, grain, body);
   });
 }
@@ -70,23 +70,23 @@ class RequestReader {
 };
 
 // Returns a call of the next `count` requests of each rank.
-PreparedCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
-  PreparedCall prepared{.call = pycollect::name(ranks.front().request(0).collective)};
+ListCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
+  ListCall joint{.name = pycollect::name(ranks.front().request(0).collective)};
   for (const RequestReader& rank : ranks) {
     const DirectStaging* const staging = staging_of(rank.call());
-    prepared.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
+    joint.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
     if (staging == nullptr) continue;
     require(staging->on().size() == 1, rank.call().name,
             ": the tensors of a rank are on several devices; pass tensors of one device");
-    prepared.held.insert(prepared.held.end(), staging->tensors().begin(), staging->tensors().end());
+    joint.held.insert(joint.held.end(), staging->tensors().begin(), staging->tensors().end());
   }
   for (std::size_t i = 0; i < count; ++i) {
     if (ranks.front().request(i).tensors == 0 || ranks.front().request(i).sparse) continue;
     RankRequests requests;
     for (const RequestReader& rank : ranks) requests.push_back(&rank.request(i));
-    bind_jointly(requests, prepared);
+    bind_jointly(requests, joint);
   }
-  return prepared;
+  return joint;
 }
 
 // Adds up the sparse tensors of the next `count` requests of each rank.
@@ -99,16 +99,16 @@ void sum_sparse(const std::vector<RequestReader>& ranks, std::size_t count) {
   }
 }
 
-void run(const std::vector<RequestReader>& ranks, const PreparedCall& prepared,
+void run(const std::vector<RequestReader>& ranks, const ListCall& joint,
          rank_threads::WorkShare& share) {
-  if (prepared.parts.empty()) return;
+  if (joint.plans.empty()) return;
   const auto on_device = std::find_if(ranks.begin(), ranks.end(), [](const RequestReader& rank) {
     return rank.call().staging != nullptr;
   });
   if (on_device != ranks.end())
-    on_device->call().staging->devices().torch().run_list_call(prepared);
+    on_device->call().staging->devices().torch().run_list_call(joint);
   else
-    run_on_host(prepared, share);
+    run_on_host(joint, share);
 }
 
 }  // namespace

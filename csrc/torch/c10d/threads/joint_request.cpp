@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "../../../rank_executor/request.h"
-#include "../../blocks.h"
 
 namespace pycollect::dist {
 namespace {
@@ -63,7 +62,8 @@ using Lane = std::vector<BlockReader>;
 // The memory of one run of the plan.
 struct RunMemory {
   std::vector<BufferMemory> buffers;  // [rank][buffer]
-  BlockSizes sizes;
+  std::vector<Sizes> in, out;         // [rank][block]: elements in the rank's input and output
+  Sizes whole;                        // [block]: of which the inputs and outputs have some or all
 };
 
 class JointRequest {
@@ -77,7 +77,7 @@ class JointRequest {
         output_(ipc::output_of(first_.collective, first_.in_place)) {}
 
   // Adds the plan and its bindings to the call.
-  void bind(PreparedCall& prepared) const;
+  void bind(ListCall& call) const;
 
  private:
   bool in_blocks() const { return input_ != BlockContent::nothing_in_blocks; }
@@ -89,13 +89,13 @@ class JointRequest {
   void place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const;
   RunMemory whole() const;
   RunMemory take(std::vector<Lane>& lanes) const;
-  void bind(DtypePlan& part, RunMemory run, PreparedCall& prepared) const;
+  void bind(BoundPlan& plan, RunMemory run, ListCall& call) const;
   const CallBuffer& memory(Rank r, Buffer buffer) const {
     return buffer == Buffer::input ? requests_[r]->input : requests_[r]->output;
   }
   BlockContent content(Buffer buffer) const { return buffer == Buffer::input ? input_ : output_; }
   Sizes& sizes(RunMemory& run, Rank r, Buffer buffer) const {
-    return buffer == Buffer::input ? run.sizes.in[r] : run.sizes.out[r];
+    return buffer == Buffer::input ? run.in[r] : run.out[r];
   }
 
   const RankRequests& requests_;
@@ -154,7 +154,7 @@ std::vector<std::vector<Lane>> JointRequest::lanes() const {
 RunMemory JointRequest::empty_run() const {
   const Sizes none(in_blocks() ? world_ : 1);
   return {std::vector<BufferMemory>(static_cast<std::size_t>(world_) * kBuffers),
-          {std::vector<Sizes>(world_, none), std::vector<Sizes>(world_, none), none}};
+          std::vector<Sizes>(world_, none), std::vector<Sizes>(world_, none), none};
 }
 
 void JointRequest::place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const {
@@ -175,7 +175,7 @@ RunMemory JointRequest::whole() const {
       for (std::size_t b = 0; b < m.blocks.size(); ++b) {
         const std::size_t block = own ? r : b;
         sizes(run, r, buffer)[block] = m.blocks[b];
-        if (first_.collective != Collective::all_to_all) run.sizes.whole[block] = m.blocks[b];
+        if (first_.collective != Collective::all_to_all) run.whole[block] = m.blocks[b];
       }
     }
   return run;
@@ -192,32 +192,30 @@ RunMemory JointRequest::take(std::vector<Lane>& lanes) const {
     for (BlockReader& b : lane) {
       place(run, b.rank, b.buffer, b.at());
       sizes(run, b.rank, b.buffer)[b.block] = count;
-      if (first_.collective != Collective::all_to_all) run.sizes.whole[b.block] = count;
+      if (first_.collective != Collective::all_to_all) run.whole[b.block] = count;
       b.advance(count);
     }
   }
   return run;
 }
 
-void JointRequest::bind(DtypePlan& part, RunMemory run, PreparedCall& prepared) const {
-  auto offsets = std::make_unique<PlanOffsets>(part.compiled->plan, run.sizes.whole,
-                                               std::max<std::size_t>(kAlignBytes / item_, 1));
+void JointRequest::bind(BoundPlan& plan, RunMemory run, ListCall& call) const {
+  PlanOffsets offsets(plan.compiled.plan, run.whole, aligned_elements(item_));
   if (in_blocks())
     for (Rank r = 0; r < world_; ++r) {
-      offsets->set(r, Buffer::input, run.sizes.in[r]);
-      offsets->set(r, Buffer::output, run.sizes.out[r]);
+      offsets.set(r, Buffer::input, run.in[r]);
+      offsets.set(r, Buffer::output, run.out[r]);
     }
-  part.bind(offsets.get(), std::move(run.buffers), 1, prepared);
-  part.offsets.push_back(std::move(offsets));
+  call.bind(plan, std::move(offsets), std::move(run.buffers));
 }
 
-void JointRequest::bind(PreparedCall& prepared) const {
+void JointRequest::bind(ListCall& call) const {
   const std::size_t most = bytes();
-  DtypePlan part = make_dtype_plan({first_.collective, world_, most, first_.dtype, first_.in_place},
-                                   first_.algorithm, first_.root, first_.op, prepared);
+  BoundPlan plan = call.make_plan({first_.collective, world_, most, first_.dtype, first_.in_place},
+                                  first_.algorithm, first_.root, first_.op);
   if (most == 0) return;
   if (is_contiguous()) {
-    bind(part, whole(), prepared);
+    bind(plan, whole(), call);
   } else {
     auto groups = lanes();
     const auto left = [](const std::vector<Lane>& group) {
@@ -225,16 +223,17 @@ void JointRequest::bind(PreparedCall& prepared) const {
                          [](const Lane& lane) { return !lane.empty() && lane.front().left() > 0; });
     };
     for (std::vector<Lane>& group : groups)
-      while (left(group)) bind(part, take(group), prepared);
+      while (left(group)) bind(plan, take(group), call);
   }
-  prepared.parts.push_back(std::move(part));
-  prepared.bytes += most;
+  call.names_algorithm |= !first_.algorithm.empty();
+  call.plans.push_back(std::move(plan));
+  call.bytes += most;
 }
 
 }  // namespace
 
-void bind_jointly(const RankRequests& requests, PreparedCall& prepared) {
-  JointRequest(requests).bind(prepared);
+void bind_jointly(const RankRequests& requests, ListCall& call) {
+  JointRequest(requests).bind(call);
 }
 
 }  // namespace pycollect::dist

@@ -3,13 +3,13 @@
 #include <vector>
 
 #include "../../../rank_executor/request.h"
-#include "../../prepared_call.h"
+#include "../../list_call.h"
 
 namespace pycollect::dist {
 
 using RankRequests = std::vector<const ipc::CollectiveRequest*>;  // [rank]
 
 // Adds the plan of the requests and its bindings to the call.
-void bind_jointly(const RankRequests& requests, PreparedCall& prepared);
+void bind_jointly(const RankRequests& requests, ListCall& call);
 
 }  // namespace pycollect::dist
