@@ -1,10 +1,9 @@
-// See incoming.h. A peer sends fragments only after the CTS of a matched receive, so this rank can
-// always copy them out of their ring. A message ring is read while a posted receive may match one
-// of its messages, and also, within kMostUnexpectedBytes, when it is over half full. Messages
+// See mailbox_ends.h. A peer sends fragments only after the CTS of a matched receive, so this rank
+// can always copy them out of their ring. A message ring is read while a posted receive may match
+// one of its messages, and also, within kMostUnexpectedBytes, when it is over half full. Messages
 // without a receive then move from the ring to the unexpected-message queue.
-#include "incoming.h"
-
 #include "../plan/error.h"
+#include "mailbox_ends.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -115,8 +114,7 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
   if (transfer->peer() == kAnySource) turn_ = senders_[from]->turn + 1;
   transfer->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
-  if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    const auto error = mismatch(area_.world_rank(from), sent, area_.world_rank(me_), wanted);
+  if (const auto error = mismatch(area_.world_rank(from), sent, area_.world_rank(me_), wanted)) {
     if (record.kind == Record::eager) return wakeups_.finish(*transfer, error);
     Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::nack};
     refusal.dtype = wanted.dtype;
@@ -126,11 +124,11 @@ void Incoming::match(Rank from, const Record& record, const std::byte* payload,
     const bool direct =
         record.kind == Record::rts_data && transfer->owner_ && area_.is_remote(from);
     if (direct)
-      area_.remote().receive_data(from, record.number, transfer->into_, wanted.bytes,
+      area_.remote().receive_data(from, record.number, transfer->buffer_, wanted.bytes,
                                   transfer->owner_);
     reply(from, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
   } else {
-    if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
+    if (record.payload != 0) std::memcpy(transfer->buffer_, payload, record.payload);
     wakeups_.finish(*transfer);
   }
 }
@@ -160,8 +158,8 @@ bool Incoming::take_fragment(Rank from) {
     if (record->payload > transfer.left())
       throw CollectiveError(
           text("rank ", area_.world_rank(from), " sent more bytes than its RTS declares"));
-    std::memcpy(transfer.into_ + transfer.moved(), peer.fragments.payload(), record->payload);
-    transfer.advance(record->payload);
+    std::memcpy(transfer.buffer_ + transfer.moved_, peer.fragments.payload(), record->payload);
+    transfer.moved_ += record->payload;
     if (transfer.left() == 0) {
       wakeups_.finish(transfer);
       peer.requested.erase(at);

@@ -20,6 +20,7 @@ std::string name(const Envelope& envelope) {
 }  // namespace
 
 std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted) {
+  if (sent.bytes == wanted.bytes && sent.dtype == wanted.dtype) return nullptr;
   return std::make_exception_ptr(std::invalid_argument(
       text("rank ", from, " sent ", name(sent), " with tag ", sent.tag, " to rank ", to,
            ", which posted a receive of ", name(wanted), ": bytes and dtype must be equal")));
@@ -36,61 +37,30 @@ Mailbox::Mailbox(Group& group, std::shared_ptr<RemotePeers> remote)
   if (remote_) remote_->attach(*this);
 }
 
-Rank Mailbox::check_to(Rank to) const {
-  const int world = area_.world();
-  require(to >= 0 && to < world, "cannot send to rank ", to, ": the ranks of the group are 0 to ",
-          world - 1);
-  return to;
-}
-
-Rank Mailbox::check_from(std::optional<Rank> from) const {
-  const int world = area_.world();
-  const Rank peer = from.value_or(kAnySource);
-  require(!from || (peer >= 0 && peer < world), "cannot receive from rank ", peer,
-          ": the ranks of the group are 0 to ", world - 1);
-  return peer;
-}
-
-TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data,
-                          MemoryOwner owner) {
-  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, std::move(owner));
-  return post("send", made, [&] { outgoing_.send(made); });
-}
-
-TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
-                             MemoryOwner owner) {
-  const auto made = std::make_shared<Transfer>(check_from(from), envelope, into, std::move(owner));
-  const auto act = [&] { incoming_.receive(made); };
-  if (remote_ && !group_.is_healthy() && !fork_guard_.forked()) return receive_arrived(made, act);
-  return post("recv", made, act);
-}
-
 // A group over hosts is aborted when one of its ranks ends, although no rank waits for it. What
 // that rank has sent before can be received nevertheless.
-TransferPtr Mailbox::receive_arrived(TransferPtr transfer, const std::function<void()>& act) {
-  enqueue(*transfer, act);
-  if (drain({.holds = [&] { return transfer->done(); }, .missing = {}})) return transfer;
+void Mailbox::post(const TransferPtr& transfer) {
+  const OpContext context{transfer->receives ? "recv" : "send", ++requests_, Deadline::max()};
+  const bool may_have_arrived =
+      remote_ && transfer->receives && !group_.is_healthy() && !fork_guard_.forked();
+  if (!may_have_arrived) group_.require_healthy(context);
+  enqueue(transfer);
+  if (!may_have_arrived || drain({.holds = [&] { return transfer->done(); }, .missing = {}}))
+    return;
   try {
-    group_.require_healthy({"recv", ++requests_, Deadline::max()});
+    group_.require_healthy(context);
   } catch (const CollectiveError&) {
     fail(std::current_exception());
     throw;
   }
-  return transfer;
 }
 
-TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
-                          const std::function<void()>& act) {
-  group_.require_healthy({operation, ++requests_, Deadline::max()});
-  enqueue(*transfer, act);
-  return transfer;
-}
-
-void Mailbox::enqueue(const Transfer& transfer, const std::function<void()>& act) {
+void Mailbox::enqueue(const TransferPtr& transfer) {
   Locked locked(mutex_);
-  open(transfer.peer());
+  open(transfer->peer());
   ++open_;
-  guard(act);
+  transfer->posted_ = true;
+  guard([&] { transfer->receives ? incoming_.receive(transfer) : outgoing_.send(transfer); });
   unlock(std::move(locked));
 }
 
@@ -129,9 +99,9 @@ void Mailbox::guard(const Act& act) {
   }
 }
 
-void Mailbox::called(Rank by) {
+void Mailbox::hello(Rank from) {
   const Locked locked(mutex_);
-  open(by);
+  open(from);
 }
 
 void Mailbox::received(Rank from, uint64_t number) {
@@ -297,12 +267,6 @@ void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
   }
 }
 
-void Mailbox::wait(Transfer& transfer, const OpContext& context) {
-  const auto missing = [&] { return this->missing(transfer); };
-  wait({[&] { return transfer.done(); }, missing, &transfer}, context);
-  transfer.rethrow();
-}
-
 // A wildcard receive depends on the peers that have not left: a rank that left sends no more
 // messages, but the message may come from another rank.
 std::vector<Rank> Mailbox::wildcard_sources() const {
@@ -318,6 +282,7 @@ std::vector<Rank> Mailbox::wildcard_sources() const {
 }
 
 std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
+  if (!transfer.posted_) return {me_};
   const Rank peer = transfer.peer();
   return peer == kAnySource ? wildcard_sources() : std::vector<Rank>{peer};
 }

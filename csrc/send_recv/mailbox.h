@@ -12,8 +12,7 @@
 #include <mutex>
 #include <optional>
 
-#include "incoming.h"
-#include "outgoing.h"
+#include "mailbox_ends.h"
 
 namespace pycollect::ipc {
 
@@ -28,15 +27,14 @@ class Mailbox : private RemoteEvents {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Both post a transfer, without waiting. Its buffer must stay valid until the transfer is done.
-  // If size or dtype of send and receive differ, the receive fails with std::invalid_argument and
-  // leaves its buffer unchanged. The send fails, too, unless it was eager and therefore done at
-  // once. `owner`, if given, keeps the buffer; then the data of a large message to another host
-  // goes directly, and the buffer may be used for a while after the transfer has failed.
-  TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data,
-                   MemoryOwner owner = {});
-  TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into,
-                      MemoryOwner owner = {});
+  // Posts a transfer, without waiting. If size or dtype of send and receive differ, the receive
+  // fails with std::invalid_argument and leaves its buffer unchanged. The send fails, too, unless
+  // it was eager and therefore done at once.
+  void post(const TransferPtr& transfer);
+  // Fails a transfer instead of posting it.
+  void fail_unposted(Transfer& transfer, std::exception_ptr error) {
+    if (transfer.finish(std::move(error))) wake();
+  }
 
   // Returns whether it matters that a message of so many bytes has an owner.
   bool uses_owner(uint64_t bytes) const {
@@ -53,10 +51,6 @@ class Mailbox : private RemoteEvents {
   // Whether the connection to a peer on another host is closed.
   bool is_gone(Rank peer) const { return area_.is_remote(peer) && remote_->is_gone(peer); }
   bool any_gone() const { return remote_ && remote_->any_gone(); }
-  // Makes progress, and sleeps when there is none to make, until the transfer is done. Any number
-  // of threads may wait at a time. Throws the transfer's own error, or PeerLost or Timeout, which
-  // fail all pending transfers.
-  void wait(Transfer& transfer, const OpContext& context);
   struct WaitCondition {
     // Condition that ends the wait: checked after any progress, about every 10 ms otherwise, and
     // after `wake`. May itself do work outside the mailbox.
@@ -65,28 +59,26 @@ class Mailbox : private RemoteEvents {
     Transfer* transfer = nullptr;                // the transfer that ends the wait, if any
     std::function<bool()> polls = {};            // true: check `holds` every 50 us
   };
-  // Waits in the same way until `until.holds()`. Throws only if that is false at the end.
+  // Makes progress, and sleeps when there is none to make, until `until.holds()`. Any number of
+  // threads may wait at a time. Throws only if it does not hold at the end: PeerLost or Timeout,
+  // which fail all pending transfers.
   void wait(const WaitCondition& until, const OpContext& context);
   void wake();
-  void fail(const std::exception_ptr& error);                 // fails all pending transfers
-  std::vector<Rank> missing(const Transfer& transfer) const;  // the ranks that it depends on
-  Rank rank() const { return me_; }
+  void fail(const std::exception_ptr& error);  // fails all pending transfers
+  // Returns the ranks on which a transfer depends: this one if it has not been posted.
+  std::vector<Rank> missing(const Transfer& transfer) const;
 
  private:
   class Waiter;  // the wait of one thread, defined in mailbox.cpp
   using Locked = std::unique_lock<std::mutex>;
 
-  void called(Rank by) override;
+  void hello(Rank from) override;
   void received(Rank from, uint64_t number) override;
   void sent(Rank to, uint64_t number) override;
 
-  Rank check_to(Rank to) const;
-  Rank check_from(std::optional<Rank> from) const;
   // Opens a peer on another host or, for kAnySource, all of them.
   void open(Rank peer);
-  TransferPtr post(const char* operation, TransferPtr transfer, const std::function<void()>& act);
-  TransferPtr receive_arrived(TransferPtr transfer, const std::function<void()>& act);
-  void enqueue(const Transfer& transfer, const std::function<void()>& act);
+  void enqueue(const TransferPtr& transfer);
   template <class Act>
   void guard(const Act& act);
   bool progress_locked(Locked locked);

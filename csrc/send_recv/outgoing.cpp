@@ -1,10 +1,9 @@
-// See outgoing.h. A message's number pairs it with its reply, which the peer sends when it has
+// See mailbox_ends.h. A message's number pairs it with its reply, which the peer sends when it has
 // matched the message. Replies arrive in any order.
-#include "outgoing.h"
-
 #include <algorithm>
 
 #include "../plan/error.h"
+#include "mailbox_ends.h"
 
 namespace pycollect::ipc {
 
@@ -34,7 +33,7 @@ bool Outgoing::post(DestinationPeer& peer, const TransferPtr& transfer) {
   const bool can_be_direct = transfer->owner_ && area_.is_remote(transfer->peer());
   record.kind = whole ? Record::eager : can_be_direct ? Record::rts_data : Record::rts;
   record.payload = whole ? static_cast<uint32_t>(envelope.bytes) : 0;
-  if (!peer.messages.push(record, transfer->from_)) return false;
+  if (!peer.messages.push(record, transfer->buffer_)) return false;
   transfer->number_ = ++peer.sent;
   wakeups_.touch(transfer->peer());
   if (whole)
@@ -66,7 +65,7 @@ void Outgoing::read_replies(DestinationPeer& peer) {
 
 void Outgoing::send_directly(DestinationPeer& peer, const TransferPtr& transfer) {
   peer.direct.emplace(transfer->number_, transfer);
-  area_.remote().send_data(transfer->peer(), transfer->number_, transfer->from_,
+  area_.remote().send_data(transfer->peer(), transfer->number_, transfer->buffer_,
                            transfer->envelope.bytes, transfer->owner_);
 }
 
@@ -76,13 +75,12 @@ void Outgoing::sent_directly(Rank to, uint64_t number) {
 }
 
 bool Outgoing::push_fragment(DestinationPeer& peer, Transfer& transfer) {
-  const uint64_t moved = transfer.moved();
   const std::size_t most =
       MailArea::fragment_bytes(area_.sharers(transfer.peer()), transfer.envelope.bytes);
   Record record{.number = transfer.number_, .kind = Record::fragment};
   record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.left(), most));
-  if (!peer.fragments.push(record, transfer.from_ + moved)) return false;
-  transfer.advance(record.payload);
+  if (!peer.fragments.push(record, transfer.buffer_ + transfer.moved_)) return false;
+  transfer.moved_ += record.payload;
   wakeups_.touch(transfer.peer());
   return true;
 }

@@ -21,10 +21,16 @@ inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MP
 
 class Transfer {
  public:
-  Transfer(Rank peer, const Envelope& what, const std::byte* data, MemoryOwner owner)
-      : envelope(what), owner_(std::move(owner)), from_(data), peer_(peer) {}
-  Transfer(Rank peer, const Envelope& what, std::byte* data, MemoryOwner owner)
-      : envelope(what), owner_(std::move(owner)), into_(data), peer_(peer) {}
+  // `buffer`: where the data is, or where it goes; it must stay valid until the transfer is done.
+  // `owner`, if given, keeps it; then the data of a large message to another host goes directly,
+  // and the buffer may be used for a while after the transfer has failed.
+  Transfer(Rank peer, const Envelope& what, std::byte* buffer, bool receives,
+           MemoryOwner owner = {})
+      : envelope(what),
+        receives(receives),
+        owner_(std::move(owner)),
+        buffer_(buffer),
+        peer_(peer) {}
 
   // The accessors of a transfer's state may be called from any thread.
   bool done() const { return done_.load(std::memory_order_seq_cst); }  // complete or failed
@@ -33,10 +39,11 @@ class Transfer {
   }
   // For a wildcard receive: kAnySource until a message has been matched, then the message's sender.
   Rank peer() const { return peer_.load(std::memory_order_relaxed); }
-  // Number of leading bytes copied out of the send buffer or into the receive buffer.
-  uint64_t moved() const { return moved_.load(std::memory_order_acquire); }
+  // Number of leading bytes copied out of or into the buffer. For any thread once it is done.
+  uint64_t moved() const { return moved_; }
 
   const Envelope envelope;
+  const bool receives;
 
  private:
   friend class Mailbox;
@@ -45,28 +52,26 @@ class Transfer {
   friend struct Wakeups;
 
   void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
-  uint64_t left() const { return envelope.bytes - moved(); }
-  void advance(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
+  uint64_t left() const { return envelope.bytes - moved_; }
   // Marks this transfer as done. Returns true if a thread sleeps until it is. Doorbell explains the
   // memory order.
   bool finish(std::exception_ptr error) {
-    if (!error) advance(left());
+    if (!error) moved_ = envelope.bytes;
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
     return sleepers_.load(std::memory_order_seq_cst) != 0;
   }
   void count_sleeper(int more) { sleepers_.fetch_add(more, std::memory_order_seq_cst); }
 
-  // Keeps the buffer, which may be used after the transfer has failed. Null: it may not.
   const MemoryOwner owner_;
-  // These four members are accessed with the mailbox locked.
-  const std::byte* from_ = nullptr;  // send: the buffer
-  uint64_t number_ = 0;              // send: sequence number among the messages to its peer
-  std::byte* into_ = nullptr;        // receive: the buffer
-  bool matched_ = false;             // receive: a message has been matched
+  std::byte* const buffer_;
+  // These three members are accessed with the mailbox locked.
+  uint64_t number_ = 0;   // send: sequence number among the messages to its peer
+  bool matched_ = false;  // receive: a message has been matched
+  uint64_t moved_ = 0;
 
   std::atomic<Rank> peer_;
-  std::atomic<uint64_t> moved_{0};
+  std::atomic<bool> posted_{false};
   std::atomic<bool> done_{false};
   std::atomic<int> sleepers_{0};
   std::exception_ptr error_;
@@ -94,7 +99,8 @@ struct Wakeups {
   }
 };
 
-// Returns the error of a size or dtype mismatch, with the same message on sender and receiver.
+// Returns the error if sizes or dtypes differ, with the same message on sender and receiver; else
+// null.
 std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted);
 
 }  // namespace pycollect::ipc

@@ -22,15 +22,25 @@ struct Member {
   OpContext context(std::chrono::milliseconds most = 60s) const {
     return {"recv", 7, Clock::now() + most};
   }
-  void wait(const TransferPtr& transfer) const { box.wait(*transfer, context()); }
+  void wait(const TransferPtr& transfer) const {
+    box.wait(
+        {[&] { return transfer->done(); }, [&] { return box.missing(*transfer); }, transfer.get()},
+        context());
+    transfer->rethrow();
+  }
   void wait_all(const std::vector<TransferPtr>& all) const {
     for (const TransferPtr& it : all) wait(it);
   }
   TransferPtr send(Rank to, const Bytes& data, uint32_t tag = 0) const {
-    return box.send(to, {data.size(), 1, tag}, data.data());
+    return post(to, {data.size(), 1, tag}, const_cast<std::byte*>(data.data()), false);
   }
   TransferPtr receive(std::optional<Rank> from, Bytes& into, uint32_t tag = 0) const {
-    return box.receive(from, {into.size(), 1, tag}, into.data());
+    return post(from.value_or(kAnySource), {into.size(), 1, tag}, into.data(), true);
+  }
+  TransferPtr post(Rank peer, const Envelope& what, std::byte* buffer, bool receives) const {
+    const auto transfer = std::make_shared<Transfer>(peer, what, buffer, receives);
+    box.post(transfer);
+    return transfer;
   }
 };
 

@@ -189,7 +189,7 @@ void message_deep_in_the_ring(const Member& m) {
   std::vector<std::jthread> threads;
   for (int i = 0; i < 3; ++i)
     threads.emplace_back([&](const std::stop_token& end) {
-      while (!end.stop_requested()) events->called(m.rank);
+      while (!end.stop_requested()) events->hello(m.rank);
     });
   std::this_thread::sleep_for(5ms);
   std::signal(SIGUSR1, [](int) { std::this_thread::sleep_for(20ms); });
@@ -214,7 +214,7 @@ void invalid_message(const Member& m, uint32_t payload) {
     return ring.counters->written.store(detail::record_bytes(0));
   }
   Bytes into(record.bytes);
-  expect_aborted(m, m.box.receive(1, {record.bytes, 0, 0}, into.data()));
+  expect_aborted(m, m.post(1, {record.bytes, 0, 0}, into.data(), true));
 }
 
 // A fragment beyond the end of its message is an error; a fragment of an unknown message has no
@@ -224,7 +224,7 @@ void invalid_fragment(const Member& m) {
   const MailArea area(m.group);
   Bytes payload(kHalf + 1), into(kBytes);
   if (m.rank == 0) {
-    const auto received = m.box.receive(1, {kBytes - 1, 0, 0}, into.data());
+    const auto received = m.post(1, {kBytes - 1, 0, 0}, into.data(), true);
     expect_aborted(m, received);
     return expect(received->moved() == kHalf, "another fragment was taken");
   }

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../../torch/c10d/gil_release.h"
+#include "../../torch/c10d/gil.h"
 #include "../../torch/gpus.h"
 #include "../../torch/threads.h"
 

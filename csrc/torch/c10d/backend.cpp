@@ -6,7 +6,7 @@
 #include "../../plan/error.h"
 #include "../../rank_threads/scheduler.h"
 #include "call_runner.h"
-#include "in_flight_guard.h"
+#include "gil.h"
 
 namespace pycollect::dist {
 
@@ -367,26 +367,25 @@ std::shared_ptr<PointToPoint> Backend::messages(const char* name) const {
   throw CollectiveError(text(name, ": the group has been destroyed"));
 }
 
-WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
-                         int tag, bool receives) {
+WorkPtr Backend::message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag) {
+  const char* const name = receives ? "recv" : "send";
   const auto messages = this->messages(name);
   const auto op = [&]() -> P2POp {
     require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
-    return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
+    return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_), receives};
   };
-  if (CoalescedList* const list = coalescing_->find())
-    return coalesce(*list, *messages, name, receives, op);
-  return receives ? messages->receive(op()) : messages->send(op());
+  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, *messages, op);
+  return messages->post(op());
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
-  return message("send", tensors, to, tag, false);
+  return message(false, tensors, to, tag);
 }
 WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
-  return message("recv", tensors, from, tag, true);
+  return message(true, tensors, from, tag);
 }
 WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
-  return message("recv", tensors, std::nullopt, tag, true);
+  return message(true, tensors, std::nullopt, tag);
 }
 
 }  // namespace pycollect::dist

@@ -113,10 +113,9 @@ class Backend final : public c10d::Backend {
   void publish_refusal(const Refusal& refusal, Call call);
   void publish_refusal(const CoalescedList& list);
 
-  WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
-                  bool receives);
-  WorkPtr coalesce(CoalescedList& list, const PointToPoint& messages, const char* name,
-                   bool receives, c10::function_ref<P2POp()> op);
+  WorkPtr message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag);
+  WorkPtr coalesce(CoalescedList& list, const PointToPoint& messages,
+                   c10::function_ref<P2POp()> op);
   std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
   std::shared_ptr<PointToPoint> messages(const char* name) const;
   friend bool close_groups();

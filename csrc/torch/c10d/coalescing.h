@@ -1,6 +1,7 @@
 // Lists of the calls made since startCoalescing(), one per thread, because threads start and end
 // coalescing independently. No data of a listed call has moved. Adding a call never throws: the
-// list keeps its first refusal until it ends. Uses neither the queue nor the mailbox.
+// list keeps its first refusal until it ends. Uses neither the queue nor the mailbox. And the work
+// that the end of coalescing returns.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -24,7 +25,6 @@ struct Refusal {
 struct CoalescedList {
   struct CoalescedMessage {
     P2POp op;
-    bool receives;
     std::shared_ptr<DeviceEvent> requested_at;  // on the caller's stream; null: a host tensor
   };
   std::vector<Call> calls = {};
@@ -49,6 +49,26 @@ class Coalescing {
   std::atomic<int> threads_{0};  // threads that have a list; if 0, calls need not take the lock
   std::atomic<bool> closed_{false};
   std::map<uint64_t, CoalescedList> lists_;
+};
+
+// Several works as one, returned by Backend::endCoalescing.
+class CoalescedWork final : public c10d::Work {
+ public:
+  explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+      : parts_(std::move(parts)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  Tensors result() override;
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<Future> getFuture() override;
+  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
 };
 
 }  // namespace pycollect::dist

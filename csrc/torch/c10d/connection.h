@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "binder.h"
-#include "call_queue.h"
 #include "options.h"
 #include "point_to_point.h"
 

@@ -2,11 +2,13 @@
 // messages, because waking it would slow a send or receive that is waited for at once.
 #include "messages.h"
 
+#include <ATen/EmptyTensor.h>
 #include <pthread.h>
 
 #include <algorithm>
 
 #include "../../plan/error.h"
+#include "../threads.h"
 
 namespace pycollect::dist {
 namespace {
@@ -22,11 +24,15 @@ Messages::Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
                    std::shared_ptr<ipc::RemotePeers> remote)
     : group_(std::move(group)),
       mailbox_(*group_, std::move(remote)),
-      on_devices_(*group_, mailbox_, devices.with_own_streams()) {}
+      devices_(devices.with_own_streams()) {}
 
-bool Messages::check(const P2POp& op, const char* name, bool receives) const {
-  fork_guard_.require_not_forked(name);
-  return check_message(op, name, receives, group_->all_ranks(), on_devices_.devices());
+bool Messages::check(const P2POp& op) const {
+  fork_guard_.require_not_forked(op.name());
+  return check_message(op, group_->all_ranks(), *devices_);
+}
+
+std::string Messages::describe(const GroupWork& work) {
+  return static_cast<const MessageWork&>(work).describe("");
 }
 
 // A PostingScope exists from before a message is visible to any thread until the message is in
@@ -54,56 +60,114 @@ class Messages::PostingScope {
   Messages& all_;
 };
 
-// Returns the number of a rank of the world as a peer of the mailbox.
-std::optional<Rank> Messages::mailbox_peer(std::optional<Rank> rank) const {
+// Begins the copies of a device tensor. Peers of the mailbox are numbered by GroupSettings.
+ipc::TransferPtr Messages::new_transfer(MessageWork& work) const {
+  const auto& [tensor, rank, tag, timeout, receives] = work.op;
   const std::vector<Rank>& ranks = group_->settings().world_ranks;
-  if (!rank || ranks.empty()) return rank;
-  return static_cast<Rank>(std::ranges::find(ranks, *rank) - ranks.begin());
-}
-
-WorkPtr Messages::submit(const P2POp& op, const char* name, bool receives) {
-  const bool on_device = check(op, name, receives);
-  const PostingScope scope(*this, name);
-  const MessageWork::MessageInfo info{name,   scope.number, mailbox_peer(op.peer),
-                                      op.tag, op.timeout,   receives};
-  auto work = c10::make_intrusive<MessageWork>(
-      info, op.tensor, on_device ? on_devices_.staging() : nullptr, shared_from_this());
-  work->event_ = begin_event(op, receives);
-  if (receives)
-    work->post(mailbox_);
-  else
-    on_devices_.post_in_order(work);
-  return track(std::move(work));
-}
-
-WorkPtr Messages::send(const P2POp& op) { return submit(op, "send", false); }
-WorkPtr Messages::receive(const P2POp& op) { return submit(op, "recv", true); }
-
-WorkPtr Messages::track(c10::intrusive_ptr<MessageWork> work) {
-  if (work->is_moved()) {
-    work->settle();
-    return work;
+  Rank peer = rank.value_or(ipc::kAnySource);
+  if (rank && !ranks.empty())
+    peer = static_cast<Rank>(std::ranges::find(ranks, *rank) - ranks.begin());
+  std::byte* memory = nullptr;
+  ipc::MemoryOwner owner;  // not of staging memory, which is released when the transfer ends
+  if (TensorStaging* const staging = work.staging()) {
+    memory = staging->add_tensor(tensor, !receives, receives).base;
+    staging->begin_copy_in();
+  } else {
+    if (!tensor.is_contiguous()) {
+      work.data = at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
+      if (!receives) copy_strided(work.data, tensor);
+    }
+    memory = static_cast<std::byte*>(receives ? work.data.mutable_data_ptr()
+                                              : const_cast<void*>(work.data.const_data_ptr()));
+    if (mailbox_.uses_owner(work.envelope().bytes))
+      owner = std::make_shared<const at::Tensor>(work.data);
   }
-  const std::lock_guard lock(mutex_);
-  open_.push_back(work);
-  if (polling_) changed_.notify_all();
+  return std::make_shared<ipc::Transfer>(peer, work.envelope(), memory, receives, std::move(owner));
+}
+
+WorkPtr Messages::post(const P2POp& op) {
+  const bool on_device = check(op);
+  const PostingScope scope(*this, op.name());
+  const auto work = c10::make_intrusive<MessageWork>(
+      op, scope.number, group_->rank(), on_device ? stage_through_host(devices_) : nullptr,
+      weak_from_this());
+  work->transfer = new_transfer(*work);
+  work->begin_event();
+  if (op.receives)
+    mailbox_.post(work->transfer);
+  else
+    post_in_order(work);
+  Lock lock(mutex_);
+  if (work->transfer->done()) {
+    settle(lock, *work);
+  } else {
+    open_.push_back(work);
+    if (polling_) changed_.notify_all();
+  }
   return work;
 }
 
-bool Messages::progress() {
-  on_devices_.progress();
-  return mailbox_.progress();
+void Messages::post_in_order(const MessageWorkPtr& work) {
+  if (work->staging() == nullptr && !any_unposted_) return mailbox_.post(work->transfer);
+  {
+    const Lock lock(mutex_);
+    unposted_.push_back(work);
+    any_unposted_ = true;
+  }
+  post_arrived();
+  if (any_unposted_) mailbox_.wake();  // waiting threads must now poll for this send
+}
+
+// Returns true if the message was posted or has failed. A device error aborts the group, because
+// the peer may already wait for the message.
+bool Messages::try_post(const MessageWork& work) {
+  try {
+    if (work.staging() != nullptr && !work.staging()->inputs_ready()) return false;
+    mailbox_.post(work.transfer);
+  } catch (const CollectiveError&) {
+    mailbox_.fail_unposted(*work.transfer, std::current_exception());
+  } catch (const std::exception& error) {
+    mailbox_.fail_unposted(*work.transfer, std::current_exception());
+    group_->abort(text("the device of a rank failed in send: ", error.what()));
+  }
+  return true;
+}
+
+void Messages::post_arrived() {
+  if (!any_unposted_) return;
+  std::vector<MessageWorkPtr> posted;  // released without the lock
+  const Lock lock(mutex_);
+  std::vector<Rank> held_up;
+  std::erase_if(unposted_, [&](MessageWorkPtr& work) {
+    const Rank peer = *work->op.peer;
+    if (std::ranges::count(held_up, peer) != 0 || !try_post(*work)) {
+      held_up.push_back(peer);
+      return false;
+    }
+    posted.push_back(std::move(work));
+    return true;
+  });
+  any_unposted_ = !unposted_.empty();
+}
+
+void Messages::drop_unposted(const std::exception_ptr& error) {
+  std::deque<MessageWorkPtr> dropped;  // released without the lock
+  const Lock lock(mutex_);
+  for (const auto& work : unposted_) mailbox_.fail_unposted(*work->transfer, error);
+  dropped.swap(unposted_);
+  any_unposted_ = false;
 }
 
 // After a signal the group is aborted: the caller may use the tensors for something else.
-void Messages::await(const std::function<bool()>& done, const MissingRanks& missing,
+void Messages::await(const std::function<bool()>& done, const RankList& missing,
                      ipc::Transfer* transfer, const ipc::OpContext& context) {
   const auto holds = [&] {
-    on_devices_.progress();
+    post_arrived();
     return done();
   };
+  const auto polls = [this] { return any_unposted_.load(); };
   try {
-    mailbox_.wait({holds, missing, transfer, [this] { return on_devices_.polls(); }}, context);
+    mailbox_.wait({holds, missing, transfer, polls}, context);
   } catch (const ipc::Interruption&) {
     group_->abort(text("a signal interrupted it in ", context.operation));
     fail_with_group();
@@ -111,77 +175,121 @@ void Messages::await(const std::function<bool()>& done, const MissingRanks& miss
   }
 }
 
-void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
-  fork_guard_.require_not_forked(work.info_.name);
+ipc::OpContext Messages::context(const MessageWork& work, ipc::Deadline deadline) {
+  return {work.name(), work.getSequencenumber(), deadline, deadline - ipc::clamped(work.limit())};
+}
+
+void Messages::wait(GroupWork& of) {
+  auto& work = static_cast<MessageWork&>(of);
+  if (work.is_done()) return;
+  fork_guard_.require_not_forked(work.name());
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     ++waiting_;
   }
+  ipc::Transfer& transfer = *work.transfer;
   std::exception_ptr error, raised;
-  const auto missing = [&] { return this->missing(work, group_->gone()); };
   try {
-    const ipc::OpContext context = work.context(deadline);
-    if (!work.transfer())
-      await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, context);
-    if (const auto transfer = work.transfer(); transfer && !transfer->done())
-      await([&] { return transfer->done(); }, missing, transfer.get(), context);
+    await([&] { return transfer.done(); }, [&] { return mailbox_.missing(transfer); }, &transfer,
+          context(work, ipc::deadline_after(work.limit())));
   } catch (const ipc::Interruption&) {
     raised = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
-  {
-    const std::lock_guard lock(mutex_);
-    --waiting_;
+  Lock lock(mutex_);
+  --waiting_;
+  if (transfer.done()) {
+    await_settled(lock, work);
+    std::erase_if(open_, [&](const auto& w) { return w.get() == &work; });
+    error = nullptr;  // the work has its own
   }
-  work.settle();
-  if (work.is_moved()) forget(work);
   if (raised) std::rethrow_exception(raised);
-  if (error && !work.is_moved()) std::rethrow_exception(error);
+  if (error) std::rethrow_exception(error);
 }
 
-bool Messages::wait_until(MessageWork& work, ipc::Deadline deadline) {
-  fork_guard_.require_not_forked(work.info_.name);
-  const auto done = [&] { return work.is_moved() || ipc::Clock::now() >= deadline; };
-  await(
-      done, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
-      work.context(ipc::Clock::now() + kNoLimit));
-  work.settle();
-  return work.is_moved();
+bool Messages::wait_until(GroupWork& of, ipc::Deadline deadline) {
+  auto& work = static_cast<MessageWork&>(of);
+  if (work.is_done()) return true;
+  fork_guard_.require_not_forked(work.name());
+  ipc::Transfer& transfer = *work.transfer;
+  await([&] { return transfer.done() || ipc::Clock::now() >= deadline; },
+        [&] { return mailbox_.missing(transfer); }, &transfer,
+        context(work, ipc::Clock::now() + kNoLimit));
+  Lock lock(mutex_);
+  if (transfer.done()) await_settled(lock, work);
+  return work.is_done();
 }
 
-void Messages::forget(const MessageWork& work) {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(open_, [&](const auto& w) { return w.get() == &work; });
+// Does not wait for another thread that completes the work: the caller may hold the GIL.
+void Messages::progress(GroupWork& of) {
+  if (fork_guard_.forked()) return;
+  auto& work = static_cast<MessageWork&>(of);
+  post_arrived();
+  mailbox_.progress();
+  Lock lock(mutex_);
+  if (work.transfer->done()) settle(lock, work);
+}
+
+void Messages::settle(Lock& lock, MessageWork& work) {
+  if (work.runs() || work.is_done()) return;
+  work.start();
+  lock.unlock();
+  work.event.reset();
+  if (const Rank peer = work.transfer->peer(); peer >= 0) work.source = group_->world_rank(peer);
+  TensorStaging* const staging = work.staging();
+  std::exception_ptr error;
+  try {
+    work.transfer->rethrow();
+    if (staging != nullptr)
+      staging->begin_copy_out();
+    else if (work.op.receives && !work.data.is_same(work.op.tensor))
+      copy_strided(work.op.tensor, work.data);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (staging != nullptr) staging->release();
+  lock.lock();
+  const auto future = work.finish(error);
+  settled_.notify_all();
+  if (!future) return;
+  lock.unlock();
+  complete(*future, work.result(), error, staging);
+  lock.lock();
+}
+
+// Completes a message that has moved or failed, or waits for the thread that does.
+void Messages::await_settled(Lock& lock, MessageWork& work) {
+  settle(lock, work);
+  settled_.wait(lock, [&] { return work.is_done(); });
 }
 
 // Settles messages that other threads have moved. Callbacks run without the lock.
-bool Messages::settle_done(Lock& lock) {
+bool Messages::settle_moved(Lock& lock) {
   const auto first = std::stable_partition(open_.begin(), open_.end(),
-                                           [](const auto& w) { return !w->is_moved(); });
+                                           [](const auto& w) { return !w->transfer->done(); });
   if (first == open_.end()) return false;
-  std::vector<c10::intrusive_ptr<MessageWork>> done(std::make_move_iterator(first),
-                                                    std::make_move_iterator(open_.end()));
+  std::vector<MessageWorkPtr> moved(std::make_move_iterator(first),
+                                    std::make_move_iterator(open_.end()));
   open_.erase(first, open_.end());
+  for (const auto& work : moved) settle(lock, *work);
   lock.unlock();
-  for (const auto& w : done) w->settle();
-  done.clear();
+  moved.clear();
   lock.lock();
   return true;
 }
 
-// Called in a polling loop, so it locks each message only once.
 bool Messages::any_moved_or_due(ipc::Deadline before) const {
-  return std::any_of(open_.begin(), open_.end(),
-                     [&](const auto& w) { return w->is_moved_or_due(before); });
+  return std::ranges::any_of(
+      open_, [&](const auto& w) { return w->due() < before || w->transfer->done(); });
 }
 
 // Returns the context of the open message whose future has the earliest deadline.
 ipc::OpContext Messages::most_urgent() const {
   ipc::OpContext first{"send or recv", 0, ipc::Deadline::max()};
   for (const auto& work : open_)
-    if (const auto due = work->due(); due < first.deadline && !work->is_moved())
-      first = work->context(due);
+    if (work->due() < first.deadline && !work->transfer->done())
+      first = context(*work, work->due());
   return first;
 }
 
@@ -191,12 +299,12 @@ ipc::OpContext Messages::most_urgent() const {
 bool Messages::waiters_suffice() const {
   if (waiting_ == 0) return false;
   const uint64_t gone = group_->gone();
+  const bool any_gone = gone != 0 || mailbox_.any_gone();
   const auto now = ipc::Clock::now();
-  return std::none_of(open_.begin(), open_.end(), [&](const auto& work) {
-    const ipc::Deadline due = work->due();
-    if (due == ipc::Deadline::max() || work->is_moved()) return false;
-    if (due <= now || (gone == 0 && !mailbox_.any_gone())) return due <= now;
-    const std::vector<Rank> missing = this->missing(*work, gone);
+  return std::ranges::none_of(open_, [&](const auto& work) {
+    if (work->due() == ipc::Deadline::max() || work->transfer->done()) return false;
+    if (work->due() <= now || !any_gone) return work->due() <= now;
+    const std::vector<Rank> missing = mailbox_.missing(*work->transfer);
     return std::ranges::any_of(missing, [&](Rank r) { return is_gone(r, gone); });
   });
 }
@@ -205,7 +313,7 @@ bool Messages::waiters_suffice() const {
 void Messages::await_any(Lock& lock) {
   const ipc::OpContext first = most_urgent();
   const auto stop = [&] {
-    const std::lock_guard hold(mutex_);
+    const Lock hold(mutex_);
     return closed_ || any_moved_or_due(first.deadline) || waiters_suffice();
   };
   lock.unlock();
@@ -228,11 +336,10 @@ void Messages::serve() {
       polling_ = false;
       ticks = 0;
     }
-    if (!must_progress() || !on_devices_.polls())
-      changed_.wait_for(lock, kTick, [&] { return closed_; });
+    if (!must_progress() || !any_unposted_) changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
-    while (settle_done(lock)) continue;
+    while (settle_moved(lock)) continue;
     if (must_progress()) await_any(lock);
   }
 }
@@ -247,9 +354,10 @@ void Messages::stop_accepting(ipc::Deadline deadline) {
 void Messages::finish(ipc::Deadline deadline) {
   const ipc::OpContext context{"destroy_process_group", 0, ipc::Clock::now() + kNoLimit};
   group_->require_healthy(context);
-  progress();
+  post_arrived();
+  mailbox_.progress();
   const auto done = [&] {
-    return (mailbox_.idle() && !on_devices_.polls() && mailbox_.has_delivered()) ||
+    return (mailbox_.idle() && !any_unposted_ && mailbox_.has_delivered()) ||
            ipc::Clock::now() >= deadline;
   };
   await(done, [this] { return missing(); }, nullptr, context);
@@ -281,7 +389,7 @@ std::exception_ptr Messages::close(ipc::Deadline deadline) {
   } catch (const std::exception&) {
     // The group is aborted; the pending messages fail with its error below.
   }
-  on_devices_.drop_unposted(std::make_exception_ptr(CollectiveError(
+  drop_unposted(std::make_exception_ptr(CollectiveError(
       "send: the group was destroyed before the tensor's stream reached the send")));
   if (!mailbox_.idle() || !mailbox_.has_delivered())
     group_->abort("it was destroyed while messages were under way");
@@ -289,9 +397,9 @@ std::exception_ptr Messages::close(ipc::Deadline deadline) {
   end_thread();
   {
     Lock lock(mutex_);
-    while (settle_done(lock)) continue;
+    while (settle_moved(lock)) continue;
   }
-  on_devices_.close(deadline);
+  devices_->await_held(device_deadline(deadline));
   return raised;
 }
 
@@ -301,25 +409,17 @@ void Messages::fail_with_group() {
     group_->require_healthy({"send or recv", 0, ipc::Deadline::max()});
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
-    on_devices_.drop_unposted(std::current_exception());
+    drop_unposted(std::current_exception());
   }
-}
-
-// Returns the ranks that the message depends on: its peer alone if that is gone, even if a device
-// of this rank still delays the message.
-std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
-  const Rank peer = work.transfer() ? work.peer() : group_->rank();
-  return peer >= 0 && is_gone(peer, gone) ? std::vector<Rank>{peer} : work.missing(mailbox_);
 }
 
 std::vector<Rank> Messages::missing() {
   std::vector<Rank> ranks;
-  const uint64_t gone = group_->gone();
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   for (const auto& work : open_) {
-    if (work->is_moved()) continue;
-    for (Rank r : missing(*work, gone))
-      if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
+    if (work->transfer->done()) continue;
+    for (const Rank r : mailbox_.missing(*work->transfer))
+      if (std::ranges::find(ranks, r) == ranks.end()) ranks.push_back(r);
   }
   return ranks;
 }

@@ -1,53 +1,69 @@
 // send and recv between processes. Every message makes progress by itself, independently of
 // collectives. A waiting thread moves all messages; if none waits, a service thread does, which
 // starts before the first message.
+//
+// A send of a device tensor is posted to the mailbox once its data is in host memory, in order with
+// other sends to the same peer. Device copies ring no doorbell, so waiting threads poll while any
+// copy is pending.
 #pragma once
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "../../group/system.h"
-#include "device_messages.h"
+#include "../../send_recv/mailbox.h"
+#include "point_to_point.h"
 
 namespace pycollect::dist {
 
 class Messages final : public PointToPoint, public std::enable_shared_from_this<Messages> {
  public:
   // `remote`: the ranks on other hosts, if there are any. Messages name peers by their ranks.
+  // `devices`: messages have streams of their own, as they must not wait for collectives.
   Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
            std::shared_ptr<ipc::RemotePeers> remote = nullptr);
 
-  WorkPtr send(const P2POp& op) override;
-  WorkPtr receive(const P2POp& op) override;
-  bool check(const P2POp& op, const char* name, bool receives) const override;
+  WorkPtr post(const P2POp& op) override;
+  bool check(const P2POp& op) const override;
+  void wait(GroupWork& work) override;
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
+  void progress(GroupWork& work) override;
+  std::string describe(const GroupWork& work) override;
+  void abort(const std::string& why) override { group_->abort(why); }
+  std::mutex& mutex() override { return mutex_; }
   // Refuses new messages and lets pending ones finish until the deadline, or until a signal handler
   // raises. If any are left then, aborts the group, which fails them. Returns what it has raised.
   std::exception_ptr close(ipc::Deadline deadline);
-  void abort(const std::string& why) { group_->abort(why); }
-  const ipc::Group& group() const { return *group_; }
-  bool progress();  // returns true if any message has moved
 
  private:
-  friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
+  using RankList = std::function<std::vector<Rank>()>;
   class PostingScope;  // defined in messages.cpp
-  WorkPtr submit(const P2POp& op, const char* name, bool receives);
-  std::optional<Rank> mailbox_peer(std::optional<Rank> rank) const;
+  ipc::TransferPtr new_transfer(MessageWork& work) const;
   bool is_gone(Rank peer, uint64_t gone) const {  // `gone`: as Group::gone returns
     return peer < group_->world() ? (gone >> peer & 1) != 0 : mailbox_.is_gone(peer);
   }
-  WorkPtr track(c10::intrusive_ptr<MessageWork> work);
-  using MissingRanks = std::function<std::vector<Rank>()>;
+  // Posts a send, of a host tensor too, after unposted ones: a message must not overtake an earlier
+  // one to the same rank.
+  void post_in_order(const MessageWorkPtr& work);
+  bool try_post(const MessageWork& work);
+  // Posts the sends whose data has arrived. A send that has to wait for its stream delays only
+  // later sends to the same rank.
+  void post_arrived();
+  void drop_unposted(const std::exception_ptr& error);
+
   // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.
   // Throws what Mailbox::wait throws.
-  void await(const std::function<bool()>& done, const MissingRanks& missing,
-             ipc::Transfer* transfer, const ipc::OpContext& context);
-  void wait(MessageWork& work, ipc::Deadline deadline);
-  bool wait_until(MessageWork& work, ipc::Deadline deadline);
-  void forget(const MessageWork& work);  // removes a settled message
-  bool settle_done(Lock& lock);
+  void await(const std::function<bool()>& done, const RankList& missing, ipc::Transfer* transfer,
+             const ipc::OpContext& context);
+  static ipc::OpContext context(const MessageWork& work, ipc::Deadline deadline);
+  // Completes a message that has moved or failed, unless another thread does. Unlocks meanwhile.
+  void settle(Lock& lock, MessageWork& work);
+  void await_settled(Lock& lock, MessageWork& work);
+  bool settle_moved(Lock& lock);
   void await_any(Lock& lock);
   void serve();
 
@@ -59,19 +75,21 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   bool any_moved_or_due(ipc::Deadline before) const;
   ipc::OpContext most_urgent() const;
   bool waiters_suffice() const;
-  std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 
   const std::shared_ptr<ipc::Group> group_;
   ipc::Mailbox mailbox_;
-  DeviceMessages on_devices_;
+  const std::shared_ptr<DeviceOps> devices_;
   const ipc::ForkGuard fork_guard_;
-  std::mutex mutex_;  // on_devices_ works without it
+  std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked
+  std::condition_variable settled_;      // apart, as waking the service thread takes long
+  std::vector<MessageWorkPtr> open_;     // messages not done when last checked
+  std::deque<MessageWorkPtr> unposted_;  // sends whose data is not in host memory
+  std::atomic<bool> any_unposted_{false};
   std::thread thread_;
   int waiting_ = 0;  // threads that wait for a message, and move all messages
-  int posting_ = 0;  // threads inside submit()
+  int posting_ = 0;  // threads inside post()
   bool accepting_ = true, closed_ = false, polling_ = false;
   uint64_t next_number_ = 0;
 };

@@ -6,15 +6,46 @@
 
 namespace pycollect::dist {
 
-bool check_message(const P2POp& op, const char* name, bool receives, int world,
-                   DeviceOps& devices) {
-  if (op.peer) check_rank(*op.peer, world, name, receives ? "src" : "dst");
-  require(op.tag >= 0, name, ": tag is ", op.tag, "; it must not be negative");
-  const ArgumentName label{name, "tensor"};
+bool check_message(const P2POp& op, int world, DeviceOps& devices) {
+  if (op.peer) check_rank(*op.peer, world, op.name(), op.receives ? "src" : "dst");
+  require(op.tag >= 0, op.name(), ": tag is ", op.tag, "; it must not be negative");
+  const ArgumentName label{op.name(), "tensor"};
   const bool on_device =
-      check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read, label, devices);
+      check_operand(op.tensor, op.receives ? AccessMode::write : AccessMode::read, label, devices);
   dtype_number(op.tensor, label);
   return on_device;
+}
+
+MessageWork::MessageWork(const P2POp& op, uint64_t number, Rank rank,
+                         std::shared_ptr<TensorStaging> staging, std::weak_ptr<WorkOwner> owner,
+                         std::shared_ptr<WorkOwner> kept)
+    : op(op),
+      rank(rank),
+      data(op.tensor),
+      number_(number),
+      staging_(std::move(staging)),
+      owner_(std::move(owner)),
+      kept_(std::move(kept)) {}
+
+int MessageWork::sourceRank() const {
+  const Rank known = source;
+  return known >= 0 ? known : op.peer.value_or(-1);
+}
+
+ipc::Envelope MessageWork::envelope() const {
+  return {static_cast<uint64_t>(op.tensor.nbytes()), dtype_number(op.tensor, {op.name(), "tensor"}),
+          static_cast<uint32_t>(op.tag)};
+}
+
+std::string MessageWork::describe(const std::string& of_group) const {
+  return text(name(), " #", number_, op.receives ? " from " : " to ",
+              op.peer ? text("rank ", *op.peer) : "any rank", of_group, " with tag ", op.tag,
+              " on ", op.tensor.sizes(), " ", dtype_name(op.tensor));
+}
+
+void MessageWork::begin_event() {
+  const char* const shown = op.receives && !op.peer ? "recvAnySource" : name();
+  event = ProfilerEvent::begin(shown, op.tensor);
 }
 
 }  // namespace pycollect::dist

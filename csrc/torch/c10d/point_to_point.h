@@ -1,13 +1,11 @@
-// send and recv of one rank of a group.
+// send and recv of one rank of a group, and their works.
 #pragma once
 #include <optional>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "call.h"
+#include "../../send_recv/transfer.h"
+#include "work.h"
 
 namespace pycollect::dist {
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A message of at most this many bytes is eager: its data goes before its receive is known.
 inline constexpr std::size_t kEagerBytes = 16 << 10;
@@ -17,25 +15,55 @@ struct P2POp {
   std::optional<Rank> peer;  // none: receive from any rank
   int tag;
   std::chrono::milliseconds timeout;
+  bool receives;
+
+  const char* name() const { return receives ? "recv" : "send"; }
 };
 
-class PointToPoint {
+class PointToPoint : public WorkOwner {
  public:
-  virtual ~PointToPoint() = default;
-  virtual WorkPtr send(const P2POp& op) = 0;
-  virtual WorkPtr receive(const P2POp& op) = 0;
-  // Throws if send() or receive() would, before data moves. Returns whether the tensor is on a
-  // device.
-  virtual bool check(const P2POp& op, const char* name, bool receives) const = 0;
+  virtual WorkPtr post(const P2POp& op) = 0;
+  // Throws if post() would, before data moves. Returns whether the tensor is on a device.
+  virtual bool check(const P2POp& op) const = 0;
 };
-
-// Begins the event of a message.
-inline std::shared_ptr<ProfilerEvent> begin_event(const P2POp& op, bool receives) {
-  const char* const name = !receives ? "send" : op.peer ? "recv" : "recvAnySource";
-  return ProfilerEvent::begin(name, op.tensor);
-}
 
 // Checks a message of a group of `world` ranks, as PointToPoint::check does.
-bool check_message(const P2POp& op, const char* name, bool receives, int world, DeviceOps& devices);
+bool check_message(const P2POp& op, int world, DeviceOps& devices);
+
+class MessageWork final : public GroupWork {
+ public:
+  // `staging` stages a device tensor; null: a host tensor. The owner must live until the work is
+  // done. A work that is kept, longer perhaps, keeps `kept`.
+  MessageWork(const P2POp& op, uint64_t number, Rank rank, std::shared_ptr<TensorStaging> staging,
+              std::weak_ptr<WorkOwner> owner, std::shared_ptr<WorkOwner> kept = {});
+
+  int sourceRank() const override;
+  uint64_t getSequencenumber() const override { return number_; }
+  Tensors result() override { return {op.tensor}; }
+  const char* name() const override { return op.name(); }
+  std::chrono::milliseconds limit() const override { return op.timeout; }
+  TensorStaging* staging() const override { return staging_.get(); }
+
+  // For the owner.
+  const P2POp op;
+  const Rank rank;                       // of this side
+  at::Tensor data;                       // what moves: the tensor, or a copy of it
+  std::atomic<Rank> source{-1};          // of a receive that has been matched
+  ipc::TransferPtr transfer;             // null: between threads
+  std::shared_ptr<ProfilerEvent> event;  // null: no profiler
+  ipc::Envelope envelope() const;
+  // Returns "recv #3 from rank 1 of group 'default' with tag 0 on [2, 3] float32".
+  std::string describe(const std::string& of_group) const;
+  void begin_event();
+
+ private:
+  std::shared_ptr<WorkOwner> owner() const override { return owner_.lock(); }
+
+  const uint64_t number_;
+  const std::shared_ptr<TensorStaging> staging_;
+  const std::weak_ptr<WorkOwner> owner_;
+  const std::shared_ptr<WorkOwner> kept_;
+};
+using MessageWorkPtr = c10::intrusive_ptr<MessageWork>;
 
 }  // namespace pycollect::dist

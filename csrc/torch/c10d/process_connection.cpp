@@ -157,7 +157,7 @@ class ProcessConnection final : public Connection {
     if (members_.wire)
       monitor_ =
           std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link,
-                                         [remote = remote_] { remote->answer_calls(); });
+                                         [remote = remote_] { remote->answer_hellos(); });
   }
 
   CallQueue& queue() override { return *queue_; }

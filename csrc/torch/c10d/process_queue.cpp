@@ -18,10 +18,11 @@ namespace pycollect::dist {
 // depends on the rank, unless all ranks wait for it in their callbacks.
 class ProcessQueue::WaitingInCallback {
  public:
-  WaitingInCallback(const ProcessQueue& queue, CollectiveWork& work) {
+  WaitingInCallback(const ProcessQueue& queue, GroupWork& work) {
+    const uint64_t scope = static_cast<CollectiveWork&>(work).call().scope;
     for (CallbackScope* s = CallbackScope::innermost; s != nullptr; s = s->outer) {
       if (s->queue != &queue) continue;
-      if (s->id == work.call().scope) return;
+      if (s->id == scope) return;
       ++s->waits_outside;
       open_.push_back(s);
     }
@@ -302,7 +303,8 @@ void ProcessQueue::serve() {
   }
 }
 
-void ProcessQueue::wait(CollectiveWork& work) {
+void ProcessQueue::wait(GroupWork& work) {
+  if (work.is_done()) return;
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   const WaitingInCallback in_callback(*this, work);
@@ -321,7 +323,7 @@ void ProcessQueue::wait(CollectiveWork& work) {
 }
 
 // Aborts the group, and waits until the call no longer uses its tensors.
-void ProcessQueue::end_interrupted(Lock& lock, CollectiveWork& work) {
+void ProcessQueue::end_interrupted(Lock& lock, GroupWork& work) {
   const SignalsDeferred deferred;
   const std::shared_ptr<CallRunner> runner = runner_;
   passes_callbacks_ = true;
@@ -335,7 +337,8 @@ void ProcessQueue::end_interrupted(Lock& lock, CollectiveWork& work) {
       changed_.wait(lock);
 }
 
-bool ProcessQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
+bool ProcessQueue::wait_until(GroupWork& work, ipc::Deadline deadline) {
+  if (work.is_done()) return true;
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   if (!work.is_done()) require_not_inside(work.name());

@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "../../group/system.h"
-#include "call_queue.h"
 #include "call_runner.h"
+#include "work.h"
 
 namespace pycollect::dist {
 
@@ -28,13 +28,13 @@ class ProcessQueue final : public CallQueue {
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
   // throw what a signal handler raises (see signals.h), after the group has been aborted.
-  void wait(CollectiveWork& work) override;
-  bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
+  void wait(GroupWork& work) override;
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
 
   void abort(const std::string& why) override;
   std::vector<Rank> missing() override;
   std::vector<Rank> behind() override;
-  void count_open_futures(int more) override { futures_ |= more > 0; }
+  void on_future_taken() override { futures_ = true; }
   // Refuses new calls and lets the queued ones run until the deadline or until a signal handler
   // raises, then aborts them. Returns when the queue is empty and its threads have ended. Returns
   // what the handler has raised, or null.
@@ -65,7 +65,7 @@ class ProcessQueue final : public CallQueue {
   bool may_run();
   bool runs_here() const { return running_ && runner_thread_ == std::this_thread::get_id(); }
   void require_not_inside(const char* name) const;
-  void end_interrupted(Lock& lock, CollectiveWork& work);
+  void end_interrupted(Lock& lock, GroupWork& work);
   void run_callbacks(Lock& lock, const CollectiveWorkPtr& work, c10::intrusive_ptr<Future> future,
                      std::exception_ptr error);
   void run_queued(Lock& lock);

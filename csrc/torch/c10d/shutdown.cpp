@@ -4,8 +4,7 @@
 #include <thread>
 
 #include "backend.h"
-#include "gil_release.h"
-#include "in_flight_guard.h"
+#include "gil.h"
 #include "signals.h"
 
 namespace pycollect::dist {

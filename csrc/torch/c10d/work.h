@@ -1,33 +1,46 @@
-// Work objects of collectives that have run or are in a group's queue.
+// Work objects of a group's collectives and messages, what moves them, and the queue of the
+// collectives.
 #pragma once
 #include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
 
 #include "call.h"
 
 namespace pycollect::dist {
 
-class CallQueue;
 using Future = c10::ivalue::Future;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Returns a future of a list of tensors, on the devices of `staging` if that is not null and of the
-// sparse ones of `results`.
-c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr,
-                                      const Tensors& results = {});
+// Returns a future of a list of tensors, on those of the devices that are not the CPU.
+c10::intrusive_ptr<Future> new_future(std::vector<at::Device> devices);
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
               TensorStaging* staging = nullptr);
 
 // Returns whether `timeout` limits a `wait`; zero stands for no limit.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
-[[noreturn]] void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout);
 
-class GroupWork : public c10d::Work {
+class GroupWork;
+
+// What moves the works of one rank: its queue of collectives, or its messages.
+class WorkOwner {
  public:
-  // Staging of device tensors; null: host tensors.
-  virtual TensorStaging* staging() const = 0;
+  virtual ~WorkOwner() = default;
+  // Waits until the work is done, which it may be already; at its limit the group is aborted.
+  virtual void wait(GroupWork& work) = 0;
+  virtual bool wait_until(GroupWork& work, ipc::Deadline deadline) = 0;
+  // Called where a caller polls an unfinished work, or takes its future. Moves the work, or lets
+  // the ranks on which it depends continue, if they need this thread's permission.
+  virtual void progress(GroupWork&) {}
+  // Called with the mutex locked when the future of an unfinished work has been taken.
+  virtual void on_future_taken() {}
+  // Describes a work that has not finished within the timeout of a wait.
+  virtual std::string describe(const GroupWork& work) = 0;
+  virtual void abort(const std::string& why) = 0;
+  virtual std::mutex& mutex() = 0;  // guards the state of every work
 };
 
 enum class WorkState {
@@ -36,22 +49,25 @@ enum class WorkState {
   done    // has run, or has failed
 };
 
-// A work that a queue or a mailbox runs after the call that returned it. The queue's or mailbox's
-// mutex guards the changes of its state.
-class PostedWork : public GroupWork {
+class GroupWork : public c10d::Work {
  public:
   bool isCompleted() override;  // true: the results are on the devices, too
   bool isSuccess() const override { return is_done() && exception() == nullptr; }
-  std::exception_ptr exception() const override;
+  std::exception_ptr exception() const override { return is_done() ? error_ : nullptr; }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
+  void abort() override;
   c10::intrusive_ptr<Future> getFuture() override;
   c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
 
   virtual const char* name() const = 0;
   virtual std::chrono::milliseconds limit() const = 0;  // of a wait without a timeout
+  // Staging of device tensors; null: host tensors.
+  virtual TensorStaging* staging() const = 0;
+  std::vector<at::Device> devices();  // of the results
   bool is_done() const { return state_.load(std::memory_order_acquire) == WorkState::done; }
   bool runs() const { return state_.load(std::memory_order_acquire) == WorkState::runs; }
-  // Call the functions below with the mutex locked.
+  // Call the functions below with the owner's mutex locked.
   void start() { state_ = WorkState::runs; }
   void suspend() { state_ = WorkState::waits; }  // a part of it has run
   // Returns the future to complete without the mutex, or null.
@@ -60,13 +76,10 @@ class PostedWork : public GroupWork {
   ipc::Deadline due() const { return due_; }  // Deadline::max() without a future
 
  protected:
-  explicit PostedWork(WorkState state = WorkState::waits) : state_(state) {}
+  explicit GroupWork(WorkState state = WorkState::waits) : state_(state) {}
 
  private:
-  // Lets the ranks on which the work depends continue, if they need this thread's permission.
-  virtual void give_way() = 0;
-  virtual std::mutex& mutex() = 0;
-  virtual void count_open_futures(int more) = 0;  // called with the mutex locked
+  virtual std::shared_ptr<WorkOwner> owner() const = 0;  // null: the work is done
 
   std::atomic<WorkState> state_;
   std::exception_ptr error_;  // written once, before the work is done
@@ -74,55 +87,47 @@ class PostedWork : public GroupWork {
   ipc::Deadline due_ = ipc::Deadline::max();
 };
 
-class CollectiveWork final : public PostedWork {
+class CollectiveWork final : public GroupWork {
  public:
-  CollectiveWork(Call call, std::shared_ptr<CallQueue> queue)  // null queue: the call has run
-      : PostedWork(queue ? WorkState::waits : WorkState::done),
+  CollectiveWork(Call call, std::shared_ptr<WorkOwner> queue)  // null queue: the call has run
+      : GroupWork(queue ? WorkState::waits : WorkState::done),
         call_(std::move(call)),
         queue_(std::move(queue)) {}
 
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
+  const char* name() const override { return call_.name; }
+  std::chrono::milliseconds limit() const override { return call_.timeout; }
   TensorStaging* staging() const override { return call_.staging.get(); }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void abort() override;
 
   // For the queue.
   Call& call() { return call_; }
-  const char* name() const override { return call_.name; }
-  std::chrono::milliseconds limit() const override { return call_.timeout; }
   void release();  // releases the members of the call that only the run needs
   Call detach();   // returns them instead, so that the caller can release them later
 
  private:
-  std::string describe() const;
-  void give_way() override;
-  std::mutex& mutex() override;
-  void count_open_futures(int more) override;
+  std::shared_ptr<WorkOwner> owner() const override { return queue_; }
 
   Call call_;
-  const std::shared_ptr<CallQueue> queue_;
+  const std::shared_ptr<WorkOwner> queue_;
 };
+using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 
-// Several works as one, returned by Backend::endCoalescing.
-class CoalescedWork final : public c10d::Work {
+// Queue of a group's collectives, in call order.
+class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueue> {
  public:
-  explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> parts)
-      : parts_(std::move(parts)) {}
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
-  Tensors result() override;
-  void synchronize() override { wait(); }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void abort() override;
-  c10::intrusive_ptr<Future> getFuture() override;
-  c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
-
- private:
-  const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+  // Runs the call before it returns, and throws its error; or enqueues it.
+  virtual CollectiveWorkPtr run(Call call) = 0;
+  // Enqueues the calls as one operation: all of them run or none, with no other call between them.
+  virtual std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) = 0;
+  CollectiveWorkPtr push(Call call);
+  // Makes the peers of the next call throw `call.refusal`.
+  virtual void refuse(Call call) { run(std::move(call)); }
+  std::string describe(const GroupWork& work) override;
+  virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
+  // Ranks that have made fewer calls than this one, as far as is known: those of this host.
+  virtual std::vector<Rank> behind() = 0;
 };
 
 }  // namespace pycollect::dist

@@ -11,10 +11,10 @@
 namespace pycollect::dist {
 namespace {
 
-// The wire's numbers for packets, for data that goes directly, and for calls.
+// The wire's numbers for packets, for data that goes directly, and for hellos.
 constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1,
-              kCalls = kDirectData + 1;
-constexpr std::byte kCalled{1};
+              kHellos = kDirectData + 1;
+constexpr std::byte kHello{1};
 
 // Packets with ring data that may be under way to a peer. What is written meanwhile goes with the
 // next one, as a packet takes longer than many small messages: 2,000 messages of 64 bytes took
@@ -27,9 +27,9 @@ constexpr int kBuffers = 2;
 // A rank tells how far it has read when that is a fourth of the ring. A writer without room for a
 // record, and the end of the ring that it skips, believes the ring to be more than three fourths
 // full; then it is half full, and its reader takes messages that nobody expects.
-constexpr std::size_t kTold = 4;
+constexpr std::size_t kAckFraction = 4;
 static_assert(ipc::MailArea::max_eager_bytes(ipc::MailArea::kRemoteSharers) <=
-              ipc::MailArea::message_bytes(ipc::MailArea::kRemoteSharers) / (2 * kTold));
+              ipc::MailArea::message_bytes(ipc::MailArea::kRemoteSharers) / (2 * kAckFraction));
 
 void copy_from(const ipc::RingMemory& ring, uint64_t position, std::byte* to, std::size_t bytes) {
   const std::size_t begin = position & (ring.bytes - 1);
@@ -56,8 +56,8 @@ struct MirroredRings::PacketHeader {
   uint64_t received = 0;  // packets of the receiver of this one
   std::array<uint64_t, kRings> read{};
   std::array<uint32_t, kRings> bytes{};
-  uint32_t asks = 0;    // 1: for a packet at once
-  uint64_t number = 0;  // of the message whose data was sent before this packet; 0: none
+  uint32_t wants_ack = 0;  // 1: a packet at once
+  uint64_t number = 0;     // of the message whose data was sent before this packet; 0: none
 };
 
 MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
@@ -65,7 +65,7 @@ MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink l
     : group_(std::move(group)),
       link_(std::move(link)),
       wire_(std::move(wire)),
-      calls_(new std::byte[group_->all_ranks()]()) {
+      hellos_(new std::byte[group_->all_ranks()]()) {
   for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
     Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
     peer.rank = group_->world_rank(r);
@@ -96,15 +96,15 @@ void MirroredRings::open(Peer& peer) {
   peer.opened = true;
 }
 
-void MirroredRings::answer_calls() {
+void MirroredRings::answer_hellos() {
   for (const auto& peer : peers_) {
     if (peer->opened || !wire_->is_connected(peer->rank)) continue;
-    std::byte& call = calls_[peer->number];
+    std::byte& hello = hellos_[peer->number];
     try {
-      if (std::atomic_ref(call).load() == kCalled) mailbox_->called(peer->number);
-      if (peer->call_posted) continue;
-      wire_->post_receive(peer->rank, kCalls, &call, 1, ipc::Deadline::max(), calls_);
-      peer->call_posted = true;
+      if (std::atomic_ref(hello).load() == kHello) mailbox_->hello(peer->number);
+      if (peer->hello_posted) continue;
+      wire_->post_receive(peer->rank, kHellos, &hello, 1, ipc::Deadline::max(), hellos_);
+      peer->hello_posted = true;
     } catch (const std::exception&) {
       // One of the two ranks leaves, or there is no memory now.
     }
@@ -125,11 +125,11 @@ void MirroredRings::join() {
 void MirroredRings::publish(Rank peer) { send_news(at(peer), false, false); }
 
 // A peer counts as gone only after its thread has taken all that it had sent.
-void MirroredRings::send_news(Peer& peer, bool asks, bool answers) {
+void MirroredRings::send_news(Peer& peer, bool wants_ack, bool answers) {
   const std::lock_guard lock(peer.mutex);
   if (!peer.connected || peer.gone) return;
   try {
-    send_packet(peer, asks, answers);
+    send_packet(peer, wants_ack, answers);
   } catch (const ipc::WireFailure&) {
   }
 }
@@ -162,10 +162,10 @@ void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, s
   }
 }
 
-void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, SentData data) {
+void MirroredRings::send_packet(Peer& peer, bool wants_ack, bool answers, SentData data) {
   PacketHeader header;
   header.received = peer.received;
-  header.asks = asks;
+  header.wants_ack = wants_ack;
   std::size_t bytes = 0;
   for (int i = 0; i < kRings; ++i) {
     const MirroredRing& mirrored = peer.writes[i];
@@ -173,17 +173,17 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, SentData da
     bytes += header.bytes[i];
     header.read[i] = peer.reads[i].read();
   }
-  const auto must_tell = [&](const MirroredRing& mirrored) {
-    return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kTold;
+  const auto must_ack = [&](const MirroredRing& mirrored) {
+    return mirrored.read() - mirrored.sent >= mirrored.ring.bytes / kAckFraction;
   };
   // Without an answer on its way, nothing would send what is held back. A packet may have to ask
   // for one, because the peer may have nothing else to say.
-  const bool awaits_answer = peer.confirmed < peer.last_asking;
+  const bool awaits_answer = peer.confirmed < peer.last_request;
   const bool is_held_back = awaits_answer && peer.pending_data >= kMostUnderWay;
-  const bool has_news = (bytes != 0 && !is_held_back) || std::ranges::any_of(peer.reads, must_tell);
-  if (!has_news && !asks && !answers && data.number == 0) return;
-  const bool should_ask = bytes != 0 && peer.pending_data + 1 >= kMostUnderWay / 2;
-  if (should_ask && !awaits_answer) header.asks = 1;
+  const bool has_news = (bytes != 0 && !is_held_back) || std::ranges::any_of(peer.reads, must_ack);
+  if (!has_news && !wants_ack && !answers && data.number == 0) return;
+  const bool should_request = bytes != 0 && peer.pending_data + 1 >= kMostUnderWay / 2;
+  if (should_request && !awaits_answer) header.wants_ack = 1;
   header.number = data.number;
   const std::shared_ptr<std::byte[]> packet(new std::byte[sizeof header + bytes]);
   std::memcpy(packet.get(), &header, sizeof header);
@@ -198,7 +198,7 @@ void MirroredRings::send_packet(Peer& peer, bool asks, bool answers, SentData da
   }
   ++peer.sent;
   if (bytes != 0) peer.last_needed = peer.sent, ++peer.pending_data;
-  if (header.asks != 0) peer.last_asking = peer.sent;
+  if (header.wants_ack != 0) peer.last_request = peer.sent;
   peer.pending.push_back(
       {.packet = std::move(sent), .has_ring_data = bytes != 0, .data = std::move(data)});
 }
@@ -218,8 +218,8 @@ void MirroredRings::receive_packets(Peer& peer) {
                                            ipc::Deadline::max(), packet.buffer);
     };
     for (PostedPacket& packet : posted) post(packet);
-    const std::shared_ptr<std::byte[]> call(new std::byte[1]{kCalled});
-    wire_->post_send(peer.rank, kCalls, call.get(), 1, ipc::Deadline::max(), call);
+    const std::shared_ptr<std::byte[]> hello(new std::byte[1]{kHello});
+    wire_->post_send(peer.rank, kHellos, hello.get(), 1, ipc::Deadline::max(), hello);
     {
       const std::lock_guard lock(peer.mutex);
       peer.connected = true;
@@ -278,7 +278,7 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     const std::lock_guard lock(peer.mutex);
     ++peer.received;
   }
-  send_news(peer, false, header.asks != 0 || header.number != 0);
+  send_news(peer, false, header.wants_ack != 0 || header.number != 0);
   if (header.number == 0) return;
   {
     const std::lock_guard lock(peer.mutex);
@@ -319,16 +319,16 @@ bool MirroredRings::has_delivered() {
   bool all = true;
   for (const auto& peer : peers_) {
     if (!peer->opened) continue;
-    bool asks;
+    bool wants_ack;
     {
       const std::lock_guard lock(peer->mutex);
       const bool sent = std::ranges::all_of(
           peer->writes, [](const auto& mirrored) { return mirrored.written() == mirrored.sent; });
       if (peer->gone || (sent && peer->last_needed <= peer->confirmed)) continue;
       all = false;
-      asks = peer->last_asking < peer->last_needed;
+      wants_ack = peer->last_request < peer->last_needed;
     }
-    if (asks) send_news(*peer, true, false);
+    if (wants_ack) send_news(*peer, true, false);
   }
   return all;
 }

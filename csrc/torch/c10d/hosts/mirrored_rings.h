@@ -2,9 +2,9 @@
 // two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
 // read, in packets. A thread for each peer with which there are messages always has receives
 // posted, so a packet waits for nothing but those before it. It starts when either rank sends or
-// receives the first message, and calls the other. Data flows as fast as it is read, because a ring
-// has no room for more. The data of a large message goes past the rings if both ends are in host
-// memory, and a packet behind it says that it has come.
+// receives the first message, and says hello to the other. Data flows as fast as it is read,
+// because a ring has no room for more. The data of a large message goes past the rings if both ends
+// are in host memory, and a packet behind it says that it has come.
 #pragma once
 #include <array>
 #include <atomic>
@@ -42,8 +42,8 @@ class MirroredRings final : public ipc::RemotePeers {
   bool any_gone() const override { return any_gone_; }
   [[noreturn]] void fail(Rank peer, bool is_late, const ipc::OpContext& context) override;
 
-  // Opens the peers that have called. Call now and then.
-  void answer_calls();
+  // Opens the peers that have said hello. Call now and then.
+  void answer_hellos();
   // Waits for the threads. Call when the wire's connections are closed.
   void join();
 
@@ -73,13 +73,13 @@ class MirroredRings final : public ipc::RemotePeers {
     std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
     std::thread thread;
     std::atomic<bool> opened = false, gone = false;
-    bool call_posted = false;  // whether its call would be received, or has been
+    bool hello_posted = false;  // whether its hello would be received, or has been
 
     std::mutex mutex;  // guards the members below
     std::array<MirroredRing, kRings> writes, reads;
     bool connected = false;
     uint64_t sent = 0, confirmed = 0, received = 0;  // packets
-    uint64_t last_asking = 0;                        // the last packet that asks for an answer
+    uint64_t last_request = 0;  // the last packet that requests an acknowledgment
     // The last packet that the peer must have before this rank leaves: it has ring data, or answers
     // to data that came directly.
     uint64_t last_needed = 0;
@@ -91,8 +91,8 @@ class MirroredRings final : public ipc::RemotePeers {
   };
   void open(Peer& peer);
   Peer& at(Rank peer) const { return *peers_[peer - group_->world()]; }
-  void send_news(Peer& peer, bool asks, bool answers);
-  void send_packet(Peer& peer, bool asks, bool answers, SentData data = {});
+  void send_news(Peer& peer, bool wants_ack, bool answers);
+  void send_packet(Peer& peer, bool wants_ack, bool answers, SentData data = {});
   void receive_packets(Peer& peer);
   void take(Peer& peer, const std::byte* packet);
   void await_data(Peer& peer, uint64_t number);
@@ -103,7 +103,7 @@ class MirroredRings final : public ipc::RemotePeers {
   const std::shared_ptr<ProcessGroupWire> wire_;
   ipc::RemoteEvents* mailbox_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
-  const std::shared_ptr<std::byte[]> calls_;  // [peer]: kCalled once it has called
+  const std::shared_ptr<std::byte[]> hellos_;  // [peer]: kHello once it has said hello
   std::mutex opening_mutex_;
   bool joined_ = false;
   std::atomic<bool> any_gone_{false};

@@ -12,7 +12,7 @@
 
 #include "../../../group/system.h"
 #include "../../../plan/error.h"
-#include "../gil_release.h"
+#include "../gil.h"
 #include "../signals.h"
 
 namespace pycollect::dist {

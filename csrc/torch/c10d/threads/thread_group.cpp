@@ -7,8 +7,7 @@
 
 #include "../../../group/format_ranks.h"
 #include "../../../plan/error.h"
-#include "../gil_release.h"
-#include "../in_flight_guard.h"
+#include "../gil.h"
 #include "joint_call.h"
 #include "round_check.h"
 #include "thread_messages.h"
@@ -206,7 +205,7 @@ void ThreadGroup::notify() {
 
 // A work that runs ends soon, whatever happens to its group. After an abort of the group no work
 // begins to run, so that a wait may throw.
-void ThreadGroup::await_end(Lock& lock, const PostedWork& work) {
+void ThreadGroup::await_end(Lock& lock, const GroupWork& work) {
   const RankScheduler::AtWork at_work(*scheduler_);  // so that the rank keeps its turn
   ended_.wait(lock, [&] { return !work.runs(); });
 }
@@ -214,7 +213,7 @@ void ThreadGroup::await_end(Lock& lock, const PostedWork& work) {
 bool ThreadGroup::wait_until(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
   require_own(rank, wait);
-  const PostedWork& work = wait.work;
+  const GroupWork& work = wait.work;
   const auto over = [&] {
     return work.is_done() || (!work.runs() && (aborted_ || !lost(wait).empty()));
   };

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../../../rank_threads/scheduler.h"
-#include "../call_queue.h"
+#include "../work.h"
 
 namespace pycollect::dist {
 
@@ -54,7 +54,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   bool post(Rank rank, RankCalls calls);
   // A wait until a work is done, for which ranks must post their side.
   struct GroupWait {
-    const PostedWork& work;
+    const GroupWork& work;
     // Both are called with the mutex locked.
     std::function<std::vector<Rank>()> needed;  // ranks that have not posted their side
     std::function<std::string()> describe;
@@ -113,7 +113,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   std::exception_ptr run(const GroupRound& round, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
   void abort_if_lost(Lock& lock, const GroupWait& wait);
-  void await_end(Lock& lock, const PostedWork& work);
+  void await_end(Lock& lock, const GroupWork& work);
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
   void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
   using Completions = std::vector<std::function<void()>>;  // each completes a future

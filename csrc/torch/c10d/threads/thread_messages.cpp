@@ -4,87 +4,51 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
-#include <array>
 #include <thread>
 
 #include "../../../plan/error.h"
 #include "../../threads.h"
-#include "../gil_release.h"
-#include "../in_flight_guard.h"
+#include "../gil.h"
+#include "direct_staging.h"
 
 namespace pycollect::dist {
 namespace {
 
 constexpr std::chrono::microseconds kArrivalPollInterval{50};  // of a copy from a device
 
-}  // namespace
-
-ThreadGroup& ThreadMessageWork::group() const { return mailbox_->group(); }
-
-std::mutex& ThreadMessageWork::mutex() { return group().mutex(); }
-
-void ThreadMessageWork::count_open_futures(int more) { group().count_open_futures(more); }
-
-ThreadGroup::GroupWait ThreadMessageWork::until_done(ipc::Deadline deadline, bool is_limited) {
-  return {*this, [this] { return needed(); }, [this] { return describe(); }, deadline, is_limited};
+DirectStaging* staging_of(const MessageWork& work) {
+  return static_cast<DirectStaging*>(work.staging());
 }
 
-void ThreadMessageWork::give_way() {
-  group().give_way(info.rank, until_done(ipc::Deadline::max(), false));
+bool matches(const MessageWork& receive, const MessageWork& send) {
+  return receive.op.tag == send.op.tag && *send.op.peer == receive.rank &&
+         (!receive.op.peer || *receive.op.peer == send.rank);
 }
 
-void ThreadMessageWork::abort() {
-  group().abort(info.rank, std::string(info.name) + " was aborted");
-}
-
-ipc::Envelope ThreadMessageWork::envelope() const {
-  return {static_cast<uint64_t>(tensor_.nbytes()), dtype_number(tensor_, {info.name, "tensor"}),
-          static_cast<uint32_t>(info.tag)};
-}
-
-bool ThreadMessageWork::matches(const ThreadMessageWork& send) const {
-  return info.tag == send.info.tag && *send.info.peer == info.rank &&
-         (!info.peer || *info.peer == send.info.rank);
-}
-
-// A device tensor is copied on the sender's stream, which then has no more to do with the message.
-void ThreadMessageWork::detach() {
-  if (tensor_.numel() == 0) return;
-  if (staging_) {
-    TorchRuntime& torch = staging_->devices().torch();
-    data_ = torch.empty(tensor_.sizes(), tensor_.scalar_type(), tensor_.device());
-    torch.copy(data_, tensor_);
-    staging_->add_whole(data_);
-    staging_->begin_copy_in();
-    return staging_->end_with_inputs();
+// Copies the data of a send, so that the sender may reuse its tensor. A device tensor is copied on
+// the sender's stream, which then has no more to do with the message.
+void detach(MessageWork& send) {
+  const at::Tensor& tensor = send.op.tensor;
+  if (tensor.numel() == 0) return;
+  if (DirectStaging* const staging = staging_of(send)) {
+    TorchRuntime& torch = staging->devices().torch();
+    send.data = torch.empty(tensor.sizes(), tensor.scalar_type(), tensor.device());
+    torch.copy(send.data, tensor);
+    staging->add_whole(send.data);
+    staging->begin_copy_in();
+    return staging->end_with_inputs();
   }
-  data_ = at::Tensor{at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type())};
-  copy_strided(data_, tensor_);
+  send.data = at::Tensor{at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type())};
+  copy_strided(send.data, tensor);
 }
 
-std::string ThreadMessageWork::describe() const {
-  return text(info.name, " #", info.number, info.receives ? " from " : " to ",
-              info.peer ? text("rank ", *info.peer) : "any rank", " of group '", group().name(),
-              "' with tag ", info.tag, " on ", tensor_.sizes(), " ", dtype_name(tensor_));
+// Returns the ranks that have not posted their side.
+std::vector<Rank> needed(const MessageWork& work) {
+  if (work.source >= 0 || !work.op.peer) return {};  // on its way, or any rank can send
+  return {*work.op.peer};
 }
 
-std::vector<Rank> ThreadMessageWork::needed() const {
-  if (peer_ >= 0) return {};  // the message is on its way
-  if (info.peer) return {*info.peer};
-  return {};  // any rank can send, also this one
-}
-
-bool ThreadMessageWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightGuard in_flight;
-  if (staging_) check_no_capture(*staging_, info.name);
-  if (!is_limit(timeout))
-    group().wait(info.rank, until_done(ipc::deadline_after(info.timeout), false));
-  else if (!group().wait_until(info.rank, until_done(ipc::deadline_after(timeout), true)))
-    throw_unfinished(describe(), timeout);
-  if (const auto error = exception()) std::rethrow_exception(error);
-  if (staging_) staging_->wait_on_current_streams();
-  return true;
-}
+}  // namespace
 
 std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGroup>& group) {
   const std::lock_guard lock(group->mutex());
@@ -94,12 +58,16 @@ std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGro
   return made;
 }
 
+std::string ThreadMailbox::describe(const MessageWork& work) const {
+  return work.describe(text(" of group '", group_->name(), "'"));
+}
+
 void ThreadMailbox::fail_all(const ErrorOfOperation& error) {
-  std::vector<std::pair<ThreadMessagePtr, std::string>> all;
+  std::vector<std::pair<MessageWorkPtr, std::string>> all;
   {
     const std::lock_guard lock(group_->mutex());
     for (auto* const list : {&sends_, &receives_, &arriving_}) {
-      for (const ThreadMessagePtr& work : *list) all.emplace_back(work, work->describe());
+      for (const MessageWorkPtr& work : *list) all.emplace_back(work, describe(*work));
       list->clear();
     }
   }
@@ -109,38 +77,38 @@ void ThreadMailbox::fail_all(const ErrorOfOperation& error) {
 
 std::optional<OverdueWork> ThreadMailbox::find_due(ipc::Deadline now) const {
   for (const auto* const list : {&sends_, &receives_, &arriving_})
-    for (const ThreadMessagePtr& work : *list)
+    for (const MessageWorkPtr& work : *list)
       if (!work->is_done() && work->due() <= now)
-        return OverdueWork{work->describe(), work->needed(), work->limit()};
+        return OverdueWork{describe(*work), needed(*work), work->limit()};
   return {};
 }
 
-ThreadMessagePtr ThreadMailbox::take_match(const ThreadMessageWork& work) {
-  auto& others = work.info.receives ? sends_ : receives_;
+MessageWorkPtr ThreadMailbox::take_match(const MessageWork& work) {
+  auto& others = work.op.receives ? sends_ : receives_;
   const auto found = std::find_if(others.begin(), others.end(), [&](const auto& other) {
-    return work.info.receives ? work.matches(*other) : other->matches(work);
+    return work.op.receives ? matches(work, *other) : matches(*other, work);
   });
   if (found == others.end()) return {};
-  ThreadMessagePtr other = std::move(*found);
+  MessageWorkPtr other = std::move(*found);
   others.erase(found);
   return other;
 }
 
-void ThreadMailbox::post(const ThreadMessagePtr& work) {
+void ThreadMailbox::post(const MessageWorkPtr& work) {
   std::unique_lock lock(group_->mutex());
   if (const auto error = group_->aborted()) {
     lock.unlock();
     return finish(work, error);
   }
-  const bool receives = work->info.receives;
-  if (const ThreadMessagePtr other = take_match(*work)) {
+  const bool receives = work->op.receives;
+  if (const MessageWorkPtr other = take_match(*work)) {
     work->start();
     if (!other->is_done()) other->start();
     lock.unlock();
     return receives ? deliver(other, work) : deliver(work, other);
   }
-  const bool is_eager = !receives && work->result()[0].nbytes() <= kEagerBytes;
-  if (is_eager) work->detach();  // may throw
+  const bool is_eager = !receives && work->op.tensor.nbytes() <= kEagerBytes;
+  if (is_eager) detach(*work);  // may throw
   (receives ? receives_ : sends_).push_back(work);
   if (!is_eager) return;
   work->finish(nullptr);
@@ -150,14 +118,14 @@ void ThreadMailbox::post(const ThreadMessagePtr& work) {
 
 // Copies the message, on the current streams of this thread if it is on a device. Between a device
 // and host memory it goes through pinned memory, which torch keeps until the copy has ended.
-at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& receive) {
-  const at::Tensor into = copyable(receive.data());
-  DirectStaging* const sender = send.direct_staging();
-  DirectStaging* const receiver = receive.direct_staging();
+at::Tensor ThreadMailbox::copy(MessageWork& send, MessageWork& receive) {
+  const at::Tensor into = copyable(receive.data);
+  DirectStaging* const sender = staging_of(send);
+  DirectStaging* const receiver = staging_of(receive);
   if (into.numel() == 0) return {};
   for (DirectStaging* const side : {sender, receiver})
     if (side != nullptr) side->wait_for_inputs();
-  const at::Tensor from = copyable(send.data()).reshape(into.sizes());  // may enqueue a copy
+  const at::Tensor from = copyable(send.data).reshape(into.sizes());  // may enqueue a copy
   if (sender == nullptr && receiver == nullptr) {
     copy_strided(into, from);
     return {};
@@ -179,12 +147,12 @@ at::Tensor ThreadMailbox::copy(ThreadMessageWork& send, ThreadMessageWork& recei
 }
 
 // The receive is done once the data has arrived, which a thread of its own waits for.
-void ThreadMailbox::await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
+void ThreadMailbox::await_arrival(const MessageWorkPtr& send, const MessageWorkPtr& receive,
                                   const at::Tensor& pinned) {
   bool is_listed = false;
   try {
     const std::shared_ptr<DeviceEvent> arrival =
-        send->direct_staging()->devices().record_event(send->data().device());
+        staging_of(*send)->devices().record_event(send->data.device());
     {
       const std::lock_guard lock(group_->mutex());
       if (const auto error = group_->aborted()) std::rethrow_exception(error);
@@ -193,16 +161,15 @@ void ThreadMailbox::await_arrival(const ThreadMessagePtr& send, const ThreadMess
       is_listed = true;
       group_->notify();
     }
-    group_->run_on_thread(receive->info.rank,
-                          [self = shared_from_this(), receive, pinned, arrival] {
-                            self->end_arrival(receive, pinned, *arrival);
-                          });
+    group_->run_on_thread(receive->rank, [self = shared_from_this(), receive, pinned, arrival] {
+      self->end_arrival(receive, pinned, *arrival);
+    });
   } catch (...) {
     if (!is_listed || take_arriving(receive)) finish(receive, std::current_exception());
   }
 }
 
-void ThreadMailbox::end_arrival(const ThreadMessagePtr& receive, const at::Tensor& pinned,
+void ThreadMailbox::end_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
                                 const DeviceEvent& arrival) {
   std::exception_ptr error;
   try {
@@ -212,7 +179,7 @@ void ThreadMailbox::end_arrival(const ThreadMessagePtr& receive, const at::Tenso
   }
   if (!take_arriving(receive)) return;
   try {
-    if (!error) copy_strided(receive->data(), pinned);
+    if (!error) copy_strided(receive->data, pinned);
   } catch (...) {
     error = std::current_exception();
   }
@@ -220,26 +187,22 @@ void ThreadMailbox::end_arrival(const ThreadMessagePtr& receive, const at::Tenso
 }
 
 // Returns false if the receive has failed meanwhile, or an abort is about to fail it.
-bool ThreadMailbox::take_arriving(const ThreadMessagePtr& receive) {
+bool ThreadMailbox::take_arriving(const MessageWorkPtr& receive) {
   const std::lock_guard lock(group_->mutex());
   if (group_->aborted() || std::erase(arriving_, receive) == 0) return false;
   receive->start();
   return true;
 }
 
-void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive) {
-  std::exception_ptr error;
-  const ipc::Envelope sent = send->envelope(), wanted = receive->envelope();
+void ThreadMailbox::deliver(const MessageWorkPtr& send, const MessageWorkPtr& receive) {
   at::Tensor pinned;
-  receive->set_peer(send->info.rank);
-  if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    error = ipc::mismatch(send->info.rank, sent, receive->info.rank, wanted);
-  } else {
-    try {
-      pinned = copy(*send, *receive);
-    } catch (...) {
-      error = std::current_exception();
-    }
+  receive->source = send->rank;
+  std::exception_ptr error =
+      ipc::mismatch(send->rank, send->envelope(), receive->rank, receive->envelope());
+  try {
+    if (!error) pinned = copy(*send, *receive);
+  } catch (...) {
+    error = std::current_exception();
   }
   if (pinned.defined())
     await_arrival(send, receive, pinned);
@@ -248,7 +211,7 @@ void ThreadMailbox::deliver(const ThreadMessagePtr& send, const ThreadMessagePtr
   if (!send->is_done()) finish(send, error);
 }
 
-void ThreadMailbox::finish(const ThreadMessagePtr& work, const std::exception_ptr& error) {
+void ThreadMailbox::finish(const MessageWorkPtr& work, const std::exception_ptr& error) {
   c10::intrusive_ptr<Future> future;
   work->event.reset();
   {
@@ -257,30 +220,52 @@ void ThreadMailbox::finish(const ThreadMessagePtr& work, const std::exception_pt
     if (future) group_->count_open_futures(-1);
     group_->notify();
   }
-  if (future) group_->complete_later(work->info.rank, future, work);
+  if (future) group_->complete_later(work->rank, future, work);
 }
 
-bool ThreadMessages::check(const P2POp& op, const char* name, bool receives) const {
-  return check_message(op, name, receives, mailbox_->group().world(), *devices_);
+bool ThreadMessages::check(const P2POp& op) const {
+  return check_message(op, group().world(), *devices_);
 }
 
-WorkPtr ThreadMessages::submit(const P2POp& op, const char* name, bool receives) {
+WorkPtr ThreadMessages::post(const P2POp& op) {
   const GilRelease gil_release;
-  const bool on_device = check(op, name, receives);
-  mailbox_->group().require_healthy(rank_, name);
+  const bool on_device = check(op);
+  group().require_healthy(rank_, op.name());
   std::shared_ptr<DirectStaging> staging;
   if (on_device) {
     staging = std::make_shared<DirectStaging>(devices_);
     staging->add_whole(op.tensor);
     staging->begin_copy_in();
   }
-  auto work = c10::make_intrusive<ThreadMessageWork>(
-      ThreadMessageWork::ThreadMessageInfo{name, next_number_++, rank_, op.peer, op.tag, op.timeout,
-                                           receives},
-      op.tensor, staging, mailbox_);
-  work->event = begin_event(op, receives);
+  // A rank may leave the group, and wait for its messages then.
+  auto work = c10::make_intrusive<MessageWork>(op, next_number_++, rank_, std::move(staging),
+                                               weak_from_this(), shared_from_this());
+  work->begin_event();
   mailbox_->post(work);
   return work;
+}
+
+std::string ThreadMessages::describe(const GroupWork& work) {
+  return mailbox_->describe(static_cast<const MessageWork&>(work));
+}
+
+ThreadGroup::GroupWait ThreadMessages::until_done(GroupWork& of, ipc::Deadline deadline,
+                                                  bool is_limited) {
+  auto& work = static_cast<MessageWork&>(of);
+  return {work, [&work] { return needed(work); }, [this, &work] { return describe(work); },
+          deadline, is_limited};
+}
+
+void ThreadMessages::wait(GroupWork& work) {
+  group().wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
+}
+
+bool ThreadMessages::wait_until(GroupWork& work, ipc::Deadline deadline) {
+  return group().wait_until(rank_, until_done(work, deadline, true));
+}
+
+void ThreadMessages::progress(GroupWork& work) {
+  group().give_way(rank_, until_done(work, ipc::Deadline::max(), false));
 }
 
 }  // namespace pycollect::dist

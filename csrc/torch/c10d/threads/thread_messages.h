@@ -4,66 +4,10 @@
 #pragma once
 #include <deque>
 
-#include "../../../send_recv/transfer.h"
 #include "../point_to_point.h"
-#include "direct_staging.h"
 #include "thread_group.h"
 
 namespace pycollect::dist {
-
-class ThreadMessageWork final : public PostedWork {
- public:
-  struct ThreadMessageInfo {
-    const char* name;
-    uint64_t number;
-    Rank rank;  // of this side
-    std::optional<Rank> peer;
-    int tag;
-    std::chrono::milliseconds timeout;
-    bool receives;
-  };
-  // `staging` orders a device tensor after the caller's stream; null: a host tensor.
-  ThreadMessageWork(const ThreadMessageInfo& info, at::Tensor tensor,
-                    std::shared_ptr<DirectStaging> staging, std::shared_ptr<ThreadMailbox> mailbox)
-      : info(info),
-        tensor_(std::move(tensor)),
-        staging_(std::move(staging)),
-        mailbox_(std::move(mailbox)) {}
-
-  int sourceRank() const override { return peer_; }
-  Tensors result() override { return {tensor_}; }
-  TensorStaging* staging() const override { return staging_.get(); }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void abort() override;
-
-  // For the mailbox.
-  const ThreadMessageInfo info;
-  std::chrono::milliseconds limit() const override { return info.timeout; }
-  const char* name() const override { return info.name; }
-  std::string describe() const;
-  std::vector<Rank> needed() const;
-  ipc::Envelope envelope() const;
-  bool matches(const ThreadMessageWork& send) const;  // of a receive
-  void detach();  // copies the data of a send, so that the sender may reuse its tensor
-  DirectStaging* direct_staging() const { return staging_.get(); }
-  std::shared_ptr<ProfilerEvent> event;  // null: no profiler
-  const at::Tensor& data() const { return data_.defined() ? data_ : tensor_; }
-  void set_peer(Rank peer) { peer_ = peer; }
-
- private:
-  ThreadGroup& group() const;
-  ThreadGroup::GroupWait until_done(ipc::Deadline deadline, bool is_limited);
-  void give_way() override;
-  std::mutex& mutex() override;
-  void count_open_futures(int more) override;
-
-  const at::Tensor tensor_;
-  const std::shared_ptr<DirectStaging> staging_;
-  const std::shared_ptr<ThreadMailbox> mailbox_;
-  at::Tensor data_;  // the copy of a detached send
-  std::atomic<Rank> peer_{-1};
-};
-using ThreadMessagePtr = c10::intrusive_ptr<ThreadMessageWork>;
 
 // The messages of a group that wait for their other side, in the order in which they were posted.
 class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
@@ -72,7 +16,8 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   // Returns the one mailbox of the group.
   static std::shared_ptr<ThreadMailbox> of(const std::shared_ptr<ThreadGroup>& group);
   ThreadGroup& group() const { return *group_; }
-  void post(const ThreadMessagePtr& work);
+  void post(const MessageWorkPtr& work);
+  std::string describe(const MessageWork& work) const;
   using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
   // Fails the messages that wait for their other side, or for a device. Call without the group's
   // mutex.
@@ -81,34 +26,42 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   std::optional<OverdueWork> find_due(ipc::Deadline now) const;
 
  private:
-  ThreadMessagePtr take_match(const ThreadMessageWork& work);
+  MessageWorkPtr take_match(const MessageWork& work);
   // Returns pinned memory if the data is on its way from a device to there, else no tensor.
-  at::Tensor copy(ThreadMessageWork& send, ThreadMessageWork& receive);
-  void await_arrival(const ThreadMessagePtr& send, const ThreadMessagePtr& receive,
+  at::Tensor copy(MessageWork& send, MessageWork& receive);
+  void await_arrival(const MessageWorkPtr& send, const MessageWorkPtr& receive,
                      const at::Tensor& pinned);
-  void end_arrival(const ThreadMessagePtr& receive, const at::Tensor& pinned,
+  void end_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
                    const DeviceEvent& arrival);
-  bool take_arriving(const ThreadMessagePtr& receive);
-  void deliver(const ThreadMessagePtr& send, const ThreadMessagePtr& receive);
-  void finish(const ThreadMessagePtr& work, const std::exception_ptr& error);
+  bool take_arriving(const MessageWorkPtr& receive);
+  void deliver(const MessageWorkPtr& send, const MessageWorkPtr& receive);
+  void finish(const MessageWorkPtr& work, const std::exception_ptr& error);
 
   const std::shared_ptr<ThreadGroup> group_;
   // Guarded by the group's mutex. Data for the receives in `arriving_` is on its way.
-  std::deque<ThreadMessagePtr> sends_, receives_, arriving_;
+  std::deque<MessageWorkPtr> sends_, receives_, arriving_;
 };
 
-class ThreadMessages final : public PointToPoint {
+class ThreadMessages final : public PointToPoint,
+                             public std::enable_shared_from_this<ThreadMessages> {
  public:
   ThreadMessages(std::shared_ptr<ThreadMailbox> mailbox, std::shared_ptr<DeviceOps> devices,
                  Rank rank)
       : mailbox_(std::move(mailbox)), devices_(std::move(devices)), rank_(rank) {}
 
-  WorkPtr send(const P2POp& op) override { return submit(op, "send", false); }
-  WorkPtr receive(const P2POp& op) override { return submit(op, "recv", true); }
-  bool check(const P2POp& op, const char* name, bool receives) const override;
+  WorkPtr post(const P2POp& op) override;
+  bool check(const P2POp& op) const override;
+  void wait(GroupWork& work) override;
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
+  void progress(GroupWork& work) override;
+  void on_future_taken() override { group().count_open_futures(1); }
+  std::string describe(const GroupWork& work) override;
+  void abort(const std::string& why) override { group().abort(rank_, why); }
+  std::mutex& mutex() override { return group().mutex(); }
 
  private:
-  WorkPtr submit(const P2POp& op, const char* name, bool receives);
+  ThreadGroup& group() const { return mailbox_->group(); }
+  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline, bool is_limited);
 
   const std::shared_ptr<ThreadMailbox> mailbox_;
   const std::shared_ptr<DeviceOps> devices_;

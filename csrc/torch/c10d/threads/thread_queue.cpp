@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../plan/error.h"
-#include "../gil_release.h"
+#include "../gil.h"
 
 namespace pycollect::dist {
 
@@ -18,7 +18,7 @@ CollectiveWorkPtr ThreadQueue::run(Call call) {
   group_->require_healthy(rank_, call.name);
   const auto work = c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this());
   if (group_->post(rank_, {.works = {work}})) has_run_ = true;
-  wait(*work);
+  await(*work);
   if (const auto error = work->exception()) std::rethrow_exception(error);
   return work;
 }
@@ -44,15 +44,11 @@ void ThreadQueue::refuse(Call call) {
   group_->post(rank_, std::move(posted));
 }
 
-ThreadGroup::GroupWait ThreadQueue::until_done(CollectiveWork& work, ipc::Deadline deadline,
+ThreadGroup::GroupWait ThreadQueue::until_done(GroupWork& of, ipc::Deadline deadline,
                                                bool is_limited) const {
+  auto& work = static_cast<CollectiveWork&>(of);
   return {work, [this, &work] { return group_->missing(work); },
           [this, &work] { return group_->describe(work); }, deadline, is_limited};
-}
-
-void ThreadQueue::wait(CollectiveWork& work) {
-  yield_in_order();
-  group_->wait(rank_, until_done(work, ipc::deadline_after(work.call().timeout), false));
 }
 
 // A rank that has run calls of all ranks continues after those before it.
@@ -61,12 +57,25 @@ void ThreadQueue::yield_in_order() {
   if (has_run_.exchange(false)) group_->yield_in_order(rank_);
 }
 
-bool ThreadQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
+void ThreadQueue::await(GroupWork& work) {
   yield_in_order();
-  return group_->wait_until(rank_, until_done(work, deadline, true));
+  group_->wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
 }
 
-void ThreadQueue::give_way(CollectiveWork& work) {
+void ThreadQueue::wait(GroupWork& work) {
+  if (work.is_done())
+    yield_in_order();
+  else
+    await(work);
+}
+
+bool ThreadQueue::wait_until(GroupWork& work, ipc::Deadline deadline) {
+  const bool is_done = work.is_done();
+  yield_in_order();
+  return is_done || group_->wait_until(rank_, until_done(work, deadline, true));
+}
+
+void ThreadQueue::progress(GroupWork& work) {
   group_->give_way(rank_, until_done(work, ipc::Deadline::max(), false));
 }
 

@@ -14,11 +14,10 @@ class ThreadQueue final : public CallQueue {
   std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) override;
   void refuse(Call call) override;
 
-  void wait(CollectiveWork& work) override;
-  bool wait_until(CollectiveWork& work, ipc::Deadline deadline) override;
-  void give_way(CollectiveWork& work) override;
-  void end_wait() override { yield_in_order(); }
-  void count_open_futures(int more) override { group_->count_open_futures(more); }
+  void wait(GroupWork& work) override;
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
+  void progress(GroupWork& work) override;
+  void on_future_taken() override { group_->count_open_futures(1); }
   void abort(const std::string& why) override { group_->abort(rank_, why); }
   std::vector<Rank> missing() override;
   std::vector<Rank> behind() override;
@@ -28,8 +27,8 @@ class ThreadQueue final : public CallQueue {
  private:
   void require_open(const char* operation) const;
   void yield_in_order();
-  ThreadGroup::GroupWait until_done(CollectiveWork& work, ipc::Deadline deadline,
-                                    bool is_limited) const;
+  void await(GroupWork& work);
+  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline, bool is_limited) const;
 
   const std::shared_ptr<ThreadGroup> group_;
   const Rank rank_;

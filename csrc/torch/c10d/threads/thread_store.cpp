@@ -2,7 +2,7 @@
 #include "thread_store.h"
 
 #include "../../../plan/error.h"
-#include "../gil_release.h"
+#include "../gil.h"
 
 namespace pycollect::dist {
 
