@@ -78,7 +78,7 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-Call Backend::new_call(const CallParams& info) const {
+GroupCall Backend::new_call(const CallParams& info) const {
   const bool given = is_limit(info.timeout);
   const std::string& wanted = options_->algorithm;
   const bool has_wanted = !wanted.empty() && has_algorithm(info.collective, wanted);
@@ -90,21 +90,21 @@ Call Backend::new_call(const CallParams& info) const {
 }
 
 // Enqueues the refusal in place of the refused call.
-void Backend::publish_refusal(const Refusal& refusal, Call call) {
+void Backend::publish_refusal(const Refusal& refusal, GroupCall call) {
   if (refusal.published.empty()) return;
   call.refusal = truncated(refusal.published);
   connection_->queue().refuse(std::move(call));
 }
 
 // Returns null for tensors in host memory. The binder refuses stream capture later.
-std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor* first) {
+std::shared_ptr<TensorStaging> Backend::begin(const GroupCall& call, const at::Tensor* first) {
   if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
   return connection_->begin_staging();
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
-std::optional<Refusal> Backend::try_build(const CallParams& info, const char* prefix, Call& call,
-                                          Build build) const {
+std::optional<Refusal> Backend::try_build(const CallParams& info, const char* prefix,
+                                          GroupCall& call, Build build) const {
   const auto published = [&](std::string_view why) {
     const std::string operation = text(info.name, ": ");
     if (why.starts_with(operation)) why.remove_prefix(operation.size());
@@ -130,7 +130,7 @@ std::optional<Refusal> Backend::try_build(const CallParams& info, const char* pr
 WorkPtr Backend::collective(const CallParams& info, const at::Tensor* first, Build build) {
   const InFlightGuard in_flight;
   fork_guard_.require_not_forked(info.name);
-  Call call = new_call(info);
+  GroupCall call = new_call(info);
   call.number = calls_++;  // refused calls count as well: call numbers must agree across ranks
   if (CoalescedList* const list = coalescing_->find())
     return coalesce(*list, info, std::move(call), first, build);
@@ -186,13 +186,13 @@ at::TensorList list_of(const TensorLists& lists) {
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   return collective({Collective::all_reduce, "all_reduce", o.timeout, o.asyncOp, tensors},
                     first_dense(tensors),
-                    [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
+                    [&](GroupCall& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
   return collective({Collective::all_reduce, "all_reduce_coalesced", o.timeout, o.asyncOp, tensors},
                     first_dense(tensors),
-                    [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
+                    [&](GroupCall& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) {
@@ -200,19 +200,20 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
-  return collective({Collective::reduce, "reduce", o.timeout, o.asyncOp, tensors}, first(tensors),
-                    [&](Call& call) { dist::reduce(call, me_, tensors, o.reduceOp, o.rootRank); });
+  return collective(
+      {Collective::reduce, "reduce", o.timeout, o.asyncOp, tensors}, first(tensors),
+      [&](GroupCall& call) { dist::reduce(call, me_, tensors, o.reduceOp, o.rootRank); });
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   return collective({Collective::broadcast, "broadcast", o.timeout, o.asyncOp, tensors},
                     first(tensors),
-                    [&](Call& call) { dist::broadcast(call, me_, tensors, o.rootRank); });
+                    [&](GroupCall& call) { dist::broadcast(call, me_, tensors, o.rootRank); });
 }
 
 namespace {
 
-void bind_barrier(Call& call) {
+void bind_barrier(GroupCall& call) {
   call.requests.push_back({.collective = Collective::barrier, .tensors = 0});
 }
 
@@ -266,14 +267,14 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
   return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
                     first(outputs),
-                    [&](Call& call) { dist::all_gather(call, me_, outputs, inputs); });
+                    [&](GroupCall& call) { dist::all_gather(call, me_, outputs, inputs); });
 }
 
 // The output lists of allgather_coalesced are indexed [rank][tensor].
 WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& o) {
   return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp, inputs},
-                    first(outputs), [&](Call& call) {
+                    first(outputs), [&](GroupCall& call) {
                       require(static_cast<int>(outputs.size()) == me_.world, call.name, ": ",
                               outputs.size(), " output lists were passed for ", me_.world,
                               " ranks; pass one for each rank");
@@ -291,16 +292,17 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& o) {
-  return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input},
-                    &output,
-                    [&](Call& call) { dist::all_gather_single(call, me_, {output}, {input}); });
+  return collective(
+      {Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input}, &output,
+      [&](GroupCall& call) { dist::all_gather_single(call, me_, {output}, {input}); });
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& o) {
   return collective(
       {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp, inputs},
-      first(outputs), [&](Call& call) { dist::all_gather_single(call, me_, outputs, inputs); });
+      first(outputs),
+      [&](GroupCall& call) { dist::all_gather_single(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -308,54 +310,58 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   return collective(
       {Collective::reduce_scatter, "reduce_scatter", o.timeout, o.asyncOp, list_of(inputs)},
       first(outputs),
-      [&](Call& call) { dist::reduce_scatter(call, me_, outputs, inputs, o.reduceOp); });
+      [&](GroupCall& call) { dist::reduce_scatter(call, me_, outputs, inputs, o.reduceOp); });
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp, input}, &output,
-      [&](Call& call) { dist::reduce_scatter_single(call, me_, {output}, {input}, o.reduceOp); });
+      [&](GroupCall& call) {
+        dist::reduce_scatter_single(call, me_, {output}, {input}, o.reduceOp);
+      });
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp, inputs},
-      first(outputs),
-      [&](Call& call) { dist::reduce_scatter_single(call, me_, outputs, inputs, o.reduceOp); });
+      first(outputs), [&](GroupCall& call) {
+        dist::reduce_scatter_single(call, me_, outputs, inputs, o.reduceOp);
+      });
 }
 
 WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
   return collective({Collective::gather, "gather", o.timeout, o.asyncOp, inputs},
                     outputs.empty() ? first(inputs) : first(outputs),
-                    [&](Call& call) { dist::gather(call, me_, outputs, inputs, o.rootRank); });
+                    [&](GroupCall& call) { dist::gather(call, me_, outputs, inputs, o.rootRank); });
 }
 
 WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                     const c10d::GatherOptions& o) {
   return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp, input},
-                    me_.rank == o.rootRank ? &output : &input,
-                    [&](Call& call) { dist::gather_single(call, me_, output, input, o.rootRank); });
+                    me_.rank == o.rootRank ? &output : &input, [&](GroupCall& call) {
+                      dist::gather_single(call, me_, output, input, o.rootRank);
+                    });
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) {
-  return collective({Collective::scatter, "scatter", o.timeout, o.asyncOp, list_of(inputs)},
-                    first(outputs),
-                    [&](Call& call) { dist::scatter(call, me_, outputs, inputs, o.rootRank); });
+  return collective(
+      {Collective::scatter, "scatter", o.timeout, o.asyncOp, list_of(inputs)}, first(outputs),
+      [&](GroupCall& call) { dist::scatter(call, me_, outputs, inputs, o.rootRank); });
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp, inputs},
                     first(outputs),
-                    [&](Call& call) { dist::all_to_all(call, me_, outputs, inputs); });
+                    [&](GroupCall& call) { dist::all_to_all(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_sizes,
                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp, input},
-                    &output, [&](Call& call) {
+                    &output, [&](GroupCall& call) {
                       dist::all_to_all_single(call, me_, output, input,
                                               {output_sizes, input_sizes});
                     });

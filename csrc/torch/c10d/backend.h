@@ -101,16 +101,16 @@ class Backend final : public c10d::Backend {
     bool async;                  // true: the call may run after collective() returns
     at::TensorList inputs = {};  // for profiles
   };
-  using Build = c10::function_ref<void(Call&)>;
+  using Build = c10::function_ref<void(GroupCall&)>;
   // `first`: the tensor that the call binds first. If it is on a device, all others must be, too.
   WorkPtr collective(const CallParams& info, const at::Tensor* first, Build build);
-  WorkPtr coalesce(CoalescedList& list, const CallParams& info, Call call, const at::Tensor* first,
-                   Build build);
-  std::optional<Refusal> try_build(const CallParams& info, const char* prefix, Call& call,
+  WorkPtr coalesce(CoalescedList& list, const CallParams& info, GroupCall call,
+                   const at::Tensor* first, Build build);
+  std::optional<Refusal> try_build(const CallParams& info, const char* prefix, GroupCall& call,
                                    Build build) const;
-  Call new_call(const CallParams& info) const;
-  std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
-  void publish_refusal(const Refusal& refusal, Call call);
+  GroupCall new_call(const CallParams& info) const;
+  std::shared_ptr<TensorStaging> begin(const GroupCall& call, const at::Tensor* first);
+  void publish_refusal(const Refusal& refusal, GroupCall call);
   void publish_refusal(const CoalescedList& list);
 
   WorkPtr message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag);

@@ -143,7 +143,9 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
                               .in_place = form_.in_place,
                               .irregular = form_.irregular,
                               .tensors = 0});
-    parts_.push_back({Blocks(form_.input_blocks), Blocks(form_.output_blocks)});
+    RequestBuffers& part = parts_.emplace_back();
+    part.input.resize(form_.input_blocks);
+    part.output.resize(form_.output_blocks);
   }
   ++call_.requests[i].tensors;
   return i;

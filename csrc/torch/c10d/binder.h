@@ -4,7 +4,7 @@
 #pragma once
 #include <c10/util/SmallVector.h>
 
-#include "call.h"
+#include "group_call.h"
 
 namespace pycollect::dist {
 
@@ -29,7 +29,7 @@ struct RequestTemplate {
 class Binder {
  public:
   // `call.staging` must be set if the call's tensors are to be on devices.
-  Binder(Call& call, RankAndWorld me, const RequestTemplate& form)
+  Binder(GroupCall& call, RankAndWorld me, const RequestTemplate& form)
       : call_(call), me_(me), form_(form) {}
 
   // Bind a tensor that the call reads, writes, or both (`update`). Return where the tensor's
@@ -85,11 +85,11 @@ class Binder {
   ipc::BufferSegment bind(const at::Tensor& tensor, const ArgumentName& label, bool reads,
                           bool writes);
 
-  Call& call_;
+  GroupCall& call_;
   const RankAndWorld me_;
   const RequestTemplate form_;
   c10::SmallVector<RequestBuffers, 1> parts_;  // [request]
-  std::vector<ArgumentRange> extents_;
+  c10::SmallVector<ArgumentRange, 4> extents_;
   c10::SmallVector<StagedRange, 1> staged_ranges_;
 };
 

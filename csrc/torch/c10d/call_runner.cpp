@@ -29,14 +29,14 @@ std::string truncated(std::string_view why) {
   return text(why.substr(0, end == why.npos ? kMaxLength - kEllipsis.size() : end), kEllipsis);
 }
 
-void refuse_for(Call& call, const std::exception& why) {
+void refuse_for(GroupCall& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
-std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
+std::vector<GroupCall>& bind_coalesced(std::vector<GroupCall>& calls) {
   if (calls.size() < 2) return calls;
   const auto coalesced = std::make_shared<CoalescedRequests>();
-  for (Call& call : calls) {
+  for (GroupCall& call : calls) {
     for (const ipc::CollectiveRequest& request : call.requests)
       coalesced->requests.push_back(&request);
     if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
@@ -46,7 +46,7 @@ std::vector<Call>& bind_coalesced(std::vector<Call>& calls) {
 }
 
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
-void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
+void CallRunner::refuse(const GroupCall& call, ipc::Deadline deadline) {
   try {
     executor_->refuse(call.collective, calls_++, deadline, call.refusal);
   } catch (const ipc::Interruption&) {
@@ -80,7 +80,7 @@ std::vector<Rank> CallRunner::behind() const {
 
 // Waits for the caller's streams, up to the call's timeout. A device error is published as a
 // refusal, so that the peers do not wait for this rank.
-void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline) {
+void CallRunner::await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline) {
   try {
     group_->await([&] { return staging.inputs_ready(); },
                   {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
@@ -100,7 +100,7 @@ namespace {
 
 // Copies the tensors into staging on the group's streams, after the results of earlier calls. From
 // then on, these streams use the tensors' memory.
-void copy_in_after_earlier_calls(Call& call) {
+void copy_in_after_earlier_calls(GroupCall& call) {
   TensorStaging& staging = *call.staging;
   DeviceOps& devices = staging.devices();
   for (std::size_t i = 0; i < call.requested_at.size(); ++i) {
@@ -117,7 +117,7 @@ void copy_in_after_earlier_calls(Call& call) {
 
 // Computes temporary inputs and starts delayed copies into staging, after the earlier calls, whose
 // results they may use. A failure, such as running out of memory, is published to the peers.
-void CallRunner::fill(Call& call, ipc::Deadline deadline) {
+void CallRunner::fill(GroupCall& call, ipc::Deadline deadline) {
   try {
     if (!call.requested_at.empty()) return copy_in_after_earlier_calls(call);
     for (const auto& fill : call.fills) fill();
@@ -129,7 +129,7 @@ void CallRunner::fill(Call& call, ipc::Deadline deadline) {
 }
 
 // A rank that a signal handler has taken out of a call cannot continue it.
-void CallRunner::run(Call& call) {
+void CallRunner::run(GroupCall& call) {
   try {
     run(call, ipc::deadline_after(call.timeout));
   } catch (const ipc::Interruption&) {
@@ -141,7 +141,7 @@ void CallRunner::run(Call& call) {
   }
 }
 
-void CallRunner::run(Call& call, ipc::Deadline deadline) {
+void CallRunner::run(GroupCall& call, ipc::Deadline deadline) {
   if (!call.refusal.empty()) return refuse(call, deadline);
   agree_on_all(call, deadline);
   fill(call, deadline);
@@ -154,7 +154,7 @@ void CallRunner::run(Call& call, ipc::Deadline deadline) {
 // Makes the ranks agree on all requests of a call with several dtypes, or of coalesced calls, so
 // that all of them run or none. A rank may still run out of memory when it reaches a call. A single
 // request is agreed on when it runs.
-void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
+void CallRunner::agree_on_all(GroupCall& call, ipc::Deadline deadline) {
   if (call.coalesced) {
     CoalescedRequests& all = *call.coalesced;
     if (all.error) std::rethrow_exception(all.error);
@@ -188,7 +188,7 @@ void CallRunner::agree(const std::vector<const ipc::CollectiveRequest*>& request
   executor_->agree_on_all(requests, calls_, deadline);
 }
 
-void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
+void CallRunner::exchange_entries(GroupCall& call, ipc::Deadline deadline) {
   std::optional<ipc::CollectiveRequest> request;
   try {
     request = call.sparse->exchange();
@@ -200,7 +200,7 @@ void CallRunner::exchange_entries(Call& call, ipc::Deadline deadline) {
   executor_->run(*request, calls_++, deadline);
 }
 
-void CallRunner::perform(Call& call, ipc::Deadline deadline) {
+void CallRunner::perform(GroupCall& call, ipc::Deadline deadline) {
   for (const ipc::CollectiveRequest& request : call.requests) {
     executor_->run(request, calls_++, deadline);
     if (request.sparse) exchange_entries(call, deadline);

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "../../rank_executor/executor.h"
-#include "call.h"
+#include "group_call.h"
 
 namespace pycollect::dist {
 
@@ -14,10 +14,10 @@ cpu::ParallelFor threads_of_rank(int share);
 // Truncates a refusal to the length that can be published to the other ranks.
 std::string truncated(std::string_view why);
 // Makes the call publish `why` as its refusal, instead of running.
-void refuse_for(Call& call, const std::exception& why);
+void refuse_for(GroupCall& call, const std::exception& why);
 
 // Makes all ranks agree on all of the calls before the first one runs. Returns the calls.
-std::vector<Call>& bind_coalesced(std::vector<Call>& calls);
+std::vector<GroupCall>& bind_coalesced(std::vector<GroupCall>& calls);
 
 class CallRunner {
  public:
@@ -25,7 +25,7 @@ class CallRunner {
   CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Executor> executor)
       : group_(std::move(group)), executor_(std::move(executor)) {}
 
-  void run(Call& call);
+  void run(GroupCall& call);
   void abort(const std::string& why) { group_->abort(why); }  // thread-safe
   void time_out(const std::string& why) {                     // thread-safe
     group_->abort({ipc::AbortRecord::timed_out,
@@ -36,14 +36,14 @@ class CallRunner {
   std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe
 
  private:
-  void run(Call& call, ipc::Deadline deadline);
-  void refuse(const Call& call, ipc::Deadline deadline);
-  void agree_on_all(Call& call, ipc::Deadline deadline);
+  void run(GroupCall& call, ipc::Deadline deadline);
+  void refuse(const GroupCall& call, ipc::Deadline deadline);
+  void agree_on_all(GroupCall& call, ipc::Deadline deadline);
   void agree(const std::vector<const ipc::CollectiveRequest*>& requests, ipc::Deadline deadline);
-  void fill(Call& call, ipc::Deadline deadline);
-  void perform(Call& call, ipc::Deadline deadline);
-  void exchange_entries(Call& call, ipc::Deadline deadline);
-  void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
+  void fill(GroupCall& call, ipc::Deadline deadline);
+  void perform(GroupCall& call, ipc::Deadline deadline);
+  void exchange_entries(GroupCall& call, ipc::Deadline deadline);
+  void await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
   const std::unique_ptr<ipc::Executor> executor_;

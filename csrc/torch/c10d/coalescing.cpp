@@ -130,7 +130,7 @@ c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
 }
 
 // Adds a call to the list and returns null. After a refusal, further calls are not checked.
-WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, Call call,
+WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, GroupCall call,
                           const at::Tensor* first, Build build) {
   if (!list.first) list.first = info.collective;
   if (list.refusal) return {};
@@ -179,7 +179,7 @@ std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMes
 // Does nothing for a list that has only messages: no peer waits for it.
 void Backend::publish_refusal(const CoalescedList& list) {
   if (!list.first) return;
-  Call call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
+  GroupCall call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
   if (!list.calls.empty()) call.timeout = list.calls.front().timeout;
   publish_refusal(*list.refusal, std::move(call));
 }

@@ -22,7 +22,8 @@ RequestTemplate irregular_form(std::size_t input_blocks, std::size_t output_bloc
 }  // namespace
 
 // The input of all_gather may be this rank's own part of the output.
-void all_gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tensors& inputs) {
+void all_gather(GroupCall& call, RankAndWorld me, const TensorLists& outputs,
+                const Tensors& inputs) {
   check_lists(call, me, inputs, outputs);
   Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -44,7 +45,8 @@ void all_gather(Call& call, RankAndWorld me, const TensorLists& outputs, const T
   binder.finish();
 }
 
-void all_gather_single(Call& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
+void all_gather_single(GroupCall& call, RankAndWorld me, const Tensors& outputs,
+                       const Tensors& inputs) {
   check_pairs(call, outputs, inputs);
   Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -62,7 +64,7 @@ void all_gather_single(Call& call, RankAndWorld me, const Tensors& outputs, cons
   call.results = outputs;
 }
 
-void gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tensors& inputs,
+void gather(GroupCall& call, RankAndWorld me, const TensorLists& outputs, const Tensors& inputs,
             int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   check_one(call, "inputs", inputs.size());
@@ -89,8 +91,8 @@ void gather(Call& call, RankAndWorld me, const TensorLists& outputs, const Tenso
   binder.finish();
 }
 
-void gather_single(Call& call, RankAndWorld me, const at::Tensor& output, const at::Tensor& input,
-                   int64_t root) {
+void gather_single(GroupCall& call, RankAndWorld me, const at::Tensor& output,
+                   const at::Tensor& input, int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   const bool receives = me.rank == root;
   const ArgumentName in{call.name, kInput}, out{call.name, kOutput};
@@ -108,7 +110,7 @@ void gather_single(Call& call, RankAndWorld me, const at::Tensor& output, const 
   binder.finish();
 }
 
-void scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLists& inputs,
+void scatter(GroupCall& call, RankAndWorld me, const Tensors& outputs, const TensorLists& inputs,
              int64_t root) {
   check_rank(root, me.world, call.name, "src");
   check_one(call, "outputs", outputs.size());
@@ -133,7 +135,7 @@ void scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLi
   call.results = outputs;
 }
 
-void all_to_all(Call& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
+void all_to_all(GroupCall& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
   check_list(call, me, outputs);
   check_list(call, me, inputs);
   Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
@@ -178,7 +180,7 @@ Sizes split_counts(const at::Tensor& t, const ArgumentName& label,
 
 }  // namespace
 
-void all_to_all_single(Call& call, RankAndWorld me, const at::Tensor& output,
+void all_to_all_single(GroupCall& call, RankAndWorld me, const at::Tensor& output,
                        const at::Tensor& input, const Splits& splits) {
   const ArgumentName in{call.name, kInput}, out{call.name, kOutput};
   check_dtype(input, in, output, out);

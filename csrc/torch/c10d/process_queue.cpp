@@ -37,7 +37,7 @@ class ProcessQueue::WaitingInCallback {
   std::vector<CallbackScope*> open_;
 };
 
-void ProcessQueue::require_open(const Call& call) const {
+void ProcessQueue::require_open(const GroupCall& call) const {
   if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
 }
 
@@ -96,7 +96,7 @@ bool ProcessQueue::may_run() {
 
 // Returns the current exception. If a signal handler has raised it, sets `raised` to it, and
 // returns an error of the call.
-std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* raised) {
+std::exception_ptr ProcessQueue::failure(const GroupCall& call, std::exception_ptr* raised) {
   const std::exception_ptr error = std::current_exception();
   try {
     std::rethrow_exception(error);
@@ -115,7 +115,7 @@ std::exception_ptr ProcessQueue::failure(const Call& call, std::exception_ptr* r
   return error;
 }
 
-CollectiveWorkPtr ProcessQueue::run(Call call) {
+CollectiveWorkPtr ProcessQueue::run(GroupCall&& call) {
   Lock lock(mutex_);
   require_open(call);
   require_not_inside(call.name);
@@ -141,10 +141,10 @@ CollectiveWorkPtr ProcessQueue::run(Call call) {
   return c10::make_intrusive<CollectiveWork>(std::move(call), nullptr);
 }
 
-std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
+std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<GroupCall> calls) {
   std::vector<CollectiveWorkPtr> works;
   if (calls.empty()) return works;
-  for (Call& call : bind_coalesced(calls))
+  for (GroupCall& call : bind_coalesced(calls))
     works.push_back(c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
   Lock lock(mutex_);
   for (const auto& work : works) require_open(work->call());
@@ -157,7 +157,7 @@ std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<Call> calls) {
   try {
     ensure_thread();
   } catch (const std::exception& error) {  // publishes a refusal in queue order: peers wait for it
-    Call& first = works.front()->call();
+    GroupCall& first = works.front()->call();
     refuse_for(first, error);
     if (first.coalesced) first.coalesced->error = std::current_exception();
     lock.unlock();

@@ -23,8 +23,8 @@ class ProcessQueue final : public CallQueue {
   explicit ProcessQueue(std::shared_ptr<CallRunner> runner) : runner_(std::move(runner)) {}
 
   // Runs the call on this thread if no call is before it; else enqueues it.
-  CollectiveWorkPtr run(Call call) override;
-  std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) override;
+  CollectiveWorkPtr run(GroupCall&& call) override;
+  std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) override;
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
   // throw what a signal handler raises (see signals.h), after the group has been aborted.
@@ -73,8 +73,8 @@ class ProcessQueue final : public CallQueue {
   void ensure_thread();
   bool try_ensure_thread();
   void serve();
-  void require_open(const Call& call) const;
-  std::exception_ptr failure(const Call& call, std::exception_ptr* raised);
+  void require_open(const GroupCall& call) const;
+  std::exception_ptr failure(const GroupCall& call, std::exception_ptr* raised);
   CallbackScope* scope_of_thread() const;
   bool is_next(const CallbackScope* scope) const;
   Works* next();

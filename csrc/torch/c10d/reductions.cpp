@@ -30,7 +30,7 @@ void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t,
   if (role.writes) binder.add_output(request, 0, span);
 }
 
-void bind_all(Call& call, RankAndWorld me, const Tensors& tensors, const ReductionRole& role) {
+void bind_all(GroupCall& call, RankAndWorld me, const Tensors& tensors, const ReductionRole& role) {
   require(!tensors.empty(), call.name, ": no tensors were passed; pass at least one");
   const bool out_of_place = role.reduction.scales();
   Binder binder(call, me,
@@ -53,7 +53,8 @@ void bind_all(Call& call, RankAndWorld me, const Tensors& tensors, const Reducti
 
 // The request of the sparse tensors is the first, so that they are read before a dense tensor with
 // the same memory is written.
-void all_reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op) {
+void all_reduce(GroupCall& call, RankAndWorld me, const Tensors& tensors,
+                const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
   if (std::ranges::any_of(tensors, &at::Tensor::is_sparse))
     call.sparse = std::make_shared<SparseSums>(call, me, tensors, reduction);
@@ -63,14 +64,14 @@ void all_reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d:
   call.fills.emplace_back([sparse = call.sparse] { sparse->coalesce(); });
 }
 
-void reduce(Call& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op,
+void reduce(GroupCall& call, RankAndWorld me, const Tensors& tensors, const c10d::ReduceOp& op,
             int64_t root) {
   check_rank(root, me.world, call.name, "dst");
   bind_all(call, me, tensors,
            {Reduction(op, call.name), true, me.rank == root, static_cast<Rank>(root)});
 }
 
-void broadcast(Call& call, RankAndWorld me, const Tensors& tensors, int64_t root) {
+void broadcast(GroupCall& call, RankAndWorld me, const Tensors& tensors, int64_t root) {
   check_rank(root, me.world, call.name, "src");
   const bool sends = me.rank == root;
   bind_all(call, me, tensors,
@@ -79,7 +80,7 @@ void broadcast(Call& call, RankAndWorld me, const Tensors& tensors, int64_t root
 
 namespace {
 
-Binder reduce_scatter_binder(Call& call, RankAndWorld me, const Reduction& reduction) {
+Binder reduce_scatter_binder(GroupCall& call, RankAndWorld me, const Reduction& reduction) {
   return {call,
           me,
           {.input_blocks = static_cast<std::size_t>(me.world),
@@ -90,8 +91,8 @@ Binder reduce_scatter_binder(Call& call, RankAndWorld me, const Reduction& reduc
 }  // namespace
 
 // The output of reduce_scatter may be this rank's own part of the input.
-void reduce_scatter(Call& call, RankAndWorld me, const Tensors& outputs, const TensorLists& inputs,
-                    const c10d::ReduceOp& op) {
+void reduce_scatter(GroupCall& call, RankAndWorld me, const Tensors& outputs,
+                    const TensorLists& inputs, const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
   Binder binder = reduce_scatter_binder(call, me, reduction);
   check_lists(call, me, outputs, inputs);
@@ -116,7 +117,7 @@ void reduce_scatter(Call& call, RankAndWorld me, const Tensors& outputs, const T
   call.results = outputs;
 }
 
-void reduce_scatter_single(Call& call, RankAndWorld me, const Tensors& outputs,
+void reduce_scatter_single(GroupCall& call, RankAndWorld me, const Tensors& outputs,
                            const Tensors& inputs, const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
   Binder binder = reduce_scatter_binder(call, me, reduction);

@@ -5,7 +5,7 @@
 
 namespace pycollect::dist {
 
-ArgumentName label_of(const Call& call, const char* list, const Tensors& all, std::size_t i) {
+ArgumentName label_of(const GroupCall& call, const char* list, const Tensors& all, std::size_t i) {
   return {call.name, list, all.size() == 1 ? -1 : static_cast<int>(i)};
 }
 
@@ -30,24 +30,24 @@ void check_joined(const at::Tensor& joined, const ArgumentName& label, const at:
           part_label, " for each of ", world, " ranks");
 }
 
-void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs) {
+void check_pairs(const GroupCall& call, const Tensors& outputs, const Tensors& inputs) {
   require(!outputs.empty() && outputs.size() == inputs.size(), call.name, ": ", outputs.size(),
           " outputs and ", inputs.size(), " inputs; pass one output for each input");
 }
 
-void check_list(const Call& call, RankAndWorld me, const Tensors& list) {
+void check_list(const GroupCall& call, RankAndWorld me, const Tensors& list) {
   require(static_cast<int>(list.size()) == me.world, call.name, ": a list has ", list.size(),
           " tensors; pass one for each of ", me.world, " ranks");
 }
 
-void check_lists(const Call& call, RankAndWorld me, const Tensors& tensors,
+void check_lists(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
                  const std::vector<Tensors>& lists) {
   require(!tensors.empty() && lists.size() == tensors.size(), call.name, ": ", lists.size(),
           " lists for ", tensors.size(), " tensors; pass one list for each tensor");
   for (const Tensors& list : lists) check_list(call, me, list);
 }
 
-void check_one(const Call& call, const char* what, std::size_t given) {
+void check_one(const GroupCall& call, const char* what, std::size_t given) {
   require(given == 1, call.name, ": ", given, " ", what, " were passed; pass 1");
 }
 

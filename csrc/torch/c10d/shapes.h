@@ -5,7 +5,7 @@
 namespace pycollect::dist {
 
 // Returns the label of `all[i]`, with its index if the list has several tensors.
-ArgumentName label_of(const Call& call, const char* list, const Tensors& all, std::size_t i);
+ArgumentName label_of(const GroupCall& call, const char* list, const Tensors& all, std::size_t i);
 
 void check_dtype(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
                  const ArgumentName& other_label);
@@ -16,13 +16,13 @@ void check_joined(const at::Tensor& joined, const ArgumentName& label, const at:
                   const ArgumentName& part_label, int world);
 
 // Requires as many outputs as inputs, and at least one.
-void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs);
+void check_pairs(const GroupCall& call, const Tensors& outputs, const Tensors& inputs);
 // Requires one tensor for every rank.
-void check_list(const Call& call, RankAndWorld me, const Tensors& list);
+void check_list(const GroupCall& call, RankAndWorld me, const Tensors& list);
 // Requires as many lists as tensors, at least one, and one tensor per rank in each list.
-void check_lists(const Call& call, RankAndWorld me, const Tensors& tensors,
+void check_lists(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
                  const std::vector<Tensors>& lists);
 // Requires exactly one tensor.
-void check_one(const Call& call, const char* what, std::size_t given);
+void check_one(const GroupCall& call, const char* what, std::size_t given);
 
 }  // namespace pycollect::dist

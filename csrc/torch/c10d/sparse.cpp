@@ -75,7 +75,7 @@ at::Tensor dense_on_host(const at::Tensor& t) {
 
 }  // namespace
 
-SparseSums::SparseSums(const Call& call, RankAndWorld me, const Tensors& tensors,
+SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
                        const Reduction& reduction)
     : me_(me), op_(reduction.op()), options_(options_for(me.world)) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -17,7 +17,8 @@ namespace pycollect::dist {
 class SparseSums {
  public:
   // Takes the sparse ones of the tensors. Throws if one is not valid, before data moves.
-  SparseSums(const Call& call, RankAndWorld me, const Tensors& tensors, const Reduction& reduction);
+  SparseSums(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
+             const Reduction& reduction);
   SparseSums(const SparseSums&) = delete;
   SparseSums& operator=(const SparseSums&) = delete;
 

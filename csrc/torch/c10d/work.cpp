@@ -92,8 +92,8 @@ c10::intrusive_ptr<Future> GroupWork::getFuture() {
   return future_;
 }
 
-Call CollectiveWork::detach() {
-  Call used{.collective = call_.collective, .name = call_.name};
+GroupCall CollectiveWork::detach() {
+  GroupCall used{.collective = call_.collective, .name = call_.name};
   used.requests.swap(call_.requests);
   used.held.swap(call_.held);
   used.fills.swap(call_.fills);
@@ -108,8 +108,8 @@ void CollectiveWork::release() {
   if (call_.staging) call_.staging->release();
 }
 
-CollectiveWorkPtr CallQueue::push(Call call) {
-  std::vector<Call> one;
+CollectiveWorkPtr CallQueue::push(GroupCall&& call) {
+  std::vector<GroupCall> one;
   one.push_back(std::move(call));
   return push_all(std::move(one)).front();
 }

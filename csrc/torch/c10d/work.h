@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "call.h"
+#include "group_call.h"
 
 namespace pycollect::dist {
 
@@ -89,7 +89,8 @@ class GroupWork : public c10d::Work {
 
 class CollectiveWork final : public GroupWork {
  public:
-  CollectiveWork(Call call, std::shared_ptr<WorkOwner> queue)  // null queue: the call has run
+  CollectiveWork(GroupCall&& call,
+                 std::shared_ptr<WorkOwner> queue)  // null queue: the call has run
       : GroupWork(queue ? WorkState::waits : WorkState::done),
         call_(std::move(call)),
         queue_(std::move(queue)) {}
@@ -102,14 +103,14 @@ class CollectiveWork final : public GroupWork {
   TensorStaging* staging() const override { return call_.staging.get(); }
 
   // For the queue.
-  Call& call() { return call_; }
-  void release();  // releases the members of the call that only the run needs
-  Call detach();   // returns them instead, so that the caller can release them later
+  GroupCall& call() { return call_; }
+  void release();      // releases the members of the call that only the run needs
+  GroupCall detach();  // returns them instead, so that the caller can release them later
 
  private:
   std::shared_ptr<WorkOwner> owner() const override { return queue_; }
 
-  Call call_;
+  GroupCall call_;
   const std::shared_ptr<WorkOwner> queue_;
 };
 using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
@@ -118,12 +119,12 @@ using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueue> {
  public:
   // Runs the call before it returns, and throws its error; or enqueues it.
-  virtual CollectiveWorkPtr run(Call call) = 0;
+  virtual CollectiveWorkPtr run(GroupCall&& call) = 0;
   // Enqueues the calls as one operation: all of them run or none, with no other call between them.
-  virtual std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) = 0;
-  CollectiveWorkPtr push(Call call);
+  virtual std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) = 0;
+  CollectiveWorkPtr push(GroupCall&& call);
   // Makes the peers of the next call throw `call.refusal`.
-  virtual void refuse(Call call) { run(std::move(call)); }
+  virtual void refuse(GroupCall&& call) { run(std::move(call)); }
   std::string describe(const GroupWork& work) override;
   virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
   // Ranks that have made fewer calls than this one, as far as is known: those of this host.

@@ -15,13 +15,13 @@ namespace {
 // A loop that moves more bytes takes so long that torch's threads can wake meanwhile.
 constexpr int64_t kSharedBytes = 64 << 20;
 
-DirectStaging* staging_of(const Call& call) {
+DirectStaging* staging_of(const GroupCall& call) {
   return static_cast<DirectStaging*>(call.staging.get());
 }
 
 // Computes temporary inputs, and copies device tensors that could not be copied at the time of the
 // call, because an earlier call of the same list writes them.
-void fill(const Call& call) {
+void fill(const GroupCall& call) {
   if (DirectStaging* const staging = staging_of(call)) {
     for (std::size_t i = 0; i < call.requested_at.size(); ++i)
       call.requested_at[i]->block_current(staging->on()[i]);
@@ -42,10 +42,10 @@ void run_on_host(const ListCall& joint, rank_threads::WorkShare& share) {
 // The requests of one rank, in the order of its calls.
 class RequestReader {
  public:
-  explicit RequestReader(const std::vector<Call*>& calls) : calls_(calls) {}
+  explicit RequestReader(const std::vector<GroupCall*>& calls) : calls_(calls) {}
 
   bool at_end() const { return call_ == calls_.size(); }
-  Call& call() const { return *calls_[call_]; }
+  GroupCall& call() const { return *calls_[call_]; }
   std::size_t left() const { return call().requests.size() - next_; }  // of this call
   const ipc::CollectiveRequest& request(std::size_t i) const { return call().requests[next_ + i]; }
 
@@ -65,7 +65,7 @@ class RequestReader {
   }
 
  private:
-  const std::vector<Call*>& calls_;
+  const std::vector<GroupCall*>& calls_;
   std::size_t call_ = 0, next_ = 0;
 };
 
@@ -113,7 +113,8 @@ void run(const std::vector<RequestReader>& ranks, const ListCall& joint,
 
 }  // namespace
 
-void run_jointly(const std::vector<std::vector<Call*>>& calls, rank_threads::WorkShare& share) {
+void run_jointly(const std::vector<std::vector<GroupCall*>>& calls,
+                 rank_threads::WorkShare& share) {
   std::vector<RequestReader> ranks(calls.begin(), calls.end());
   while (!ranks.front().at_end()) {
     std::size_t count = ranks.front().left();

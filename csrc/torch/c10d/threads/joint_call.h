@@ -4,12 +4,12 @@
 #include <vector>
 
 #include "../../../rank_threads/work_share.h"
-#include "../call.h"
+#include "../group_call.h"
 
 namespace pycollect::dist {
 
 // `calls` has the calls of each rank, whose requests match; ranks may divide the same requests into
 // calls differently. Throws what the call of a list throws.
-void run_jointly(const std::vector<std::vector<Call*>>& calls, rank_threads::WorkShare& share);
+void run_jointly(const std::vector<std::vector<GroupCall*>>& calls, rank_threads::WorkShare& share);
 
 }  // namespace pycollect::dist

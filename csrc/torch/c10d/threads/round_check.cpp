@@ -32,7 +32,7 @@ class Publications {
     counts_[r].resize(2 * fingerprints_.size());
     ipc::write_counts(counts(r), *request, world());
   }
-  void refuse(Rank r, const Call& refused, uint64_t number) {
+  void refuse(Rank r, const GroupCall& refused, uint64_t number) {
     const CallFingerprint mine = ipc::refusal_of(refused.collective, number);
     fingerprints_[r] = mine.fingerprint;
     ipc::describe(details_[r], mine);

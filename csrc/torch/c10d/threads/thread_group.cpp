@@ -107,7 +107,7 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
     std::vector<const RankCalls*> calls;
     for (const auto& c : round.by_rank) calls.push_back(&*c);
     check_round(calls, number);
-    std::vector<std::vector<Call*>> of_ranks(world_);
+    std::vector<std::vector<GroupCall*>> of_ranks(world_);
     for (Rank r = 0; r < world_; ++r)
       for (const CollectiveWorkPtr& work : calls[r]->works) of_ranks[r].push_back(&work->call());
     run_jointly(of_ranks, scheduler_->work_share());
@@ -126,7 +126,7 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
 // the GIL.
 ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round, const ErrorOfWork& error_of) {
   Completions completions;
-  std::vector<Call> used;
+  std::vector<GroupCall> used;
   for (const auto& calls : round.by_rank)
     if (calls)
       for (const CollectiveWorkPtr& work : calls->works) work->call().event.reset();
@@ -276,7 +276,7 @@ std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
 }
 
 std::string ThreadGroup::describe(CollectiveWork& work) const {
-  const Call& call = work.call();
+  const GroupCall& call = work.call();
   std::string description = text(call.name, " #", call.number, " of group '", name_, "'");
   const Tensors& tensors = call.results.empty() ? call.held : call.results;
   if (tensors.empty()) return description;

@@ -12,7 +12,7 @@ void ThreadQueue::require_open(const char* operation) const {
   if (closed_) throw CollectiveError(text(operation, ": the group has been destroyed"));
 }
 
-CollectiveWorkPtr ThreadQueue::run(Call call) {
+CollectiveWorkPtr ThreadQueue::run(GroupCall&& call) {
   const GilRelease gil_release;
   require_open(call.name);
   group_->require_healthy(rank_, call.name);
@@ -23,13 +23,13 @@ CollectiveWorkPtr ThreadQueue::run(Call call) {
   return work;
 }
 
-std::vector<CollectiveWorkPtr> ThreadQueue::push_all(std::vector<Call> calls) {
+std::vector<CollectiveWorkPtr> ThreadQueue::push_all(std::vector<GroupCall> calls) {
   const GilRelease gil_release;
   RankCalls posted;
   if (calls.empty()) return {};
   require_open(calls.front().name);
   group_->require_healthy(rank_, calls.front().name);
-  for (Call& call : calls)
+  for (GroupCall& call : calls)
     posted.works.push_back(
         c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
   std::vector<CollectiveWorkPtr> works = posted.works;
@@ -37,7 +37,7 @@ std::vector<CollectiveWorkPtr> ThreadQueue::push_all(std::vector<Call> calls) {
   return works;
 }
 
-void ThreadQueue::refuse(Call call) {
+void ThreadQueue::refuse(GroupCall&& call) {
   const GilRelease gil_release;
   RankCalls posted;
   posted.refused = std::move(call);

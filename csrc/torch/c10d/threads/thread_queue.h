@@ -10,9 +10,9 @@ class ThreadQueue final : public CallQueue {
   ThreadQueue(std::shared_ptr<ThreadGroup> group, Rank rank)
       : group_(std::move(group)), rank_(rank) {}
 
-  CollectiveWorkPtr run(Call call) override;
-  std::vector<CollectiveWorkPtr> push_all(std::vector<Call> calls) override;
-  void refuse(Call call) override;
+  CollectiveWorkPtr run(GroupCall&& call) override;
+  std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) override;
+  void refuse(GroupCall&& call) override;
 
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;

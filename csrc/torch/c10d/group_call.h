@@ -28,7 +28,7 @@ struct CoalescedRequests {
 
 class SparseSums;
 
-struct Call {
+struct GroupCall {
   Collective collective;
   const char* name;                 // operation name in the public API
   uint64_t number = 0;              // sequence number of the call, as torch counts them
