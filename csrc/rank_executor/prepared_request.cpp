@@ -220,6 +220,12 @@ FoldOptions fold_options(const CollectiveRequest& request, int world) {
 
 }  // namespace
 
+uint64_t properties_of(const CollectiveRequest& r) {
+  return static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
+         uint64_t{r.moved_dtype} << 16 | static_cast<uint64_t>(r.op) << 24 |
+         uint64_t{r.in_place} << 32 | uint64_t{r.irregular} << 33;
+}
+
 Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item, bool irregular) {
   Pieces common = bound.pieces;
   if (irregular) {
@@ -240,6 +246,7 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       common(common_fingerprint(r)),
       input_elements_(total(r.input)),
       output_elements_(total(r.output)),
+      properties_(properties_of(r)),
       is_sparse_(r.sparse != nullptr) {
   const WorldMember& me = programs.member();
   CallBuffers buffers(r, me);
@@ -265,26 +272,24 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
   in_tensors.emplace(binder.bind(direct, direct.stages(), false));
 }
 
-bool PreparedRequest::serves(const CollectiveRequest& r) const {
-  const CollectiveRequest& own = request;
-  return own.collective == r.collective && own.dtype == r.dtype && own.op == r.op &&
-         own.root == r.root && own.moved_dtype == r.moved_dtype && own.in_place == r.in_place &&
-         own.irregular == r.irregular && own.tensors == r.tensors && !is_sparse_ && !r.sparse &&
-         own.options.non_temporal == r.options.non_temporal && own.algorithm == r.algorithm &&
-         own.input.blocks == r.input.blocks && own.output.blocks == r.output.blocks &&
-         own.input.cuts == r.input.cuts && own.output.cuts == r.output.cuts &&
-         elements(r.input) == input_elements_ && elements(r.output) == output_elements_;
+// Sizes come last: most requests that differ do so in a property.
+bool PreparedRequest::serves(const CollectiveRequest& r, uint64_t properties) const {
+  return properties_ == properties && request.root == r.root && request.tensors == r.tensors &&
+         request.options.non_temporal == r.options.non_temporal && !is_sparse_ && !r.sparse &&
+         request.algorithm == r.algorithm && request.input.blocks == r.input.blocks &&
+         request.output.blocks == r.output.blocks && request.input.cuts == r.input.cuts &&
+         request.output.cuts == r.output.cuts && elements(r.input) == input_elements_ &&
+         elements(r.output) == output_elements_;
 }
 
 const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
   const Sizes& blocks = r.input.blocks.empty() ? r.output.blocks : r.input.blocks;
+  const uint64_t properties = properties_of(r);
   Hasher h;
   h.add(blocks.empty() ? 0 : blocks.front());
-  h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
-        static_cast<uint64_t>(r.op) << 16 | uint64_t{r.in_place} << 24 |
-        static_cast<uint64_t>(r.root) << 32);
+  h.add(properties ^ static_cast<uint64_t>(r.root) << 48);
   std::unique_ptr<const PreparedRequest>& place = places_[h.value() % kPlaces];
-  if (place == nullptr || !place->serves(r))
+  if (place == nullptr || !place->serves(r, properties))
     place = std::make_unique<const PreparedRequest>(r, programs_, settings_);
   return *place;
 }

@@ -98,7 +98,7 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
   const bool transfers = !program.transfers.empty() && !skips_transfers_;
   context_ = &context;
   for (uint32_t k = 0; k < pieces_.count; ++k) {
-    begin_piece(first + k, k * pieces_.elements);
+    if (k > 0 || filled_ == 0) begin_piece(first + k, k * pieces_.elements);
     if (k > 0 && bound_->stride > 0) await_previous(group_, run_, context);
     if (k > 0 && program.entry_awaited) group_.advance(at_run(run_) + 1);
     if (transfers) post_receives();
