@@ -83,10 +83,20 @@ UniqueFd make_end_event() {
   return event;
 }
 
-// An answer of the server: whether the client's user is admitted, and then the descriptor.
+// Returns true if the other end of a connection is a process of the same user or, with `or_root`,
+// of root.
+bool is_of_own_user(const UniqueFd& connection, bool or_root) {
+  ucred other = {};
+  socklen_t bytes = sizeof other;
+  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) != 0) return false;
+  return other.uid == geteuid() || other.uid == getuid() || (or_root && other.uid == 0);
+}
+
+// An answer of the server: the descriptor, or why there is none.
 struct FdMessage {
-  bool admitted = true;
-  iovec data = {&admitted, sizeof admitted};
+  static constexpr uint8_t kNotAdmitted = 255;  // the client's user
+  uint8_t why = 0;                              // kNotAdmitted, an errno value, or 0
+  iovec data = {&why, sizeof why};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
   FdMessage() {
@@ -103,6 +113,17 @@ struct FdMessage {
     cmsg->cmsg_len = CMSG_LEN(sizeof descriptor);
     std::memcpy(CMSG_DATA(cmsg), &descriptor, sizeof descriptor);
   }
+  int try_send(const UniqueFd& client) const {  // returns an errno value, or 0
+    while (sendmsg(client.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
+      if (errno != EINTR) return errno;
+    return 0;
+  }
+  // A client that has disconnected gets no answer, and needs none.
+  void refuse_client(const UniqueFd& client, uint8_t reason) {
+    why = reason;
+    header.msg_control = nullptr, header.msg_controllen = 0;
+    try_send(client);
+  }
   // Returns the received descriptor, if there is one.
   UniqueFd take_descriptor() {
     const cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
@@ -116,21 +137,19 @@ struct FdMessage {
 // Answers the next client. Returns false after an error that would recur at once, as when this
 // process has run out of descriptors.
 bool answer_client(const UniqueFd& listener, int offered) {
+  UniqueFd client;  // closed without the lock: that can take long if the client has sent sockets
   const std::lock_guard lock(server_sockets().mutex);
-  const UniqueFd client(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  client = UniqueFd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!client) return errno == EINTR || errno == EAGAIN || errno == ECONNABORTED;
-  ucred other = {};
-  socklen_t bytes = sizeof other;
   FdMessage answer;
-  answer.admitted = getsockopt(client.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
-                    (other.uid == geteuid() || other.uid == 0);
-  if (answer.admitted)
-    answer.put_descriptor(offered);
-  else
-    answer.header.msg_controllen = 0;
-  while (sendmsg(client.get(), &answer.header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  if (!is_of_own_user(client, true)) {
+    answer.refuse_client(client, FdMessage::kNotAdmitted);
+    return true;
   }
-  return true;  // a client that gets no answer tries again, unless it has disconnected itself
+  answer.put_descriptor(offered);
+  if (const int error = answer.try_send(client))
+    answer.refuse_client(client, static_cast<uint8_t>(error));
+  return true;
 }
 
 // Repeats a system call that ends early: when a signal arrives (a profiler's arrive every few
@@ -147,6 +166,7 @@ auto repeat_until(Deadline deadline, const Call& call) {
   }
 }
 
+// Connects to an fd server of this user, or of any if this process is root's.
 UniqueFd connect_to(uint64_t id, Deadline deadline) {
   const ServerAddress address(id);
   UniqueFd socket = make_socket(0);
@@ -161,6 +181,10 @@ UniqueFd connect_to(uint64_t id, Deadline deadline) {
              "the descriptor, which must be alive and in the same network namespace"),
         why);
   }
+  if (!is_of_own_user(socket, false) && geteuid() != 0)
+    throw std::runtime_error(
+        "the process that offers the descriptor is run by another user; only its own user and "
+        "root are admitted");
   return socket;
 }
 
@@ -207,15 +231,17 @@ UniqueFd fetch(uint64_t id, Deadline deadline) {
     const auto got = repeat_until(deadline, receive);
     if (got <= 0) {
       const int why = got == 0 ? ECONNRESET : errno;
-      // The server has ended, and the next `connect` fails, or it could not send the descriptor.
+      // The server has just ended, and the next `connect` fails.
       if (why == ECONNRESET && Clock::now() < deadline) continue;
       refuse("the process that offers the descriptor does not answer",
              why == ECONNRESET ? EAGAIN : why);
     }
     UniqueFd descriptor = answer.take_descriptor();
     if (descriptor) return descriptor;
-    if (!answer.admitted)
+    if (answer.why == FdMessage::kNotAdmitted)
       throw std::runtime_error("the process that offers the descriptor does not admit this user");
+    if (answer.why != 0)
+      refuse("the process that offers the descriptor cannot send it", answer.why);
     if (!UniqueFd(dup(socket.get()))) refuse("cannot receive the descriptor", errno);
     throw std::runtime_error("cannot receive the descriptor: a security policy forbids it");
   }

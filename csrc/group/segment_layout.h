@@ -75,7 +75,7 @@ struct alignas(128) CallEntry {
 // line each.
 struct alignas(128) RankState {
   std::array<CallEntry, 2> entries = {};  // [call & 1]
-  // Progress counter: see at_run. Peers poll it in waits for a task after the entry.
+  // Progress counter: see at_run. Peers poll it in all waits but those for the entry.
   alignas(64) std::atomic<uint64_t> progress{0};
   // Progress counter at the end of this rank's last call, if `progress` has not been advanced to
   // it. If no peer waits for the end of a call, the next call advances `progress` beyond it: one
@@ -139,7 +139,7 @@ struct alignas(64) LivenessLock {
 };
 
 // The result of the agreement between hosts on a call, which the first rank of this host publishes
-// to the others. There are two, used alternately like fingerprints.
+// to the others. There are two, used alternately like a rank's entries.
 struct HostsAgreement {
   std::atomic<uint64_t> calls{0};  // number of the call, + 1
   uint64_t piece = 0;              // see Agreement

@@ -76,7 +76,7 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
 }
 
 // Allocates from the beginning of the smallest gap that is large enough. The part of the heap that
-// was never used is the largest, and so the last to be taken from.
+// was never used is mostly the largest, and so the last to be taken from.
 std::size_t SymmetricHeap::take(std::size_t bytes) {
   auto best = free_.end();
   for (auto gap = free_.begin(); gap != free_.end(); ++gap)
@@ -145,17 +145,24 @@ void SymmetricHeap::free(std::size_t offset) noexcept {
 // Decommits granules of gaps, of the largest first, because small ones are requested most often,
 // and from their ends, because blocks are taken from their beginnings.
 void SymmetricHeap::trim() noexcept {
+  const auto too_much = [&] {
+    return cached_bytes() - std::min(cached_bytes(), used_ + kCacheBytes);
+  };
   std::vector<std::pair<std::size_t, std::size_t>> largest;  // (bytes, offset)
   for (const auto& [offset, bytes] : free_) largest.emplace_back(bytes, offset);
   std::ranges::sort(largest, std::greater());
   for (const auto& [bytes, offset] : largest) {
     const std::size_t first = (offset + kGranule - 1) / kGranule;
-    for (std::size_t g = (offset + bytes) / kGranule;
-         g > first && cached_bytes() > used_ + kCacheBytes;) {
-      if (!is_committed_[--g]) continue;
-      segment_->decommit(begin_ + g * kGranule, kGranule);
-      is_committed_[g] = false;
-      committed_ -= kGranule;
+    for (std::size_t end = (offset + bytes) / kGranule; end > first && too_much() > 0;) {
+      const std::size_t most = (too_much() + kGranule - 1) / kGranule;
+      std::size_t begin = end;
+      while (begin > first && end - begin < most && is_committed_[begin - 1]) --begin;
+      if (begin < end) {
+        segment_->decommit(begin_ + begin * kGranule, (end - begin) * kGranule);
+        std::fill(is_committed_.begin() + begin, is_committed_.begin() + end, false);
+        committed_ -= (end - begin) * kGranule;
+      }
+      end = begin < end ? begin : end - 1;
     }
   }
 }

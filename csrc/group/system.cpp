@@ -1,18 +1,40 @@
 #include "system.h"
 
-#include <pthread.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstddef>
 
 namespace pycollect::ipc {
 namespace {
 
-// Returns how often this process, and its ancestors since they loaded the library, were forked.
-const std::atomic<uint64_t>& forks() {
-  static std::atomic<uint64_t> count{0};
-  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { ++count; });
-  return count;
+// Clears the page in forked children. False if the kernel cannot: an emulator of one may accept any
+// advice, even -1, and ignore it.
+bool wipe_on_fork(void* page, std::size_t bytes) {
+  return madvise(page, bytes, -1) != 0 && madvise(page, bytes, MADV_WIPEONFORK) == 0;
+}
+
+// Returns a byte that is 1 in this process and becomes 0 in its forked children, or null. It is
+// never freed, and all objects that this copy of the library constructs in the process share it.
+const unsigned char* byte_wiped_on_fork() {
+  constexpr std::size_t kPageBytes = 4096;  // the smallest page; larger ones are mapped whole
+  static std::atomic<unsigned char*> shared{nullptr};
+  unsigned char* current = shared.load(std::memory_order_acquire);
+  if (current != nullptr && *current != 0) return current;
+  void* page =
+      mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) return nullptr;
+  const auto fresh = static_cast<unsigned char*>(page);
+  if (wipe_on_fork(page, kPageBytes)) {
+    *fresh = 1;
+    if (shared.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return fresh;
+  } else {
+    current = nullptr;
+  }
+  munmap(page, kPageBytes);
+  return current;  // the byte of the thread that was first
 }
 
 }  // namespace
@@ -29,7 +51,7 @@ uint64_t random_number() {
   return number;
 }
 
-ForkGuard::ForkGuard() : forks_(&forks()), before_(*forks_) {}
+ForkGuard::ForkGuard() : alive_(byte_wiped_on_fork()), pid_(getpid()) {}
 
 void ForkGuard::require_not_forked(const char* operation) const {
   if (!forked()) [[likely]]

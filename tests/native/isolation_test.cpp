@@ -102,12 +102,18 @@ void detects_deaths_across_pid_namespaces() {
   }
 }
 
-// The fd server of a process whose real user is not its effective user.
-void admits_effective_user() {
+// The fd server of a process whose real user is not its effective user, and that of another user.
+void fetches_from_own_user_only() {
   expect_in_child([] {
     expect(setresuid(kNobody, 0, 0) == 0, "cannot become another user");
     const FdServer fd_server(STDERR_FILENO);
     fetch(fd_server.id(), deadline_after(10s));
+  });
+  const FdServer fd_server(STDERR_FILENO);
+  expect_in_child([&] {
+    expect(switch_user(kNobody), "cannot become another user");
+    expect_part(refusal([&] { fetch(fd_server.id(), deadline_after(10s)); }),
+                "is run by another user");
   });
 }
 
@@ -121,5 +127,5 @@ int main() {
   pycollect::run_tests(
       {{"works or names the obstacle", works_or_names_the_obstacle},
        {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
-       {"admits effective user", admits_effective_user}});
+       {"fetches from own user only", fetches_from_own_user_only}});
 }

@@ -81,6 +81,18 @@ void detects_forks() {
     });
   });
   expect(!outer.forked() && forked_in_threads() == 0, "a fork is reported after children ended");
+  // A child that no handler of pthread_atfork sees.
+  const auto raw = static_cast<pid_t>(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0));
+  if (raw == 0) _exit(outer.forked() ? 0 : 1);
+  int status = 1;
+  expect(waitpid(raw, &status, 0) == raw && status == 0, "a raw fork is not seen");
+}
+
+void detects_forks_without_wiped_pages() {
+  expect_in_child([] {
+    forbid(SYS_madvise, EINVAL);
+    detects_forks();
+  });
 }
 
 constexpr std::size_t kMiB = 1 << 20;
@@ -165,6 +177,7 @@ int main() {
   pycollect::run_tests({{"restores the signal mask", restores_the_signal_mask},
                         {"reports missing robust lists", reports_missing_robust_lists},
                         {"detects forks", detects_forks},
+                        {"detects forks without wiped pages", detects_forks_without_wiped_pages},
                         {"reads cgroup v2", reads_cgroup_v2},
                         {"reads cgroup v1", reads_cgroup_v1},
                         {"throws before the OOM killer", throws_before_the_oom_killer}});
