@@ -55,7 +55,7 @@ void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, boo
   }
   std::memset(data, 1, largest_bytes);
   uint64_t call = 0;
-  Executor executor(group, {});
+  RankExecutor executor(group, {});
   // One deadline for all calls: reading the clock takes a third of a barrier, and Open MPI has no
   // deadlines.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);

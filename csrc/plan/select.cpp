@@ -38,7 +38,7 @@ constexpr std::size_t kOneHopBytes = 256 * 1024;
 // us, as they have a core each nearly everywhere. With more ranks than cores, an exchange takes a
 // scheduler turn of each rank.
 constexpr std::size_t kOneExchangeBytes = 24 * 1024;
-constexpr std::size_t kOneExchangeBytesOfTwo = 4 * 1024;
+constexpr std::size_t kOneExchangeBytesOfTwo = 2 * 1024;
 
 Default all_reduce_of_processes(const SelectionKey& s) {
   if (s.topology == Topology::shm_symmetric)

@@ -46,8 +46,8 @@ void prefetch_shared(const Group& group, const CollectiveRequest& request, const
 
 }  // namespace
 
-Executor::Executor(Group& group, cpu::ParallelFor parallel_for,
-                   std::unique_ptr<HostsExchange> hosts)
+RankExecutor::RankExecutor(Group& group, cpu::ParallelFor parallel_for,
+                           std::unique_ptr<HostsExchange> hosts)
     : group_(group),
       hosts_(std::move(hosts)),
       cache_(member_of(group, hosts_ ? hosts_->hosts() : nullptr),
@@ -56,7 +56,7 @@ Executor::Executor(Group& group, cpu::ParallelFor parallel_for,
 
 // Without zero-copy, this rank copies the first piece into its staging buffer before the ranks have
 // agreed, so that one signal publishes both the fingerprint and the data.
-void Executor::run(const CollectiveRequest& request, uint64_t call, Deadline deadline) {
+void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline deadline) {
   const OpContext context{name(request.called()), call, deadline};
   if (request.tensors == 0)
     return agree_without_data(request, fingerprint_of(request, call), context);
@@ -91,8 +91,9 @@ void Executor::run(const CollectiveRequest& request, uint64_t call, Deadline dea
 
 // Every reason to refuse a request is found before the call is published, a lack of memory for the
 // staging buffers, too.
-const PreparedRequest& Executor::prepare(const CollectiveRequest& request,
-                                         const OpContext& context) {
+const PreparedRequest& RankExecutor::prepare(const CollectiveRequest& request,
+                                             const OpContext& context) {
+  unmapped_.clear();  // of a call that has failed: its regions may not exist
   try {
     const PreparedRequest& prepared = cache_.find(request);
     if (hosts_) hosts_->begin(context);
@@ -111,7 +112,7 @@ const PreparedRequest& Executor::prepare(const CollectiveRequest& request,
 
 // Commits the regions of the staging buffers that a program uses. In an irregular call, other ranks
 // may need regions of another size.
-void Executor::reserve(const PreparedRequest& prepared, const BoundProgram& bound) {
+void RankExecutor::reserve(const PreparedRequest& prepared, const BoundProgram& bound) {
   if (bound.stride == 0) return;
   const RankProgram& program = bound.program;
   const bool irregular = prepared.request.irregular && &bound == &*prepared.in_buffers;
@@ -133,7 +134,8 @@ void Executor::reserve(const PreparedRequest& prepared, const BoundProgram& boun
 }
 
 // Returns the registered offsets of the exposed buffers if each is contiguous and registered.
-std::optional<RegisteredOffsets> Executor::find_registered(const PreparedRequest& prepared) const {
+std::optional<RegisteredOffsets> RankExecutor::find_registered(
+    const PreparedRequest& prepared) const {
   if (!prepared.in_tensors) return {};
   const RankProgram& program = prepared.in_tensors->program;
   RegisteredOffsets registered;
@@ -154,7 +156,7 @@ std::optional<RegisteredOffsets> Executor::find_registered(const PreparedRequest
 // Checks the registered offsets at which this rank will access the peers' tensors. No rank
 // publishes an offset outside its heap, but an overwritten word may hold one. Offset 0 (a tensor
 // that is not exposed, or rank 0's first) always passes.
-void Executor::check_exposed(const PreparedRequest& prepared, const OpContext& context) const {
+void RankExecutor::check_exposed(const PreparedRequest& prepared, const OpContext& context) const {
   const CollectiveRequest& request = prepared.request;
   const std::size_t heap = group_.layout().sizes.symmetric_heap_bytes;
   const auto ranks = static_cast<std::size_t>(group_.world());
@@ -178,8 +180,8 @@ void Executor::check_exposed(const PreparedRequest& prepared, const OpContext& c
 
 // Compares the fingerprints of this host's ranks, then those of all hosts, with the data that
 // `data`, if given, can send along. Throws std::invalid_argument on all ranks alike if they differ.
-Agreement Executor::agree(const CallFingerprint& mine, uint64_t run, const OpContext& context,
-                          ProgramRun* data) {
+Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run, const OpContext& context,
+                              ProgramRun* data) {
   const auto of_host = [&] {
     try {
       return compare(group_, mine);
@@ -198,8 +200,8 @@ Agreement Executor::agree(const CallFingerprint& mine, uint64_t run, const OpCon
 }
 
 // The ranks agree in a run of its own that moves no data.
-void Executor::agree_without_data(const CollectiveRequest& request, const CallFingerprint& mine,
-                                  const OpContext& context) {
+void RankExecutor::agree_without_data(const CollectiveRequest& request, const CallFingerprint& mine,
+                                      const OpContext& context) {
   group_.update_call();
   group_.require_run(context);
   const uint64_t run = group_.run_number();
@@ -210,14 +212,14 @@ void Executor::agree_without_data(const CollectiveRequest& request, const CallFi
   group_.update_call();
 }
 
-void Executor::check(const CollectiveRequest& request) {
+void RankExecutor::check(const CollectiveRequest& request) {
   if (request.tensors != 0) cache_.find(request);
 }
 
 // One combined fingerprint shows whether all requests match. The ranks exchange a fingerprint of
 // each request only if they do not match, and of an irregular request to compare its counts.
-void Executor::agree_on_all(const std::vector<const CollectiveRequest*>& requests, uint64_t& calls,
-                            Deadline deadline) {
+void RankExecutor::agree_on_all(const std::vector<const CollectiveRequest*>& requests,
+                                uint64_t& calls, Deadline deadline) {
   const CollectiveRequest& first = *requests.front();
   const auto parts = static_cast<uint32_t>(requests.size());
   const auto exchange_part = [&](uint32_t i) {
@@ -242,8 +244,8 @@ void Executor::agree_on_all(const std::vector<const CollectiveRequest*>& request
     if (requests[i]->irregular) exchange_part(i);
 }
 
-void Executor::publish_refusal(Collective collective, const OpContext& context,
-                               std::string_view why) {
+void RankExecutor::publish_refusal(Collective collective, const OpContext& context,
+                                   std::string_view why) {
   const uint64_t run = group_.run_number();
   const CallFingerprint refusal = refusal_of(collective, context.call);
   await_turn(group_, run, context);
@@ -254,8 +256,8 @@ void Executor::publish_refusal(Collective collective, const OpContext& context,
                    text("rank ", group_.world_rank(group_.rank()), " refused ", why));
 }
 
-void Executor::refuse(Collective collective, uint64_t call, Deadline deadline,
-                      std::string_view why) {
+void RankExecutor::refuse(Collective collective, uint64_t call, Deadline deadline,
+                          std::string_view why) {
   const OpContext context{name(collective), call, deadline};
   group_.update_call();
   group_.require_run(context);

@@ -1,6 +1,7 @@
 // Executes one rank's part of a collective between processes. Data that the plan moves between
-// ranks passes through the group's staging buffers, piece by piece, in two buffers alternately.
-// Tensors that all ranks can access are read and written in place. This layer does not use torch.
+// ranks passes through the group's staging buffers, piece by piece, in two buffers alternately;
+// very little data goes with the entry into the call. Tensors that all ranks can access are read
+// and written in place. This layer does not use torch.
 #pragma once
 #include <memory>
 #include <optional>
@@ -16,11 +17,11 @@ namespace pycollect::ipc {
 
 // The executor of one rank, used by one call at a time. All ranks make the same calls in the same
 // order; `call` numbers them consecutively, refused calls included.
-class Executor {
+class RankExecutor {
  public:
   // `hosts`: the way to the ranks of other hosts; null: the group's ranks are the whole world.
-  Executor(Group& group, cpu::ParallelFor parallel_for,
-           std::unique_ptr<HostsExchange> hosts = nullptr);
+  RankExecutor(Group& group, cpu::ParallelFor parallel_for,
+               std::unique_ptr<HostsExchange> hosts = nullptr);
 
   // Runs the request in the calling thread, together with the other ranks. Throws
   // std::invalid_argument on all ranks alike, before data has moved except into staging buffers,

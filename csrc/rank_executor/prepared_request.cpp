@@ -163,26 +163,28 @@ struct ProgramBinder {
   const std::size_t buffer_bytes;
   const Rank me;
 
-  Place place(const RankProgram& program, std::size_t stride, const Operand& o) const {
+  OperandPlace place(const RankProgram& program, std::size_t stride, const Operand& o) const {
     const auto item = static_cast<uint32_t>(prepared.item());
-    const uint32_t base = Place::of_rank(o.rank, o.where);
+    const uint32_t base = OperandPlace::of_rank(o.rank, o.where);
     if (o.where == OperandBuffer::staging) return {base, item, o.index * stride};
     if (o.where == OperandBuffer::partial)
       return {base, static_cast<uint32_t>(prepared.accumulator_item()),
               (program.regions + o.index * prepared.widening()) * stride};
     const bool output = o.where == OperandBuffer::output && !prepared.request.in_place;
-    const uint32_t own = output ? Place::kOutput : Place::kInput;
+    const uint32_t own = output ? OperandPlace::kOutput : OperandPlace::kInput;
     return {o.rank == me ? own : base, item, buffers.begin(o) * item};
   }
 
   // If irregular, ranks do not know each other's sizes, and a piece fills the smallest region of
   // all hosts; otherwise all pieces have about the same size.
-  BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular) const {
+  // `may_use_entry`: the entry has no registered offsets, which take the same place.
+  BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular,
+                    bool may_use_entry) const {
     std::size_t stride = region_bytes(buffer_bytes, program, prepared.widening());
     buffers.divide(program.chunks);
     const std::size_t least = buffers.largest() * prepared.item();
-    const bool in_entry =
-        program.fills_at_entry && !irregular && program.regions * least <= CallEntry::kDataBytes;
+    const bool in_entry = may_use_entry && program.fills_at_entry && !irregular &&
+                          program.regions * least <= CallEntry::kDataBytes;
     if (in_entry) stride = least;
     BoundProgram bound{program, uses_regions && !in_entry ? stride : 0, buffers.largest(),
                        in_entry};
@@ -265,14 +267,17 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
   const RankProgram& staged = program(several_hosts ? Topology::hosts : Topology::shm_buffers);
   require(!r.irregular || staged.sizes_known, name(r.collective), ": algorithm '", r.algorithm,
           "' needs blocks of equal size; choose another algorithm");
-  in_buffers.emplace(
-      binder.bind(staged, staged.stages() || (r.irregular && several_hosts), r.irregular));
-  if (several_hosts || !settings.has_symmetric_heap || bytes < kZeroCopyBytes * me.world) return;
+  const bool zero_copy =
+      !several_hosts && settings.has_symmetric_heap && bytes >= kZeroCopyBytes * me.world;
+  in_buffers.emplace(binder.bind(staged, staged.stages() || (r.irregular && several_hosts),
+                                 r.irregular, !zero_copy));
+  if (!zero_copy) return;
   const RankProgram& direct = program(Topology::shm_symmetric);
-  in_tensors.emplace(binder.bind(direct, direct.stages(), false));
+  in_tensors.emplace(binder.bind(direct, direct.stages(), false, false));
 }
 
-// Sizes come last: most requests that differ do so in a property.
+// Sizes come last: most requests that differ do so in a property. Float8Specials are the same in
+// all requests of a process.
 bool PreparedRequest::serves(const CollectiveRequest& r, uint64_t properties) const {
   return properties_ == properties && request.root == r.root && request.tensors == r.tensors &&
          request.options.non_temporal == r.options.non_temporal && !is_sparse_ && !r.sparse &&

@@ -23,7 +23,7 @@ struct Pieces {
 
 // Where an operand of an instruction is, on the first run: `offset` bytes behind a base, which is
 // the beginning of a tensor or of a rank's staging buffer.
-struct Place {
+struct OperandPlace {
   uint32_t base;  // number of the base, see the constants below
   uint32_t item;  // bytes of an element
   std::size_t offset;
@@ -45,11 +45,11 @@ struct BoundProgram {
   // Bytes of a region of the staging buffers; the same on all ranks of a host. 0: unused. A region
   // of accumulators is `PreparedRequest::widening` times as large.
   std::size_t stride = 0;
-  std::size_t largest = 0;               // elements of the largest chunk
-  bool in_entry = false;                 // the staging buffers lie in the ranks' CallEntries
-  Pieces pieces = {};                    // of this rank; peers may need more
-  std::vector<std::size_t> counts = {};  // [instruction]: elements that it moves in all pieces
-  std::vector<Place> places = {};        // [operand, see Instruction::first_operand]
+  std::size_t largest = 0;                // elements of the largest chunk
+  bool in_entry = false;                  // the staging buffers lie in the ranks' CallEntries
+  Pieces pieces = {};                     // of this rank; peers may need more
+  std::vector<std::size_t> counts = {};   // [instruction]: elements that it moves in all pieces
+  std::vector<OperandPlace> places = {};  // [operand, see Instruction::first_operand]
 };
 
 // Returns the pieces into which all ranks cut the data, of which some need `of_all`. Pieces only

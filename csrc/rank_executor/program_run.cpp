@@ -49,8 +49,8 @@ void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest&
   prepared_ = &prepared;
   bound_ = &*prepared.in_buffers;
   context_ = &context;
-  memories_[0].bind(request.input, prepared.item());
-  if (!request.in_place) memories_[1].bind(request.output, prepared.item());
+  memories_[OperandPlace::kInput].bind(request.input, prepared.item());
+  memories_[OperandPlace::kOutput].bind(request.output, prepared.item());
   pieces_ = bound_->pieces;
   filled_ = 0;
   skips_transfers_ = in_tensors_ = false;
@@ -71,11 +71,11 @@ void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
   const std::size_t skipped = from * prepared_->item();
   run_ = run;
   from_ = from;
-  bases_[Place::kInput] = memories_[0].base() + skipped;
-  bases_[Place::kOutput] = memories_[1].base() + skipped;
+  for (const uint32_t own : {OperandPlace::kInput, OperandPlace::kOutput})
+    if (std::byte* const base = memories_[own].base()) bases_[own] = base + skipped;
   for (Rank r = 0; r < group_.world(); ++r) {
     CallEntry& entry = group_.entry(r, context_->call);
-    std::byte** const of_rank = &bases_[Place::of_rank(r, OperandBuffer::staging)];
+    std::byte** const of_rank = &bases_[OperandPlace::of_rank(r, OperandBuffer::staging)];
     of_rank[0] = bound_->in_entry ? entry.data.data() : group_.staging_buffer(r, run);
     if (!in_tensors_) continue;
     of_rank[1] = group_.heap(r) + entry.registered.input + skipped;
@@ -169,7 +169,7 @@ template <std::size_t kMost>
 void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
                            std::size_t end) const {
   std::array<void*, kMost> at;
-  const Place* const places = bound_->places.data() + instruction.first_operand;
+  const OperandPlace* const places = bound_->places.data() + instruction.first_operand;
   const int operands = static_cast<int>(instruction.operands.size());
   while (begin < end) {
     std::size_t n = end - begin;
@@ -183,7 +183,7 @@ void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
 
 // Returns the address of the operand's element `at` in the current piece, and limits `n` to the
 // elements before the next tensor.
-std::byte* ProgramRun::address(const Place& place, std::size_t at, std::size_t& n) const {
+std::byte* ProgramRun::address(const OperandPlace& place, std::size_t at, std::size_t& n) const {
   if (place.is_own() && !memories_[place.base].is_contiguous()) [[unlikely]] {
     std::size_t bytes = n * place.item;
     std::byte* const found =
@@ -228,7 +228,7 @@ void ProgramRun::fold_and_copy(const Instruction& instruction, cpu::Pointers to,
 
 ProgramRun::TransferMemory ProgramRun::transferred(std::size_t i) const {
   const Instruction& instruction = bound_->program.instructions[i];
-  const Place& moved = bound_->places[instruction.first_operand];
+  const OperandPlace& moved = bound_->places[instruction.first_operand];
   std::size_t n = count_of(i);
   return {address(moved, 0, n), n * moved.item};
 }

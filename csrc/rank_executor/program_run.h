@@ -35,7 +35,7 @@ class ProgramRun {
       : group_(group),
         parallel_for_(std::move(parallel_for)),
         hosts_(hosts),
-        bases_(Place::of_rank(group.world(), OperandBuffer::staging)) {}
+        bases_(OperandPlace::of_rank(group.world(), OperandBuffer::staging)) {}
 
   // Begins a call, and selects the program that stages all data. The request, `prepared` and the
   // context must live until the call has ended.
@@ -44,7 +44,7 @@ class ProgramRun {
   // The input or the output; in place, both are the same.
   const SegmentList& memory(OperandBuffer where) const {
     const bool is_output = where == OperandBuffer::output && !prepared_->request.in_place;
-    return memories_[is_output ? Place::kOutput : Place::kInput];
+    return memories_[is_output ? OperandPlace::kOutput : OperandPlace::kInput];
   }
   // Runs the prologue of the first run, before the ranks have agreed on the call. Returns the
   // number of finished tasks, to be published.
@@ -76,7 +76,7 @@ class ProgramRun {
   void fold(const Instruction& instruction, void* const* at, int operands, std::size_t count) const;
   void fold_and_copy(const Instruction& instruction, cpu::Pointers to, cpu::Pointers from,
                      std::size_t count) const;
-  std::byte* address(const Place& place, std::size_t at, std::size_t& n) const;
+  std::byte* address(const OperandPlace& place, std::size_t at, std::size_t& n) const;
   std::size_t count_of(std::size_t i) const {  // elements in the current piece
     const std::size_t all = bound_->counts[i];
     return all <= from_ ? 0 : std::min(pieces_.elements, all - from_);
@@ -102,7 +102,7 @@ class ProgramRun {
   std::array<SegmentList, 2> memories_ = {};
   Pieces pieces_ = {};
   uint64_t run_ = 0;
-  std::vector<std::byte*> bases_;  // see Place; of the current piece
+  std::vector<std::byte*> bases_;  // see OperandPlace; of the current piece
   std::size_t from_ = 0;           // element of each chunk at which the current piece begins
   std::size_t filled_ = 0;         // number of instructions of the first run that `fill` has run
   bool skips_transfers_ = false, in_tensors_ = false;

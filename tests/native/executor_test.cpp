@@ -18,10 +18,10 @@ constexpr std::size_t kArena = 4 << 20;
 struct Member {
   Group& group;
   uint64_t call = 0;
-  Executor executor{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
-                      for (int64_t at = 0; at < size; at += grain)
-                        body(at, std::min(size, at + grain));
-                    }};
+  RankExecutor executor{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
+                          for (int64_t at = 0; at < size; at += grain)
+                            body(at, std::min(size, at + grain));
+                        }};
   void run(const CollectiveRequest& request) { executor.run(request, call++, soon()); }
 };
 
@@ -189,8 +189,8 @@ void run_sparse_form(Member& me) {
   it.request.sparse = &form;
   me.run(it.request);
   it.request.sparse = nullptr;
-  Executor fresh(me.group, {});
-  Executor& executor = me.group.rank() == 0 ? me.executor : fresh;
+  RankExecutor fresh(me.group, {});
+  RankExecutor& executor = me.group.rank() == 0 ? me.executor : fresh;
   executor.run(it.request, me.call++, soon());
   expect(it.out[99] == static_cast<float>(me.group.world()), "the sum of a dense call");
 }
@@ -244,7 +244,7 @@ void run_late_writer() {
       const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
       changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
     };
-    Executor(group, group.rank() == 1 ? late : cpu::ParallelFor()).run(request, 0, soon());
+    RankExecutor(group, group.rank() == 1 ? late : cpu::ParallelFor()).run(request, 0, soon());
   });
   expect_each_part(ends, "the peers have given up");
   expect(0 < changed && changed <= kCount / 32, text(changed, " elements were written"));
@@ -253,7 +253,7 @@ void run_late_writer() {
 // Rank 1 publishes a registered offset far beyond its symmetric heap.
 void run_impossible_offset() {
   const auto ends = run_in_heap(1 << 20, [](Group& group, const CollectiveRequest& request) {
-    if (group.rank() == 0) return Executor(group, {}).run(request, 0, soon());
+    if (group.rank() == 0) return RankExecutor(group, {}).run(request, 0, soon());
     CallFingerprint forged = fingerprint_of(request, 0);
     forged.set_registered(RegisteredOffsets{(64 << 20) - 64, uint64_t{1} << 60});
     enter(group, forged, at_run(1));

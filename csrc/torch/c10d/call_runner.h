@@ -22,7 +22,7 @@ std::vector<GroupCall>& bind_coalesced(std::vector<GroupCall>& calls);
 class CallRunner {
  public:
   // `executor` may refer to the group.
-  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::Executor> executor)
+  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::RankExecutor> executor)
       : group_(std::move(group)), executor_(std::move(executor)) {}
 
   void run(GroupCall& call);
@@ -46,7 +46,7 @@ class CallRunner {
   void await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
-  const std::unique_ptr<ipc::Executor> executor_;
+  const std::unique_ptr<ipc::RankExecutor> executor_;
   uint64_t calls_ = 0;
 };
 

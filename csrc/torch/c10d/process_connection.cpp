@@ -59,8 +59,8 @@ struct Members {
   std::shared_ptr<const CauseBoard> board = {};
   std::optional<ipc::HostsLink> link = {};
 
-  std::unique_ptr<ipc::Executor> executor() const {
-    return std::make_unique<ipc::Executor>(
+  std::unique_ptr<ipc::RankExecutor> executor() const {
+    return std::make_unique<ipc::RankExecutor>(
         *group, threads_of_rank(group->fold_threads()),
         link ? std::make_unique<ipc::HostsExchange>(*group, *link) : nullptr);
   }
@@ -247,7 +247,7 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
   if (remote) remote->join();
   if (group) {
     const bool ends_store = server_ && server_->ends_with_group();
-    // A work held by the caller may keep the group alive.
+    // A thread inside a call may keep the group alive.
     group->leave(ends_store ? ipc::RankState::left_with_store : ipc::RankState::has_left);
     if (server_ && server_->exists()) left_group_ = std::move(group);
   }
