@@ -8,6 +8,7 @@ message in the other direction. Messages that do not fit their receive raise, an
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import time
 
@@ -18,6 +19,8 @@ from dist_jobs import JobPool
 from dist_pool import BACKEND, OURS, Caught, RankContext, Spec, caught, check_side_by_side
 from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from torch import Tensor
+
+import pycollect as pc
 
 COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # elements: eager, one buffer, several buffers
 MIB_64 = 64 * 2**20 // 4
@@ -178,7 +181,16 @@ def collectives_past_messages(me: RankContext) -> None:
 
 
 def polled(me: RankContext) -> None:
-    """Messages complete without any call of wait(): is_completed() becomes true, and futures do."""
+    """Messages complete without any call of wait(): is_completed() becomes true, and futures do.
+
+    A wait that ends before names its message.
+    """
+    late = dist.irecv(torch.zeros(4), me.rank, tag=9)
+    words = rf"recv #\d+ from rank {me.rank}.* with tag 9 on \[4\] float32 has not finished within"
+    with pytest.raises(pc.Timeout, match=words):
+        late.wait(datetime.timedelta(milliseconds=20))
+    dist.isend(torch.ones(4), me.rank, tag=9).wait()
+    late.wait()
     count, outs, works = 300_000, {peer: torch.zeros(300_000) for peer in peers_of(me)}, []
     for peer, out in outs.items():
         works += [dist.isend(of(me.rank, count), peer), dist.irecv(out, peer)]

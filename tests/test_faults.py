@@ -1,7 +1,6 @@
 """Faults of one rank: every peer raises in time an error that names it, and the group ends.
 
-The cases are those of faults.py. Every case has its own ranks, because it breaks them; several run
-at a time, because they mostly wait.
+The cases are those of faults.py. Each has its own ranks, which it breaks; several run at a time.
 """
 
 from __future__ import annotations
@@ -343,14 +342,17 @@ def with_children(me: RankContext) -> float:
     """The faulty rank starts child programs in several ways; peers must not take that for exec."""
     calls_before_failure(me)
     if me.rank == FAULTY_RANK:
+        pending = dist.irecv(torch.zeros(1), me.rank)
         os.environ.clear()
         os.environ["MUCH"] = "x" * 100_000
         subprocess.run(["/bin/sleep", "0.1"], check=True)
         os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.1"], os.environ), 0)
         child = os.fork()
-        if child == 0:
-            os.execv("/bin/sleep", ["sleep", "0.1"])
-        os.waitpid(child, 0)
+        if child == 0:  # a thread of the parent may hold the lock of the work
+            forked = "was forked" in caught(pending.get_future).text
+            os.execv("/bin/sleep", ["sleep", "0.1" if forked else "not forked"])
+        assert os.waitpid(child, 0)[1] == 0
+        dist.isend(torch.zeros(1), me.rank)
     x = ones()
     dist.all_reduce(x)
     return x[0].item()

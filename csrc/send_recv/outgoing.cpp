@@ -58,8 +58,10 @@ void Outgoing::read_replies(DestinationPeer& peer) {
       continue;
     }
     const Envelope wanted{reply->bytes, reply->dtype, transfer->envelope.tag};
-    wakeups_.finish(*transfer, mismatch(area_.world_rank(me_), transfer->envelope,
-                                        area_.world_rank(transfer->peer()), wanted));
+    const Rank to = area_.world_rank(transfer->peer());
+    const auto why = mismatch(area_.world_rank(me_), transfer->envelope, to, wanted);
+    if (!why) throw CollectiveError(text("rank ", to, " refused a message that fits"));
+    wakeups_.finish(*transfer, why);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "../../plan/error.h"
 #include "../threads.h"
+#include "gil.h"
 
 namespace pycollect::dist {
 namespace {
@@ -31,8 +32,14 @@ bool Messages::check(const P2POp& op) const {
   return check_message(op, group_->all_ranks(), *devices_);
 }
 
-std::string Messages::describe(const GroupWork& work) {
-  return static_cast<const MessageWork&>(work).describe("");
+std::string Messages::describe(GroupWork& of) {
+  auto& work = static_cast<MessageWork&>(of);
+  learn_source(work);
+  return work.describe("");
+}
+
+void Messages::learn_source(MessageWork& work) const {
+  if (const Rank peer = work.transfer->peer(); peer >= 0) work.source = group_->world_rank(peer);
 }
 
 // A PostingScope exists from before a message is visible to any thread until the message is in
@@ -221,9 +228,10 @@ bool Messages::wait_until(GroupWork& of, ipc::Deadline deadline) {
   return work.is_done();
 }
 
-// Does not wait for another thread that completes the work: the caller may hold the GIL.
+// Does not wait for another thread that completes the work.
 void Messages::progress(GroupWork& of) {
   if (fork_guard_.forked()) return;
+  const GilRelease gil_release;  // a thread that holds the mutex may query an event of a device
   auto& work = static_cast<MessageWork&>(of);
   post_arrived();
   mailbox_.progress();
@@ -234,9 +242,10 @@ void Messages::progress(GroupWork& of) {
 void Messages::settle(Lock& lock, MessageWork& work) {
   if (work.runs() || work.is_done()) return;
   work.start();
+  ++settling_;
   lock.unlock();
   work.event.reset();
-  if (const Rank peer = work.transfer->peer(); peer >= 0) work.source = group_->world_rank(peer);
+  learn_source(work);
   TensorStaging* const staging = work.staging();
   std::exception_ptr error;
   try {
@@ -250,6 +259,7 @@ void Messages::settle(Lock& lock, MessageWork& work) {
   }
   if (staging != nullptr) staging->release();
   lock.lock();
+  --settling_;
   const auto future = work.finish(error);
   settled_.notify_all();
   if (!future) return;
@@ -398,6 +408,7 @@ std::exception_ptr Messages::close(ipc::Deadline deadline) {
   {
     Lock lock(mutex_);
     while (settle_moved(lock)) continue;
+    settled_.wait(lock, [&] { return settling_ == 0; });  // by threads that wait for a message
   }
   devices_->await_held(device_deadline(deadline));
   return raised;

@@ -31,7 +31,7 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
   void progress(GroupWork& work) override;
-  std::string describe(const GroupWork& work) override;
+  std::string describe(GroupWork& work) override;
   void abort(const std::string& why) override { group_->abort(why); }
   std::mutex& mutex() override { return mutex_; }
   // Refuses new messages and lets pending ones finish until the deadline, or until a signal handler
@@ -61,6 +61,7 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
              const ipc::OpContext& context);
   static ipc::OpContext context(const MessageWork& work, ipc::Deadline deadline);
   // Completes a message that has moved or failed, unless another thread does. Unlocks meanwhile.
+  void learn_source(MessageWork& work) const;
   void settle(Lock& lock, MessageWork& work);
   void await_settled(Lock& lock, MessageWork& work);
   bool settle_moved(Lock& lock);
@@ -80,7 +81,6 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   const std::shared_ptr<ipc::Group> group_;
   ipc::Mailbox mailbox_;
   const std::shared_ptr<DeviceOps> devices_;
-  const ipc::ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable settled_;      // apart, as waking the service thread takes long
@@ -88,8 +88,9 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   std::deque<MessageWorkPtr> unposted_;  // sends whose data is not in host memory
   std::atomic<bool> any_unposted_{false};
   std::thread thread_;
-  int waiting_ = 0;  // threads that wait for a message, and move all messages
-  int posting_ = 0;  // threads inside post()
+  int waiting_ = 0;   // threads that wait for a message, and move all messages
+  int settling_ = 0;  // works whose data a thread copies to their tensors
+  int posting_ = 0;   // threads inside post()
   bool accepting_ = true, closed_ = false, polling_ = false;
   uint64_t next_number_ = 0;
 };

@@ -38,9 +38,10 @@ ipc::Envelope MessageWork::envelope() const {
 }
 
 std::string MessageWork::describe(const std::string& of_group) const {
+  const Rank peer = sourceRank();
   return text(name(), " #", number_, op.receives ? " from " : " to ",
-              op.peer ? text("rank ", *op.peer) : "any rank", of_group, " with tag ", op.tag,
-              " on ", op.tensor.sizes(), " ", dtype_name(op.tensor));
+              peer >= 0 ? text("rank ", peer) : "any rank", of_group, " with tag ", op.tag, " on ",
+              op.tensor.sizes(), " ", dtype_name(op.tensor));
 }
 
 void MessageWork::begin_event() {

@@ -32,8 +32,8 @@ bool check_message(const P2POp& op, int world, DeviceOps& devices);
 
 class MessageWork final : public GroupWork {
  public:
-  // `staging` stages a device tensor; null: a host tensor. The owner must live until the work is
-  // done. A work that is kept, longer perhaps, keeps `kept`.
+  // `staging` stages a device tensor; null: a host tensor. The owner lives until the work is
+  // done, or a wait throws. A work that is kept, longer perhaps, keeps `kept`.
   MessageWork(const P2POp& op, uint64_t number, Rank rank, std::shared_ptr<TensorStaging> staging,
               std::weak_ptr<WorkOwner> owner, std::shared_ptr<WorkOwner> kept = {});
 

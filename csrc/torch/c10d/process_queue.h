@@ -83,7 +83,6 @@ class ProcessQueue final : public CallQueue {
   std::exception_ptr close_inside(Lock& lock);
 
   std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
-  const ipc::ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Works waiting_;                       // calls that no callback has made

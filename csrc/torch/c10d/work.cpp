@@ -55,6 +55,8 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
     else if (!owner->wait_until(*this, ipc::deadline_after(timeout)))
       throw Timeout(text(owner->describe(*this), " has not finished within the timeout of ",
                          std::chrono::duration<double>(timeout).count(), " seconds"));
+  } else if (!is_done()) {
+    throw CollectiveError(text(name(), ": the group has been destroyed"));
   }
   if (const auto error = exception()) std::rethrow_exception(error);
   if (staging()) staging()->wait_on_current_streams();
@@ -76,6 +78,7 @@ c10::intrusive_ptr<Future> GroupWork::getFuture() {
   static std::mutex of_works_without_owner;
   const GilRelease gil_release;
   const auto owner = this->owner();
+  if (owner) owner->fork_guard().require_not_forked(name());
   if (owner && !is_done()) owner->progress(*this);
   bool was_done = false;
   {
@@ -83,11 +86,14 @@ c10::intrusive_ptr<Future> GroupWork::getFuture() {
     if (future_) return future_;
     future_ = new_future(devices());
     was_done = is_done();
-    if (!was_done) {
+    if (!was_done && owner) {
       due_ = ipc::deadline_after(limit());
-      if (owner) owner->on_future_taken();
+      owner->on_future_taken();
     }
   }
+  if (!was_done && !owner)
+    future_->setErrorIfNeeded(
+        std::make_exception_ptr(CollectiveError(text(name(), ": the group has been destroyed"))));
   if (was_done) complete(*future_, result(), error_, staging());
   return future_;
 }
@@ -114,7 +120,7 @@ CollectiveWorkPtr CallQueue::push(GroupCall&& call) {
   return push_all(std::move(one)).front();
 }
 
-std::string CallQueue::describe(const GroupWork& work) {
+std::string CallQueue::describe(GroupWork& work) {
   std::string description = text(work.name(), " #", work.getSequencenumber());
   const char* before = ", which rank ";
   const std::vector<Rank> missing = this->missing();

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "../../group/system.h"
 #include "group_call.h"
 
 namespace pycollect::dist {
@@ -38,9 +39,13 @@ class WorkOwner {
   // Called with the mutex locked when the future of an unfinished work has been taken.
   virtual void on_future_taken() {}
   // Describes a work that has not finished within the timeout of a wait.
-  virtual std::string describe(const GroupWork& work) = 0;
+  virtual std::string describe(GroupWork& work) = 0;
   virtual void abort(const std::string& why) = 0;
   virtual std::mutex& mutex() = 0;  // guards the state of every work
+  const ipc::ForkGuard& fork_guard() const { return fork_guard_; }
+
+ protected:
+  const ipc::ForkGuard fork_guard_;
 };
 
 enum class WorkState {
@@ -125,7 +130,7 @@ class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueu
   CollectiveWorkPtr push(GroupCall&& call);
   // Makes the peers of the next call throw `call.refusal`.
   virtual void refuse(GroupCall&& call) { run(std::move(call)); }
-  std::string describe(const GroupWork& work) override;
+  std::string describe(GroupWork& work) override;
   virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
   // Ranks that have made fewer calls than this one, as far as is known: those of this host.
   virtual std::vector<Rank> behind() = 0;

@@ -245,7 +245,7 @@ WorkPtr ThreadMessages::post(const P2POp& op) {
   return work;
 }
 
-std::string ThreadMessages::describe(const GroupWork& work) {
+std::string ThreadMessages::describe(GroupWork& work) {
   return mailbox_->describe(static_cast<const MessageWork&>(work));
 }
 

@@ -55,7 +55,7 @@ class ThreadMessages final : public PointToPoint,
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
   void progress(GroupWork& work) override;
   void on_future_taken() override { group().count_open_futures(1); }
-  std::string describe(const GroupWork& work) override;
+  std::string describe(GroupWork& work) override;
   void abort(const std::string& why) override { group().abort(rank_, why); }
   std::mutex& mutex() override { return group().mutex(); }
 
