@@ -42,16 +42,19 @@ DtypeGroups check(const InPlaceArgs& args, const TensorGrid& grid) {
   return groups;
 }
 
-// Binds one tensor of every rank: one binding for each of its rectangles.
+// Binds one tensor of every rank: one binding for each of its rectangles, which have rows of equal
+// length.
 void bind_ranks(BoundPlan& plan, std::span<const at::Tensor> ranks, ListCall& call) {
   const std::size_t item = item_bytes(plan.dtype);
-  for (const Rectangle& rectangle : rectangles(ranks[0])) {
-    const auto count = static_cast<std::size_t>(rectangle.count);
+  const auto all = rectangles(ranks[0]);
+  if (all.empty()) return;
+  const auto count = static_cast<std::size_t>(all[0].count);
+  const PlanOffsets offsets(plan.compiled.plan, {&count, 1}, aligned_elements(item));
+  for (const Rectangle& rectangle : all) {
     std::vector<BufferMemory> memory(ranks.size() * kBuffers);
     for (std::size_t r = 0; r < ranks.size(); ++r)
       memory[r * kBuffers] = memory[r * kBuffers + 1] = rectangle.of(ranks[r]);
-    call.bind(plan, PlanOffsets(plan.compiled.plan, {&count, 1}, aligned_elements(item)),
-              std::move(memory), static_cast<std::size_t>(rectangle.rows));
+    call.bind(plan, offsets, std::move(memory), static_cast<std::size_t>(rectangle.rows));
   }
 }
 
