@@ -68,6 +68,10 @@ ServerSockets& server_sockets() {
 
 UniqueFd make_listener(uint64_t id) {
   UniqueFd socket = make_socket(SOCK_NONBLOCK);
+  // Clients may not send descriptors (since Linux 6.16, which defines SO_PASSRIGHTS): to close one
+  // can take as long as its sender likes, as of a TCP socket that lingers.
+  constexpr int kPassRights = 83, kNo = 0;
+  setsockopt(socket.get(), SOL_SOCKET, kPassRights, &kNo, sizeof kNo);
   const ServerAddress address(id);
   if (bind(socket.get(), address.get(), address.bytes) != 0)
     refuse("cannot bind a Unix socket", errno);

@@ -68,31 +68,41 @@ constexpr CgroupNames kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes"
                                 "total_inactive_file", "total_active_file"};
 constexpr CgroupNames kVersion2{"memory.max", "memory.current", "inactive_file", "active_file"};
 
-// A group's limit counts pages of files, which the kernel drops when the limit is reached.
-std::size_t room_in(const Path& group, const CgroupNames& names) {
-  const auto limit = number(group / names.limit);
-  if (!limit) return SIZE_MAX;
-  const std::size_t used = number(group / names.used).value_or(0);
-  std::size_t room = *limit > used ? *limit - used : 0;
-  for (const char* key : {names.inactive, names.active})
-    room += number(group / "memory.stat", key).value_or(0);
-  return room;
+std::size_t rest(std::size_t limit, std::optional<std::size_t> used) {
+  return limit > used.value_or(0) ? limit - used.value_or(0) : 0;
 }
 
-// A missing file imposes no limit. Swap counts as available on the machine, but not in a group:
-// few groups may use it.
+// A group's limit counts pages of files, which the kernel drops when the limit is reached, and does
+// not count swapped pages. Version 2 limits swap by itself, version 1 memory and swap together.
+std::size_t room_in(const Path& group, const CgroupNames& names, std::size_t swap) {
+  const auto limit = number(group / names.limit);
+  if (!limit) return SIZE_MAX;
+  std::size_t files = 0;
+  for (const char* key : {names.inactive, names.active})
+    files += number(group / "memory.stat", key).value_or(0);
+  if (const auto most = number(group / "memory.swap.max"))
+    swap = std::min(swap, rest(*most, number(group / "memory.swap.current")));
+  const std::size_t room = rest(*limit, number(group / names.used)) + files + swap;
+  const auto both = number(group / "memory.memsw.limit_in_bytes");
+  if (!both) return room;
+  return std::min(room, rest(*both, number(group / "memory.memsw.usage_in_bytes")) + files);
+}
+
+// A missing file imposes no limit.
 AvailableMemory available() {
   constexpr char kMachine[] = "/proc/meminfo";
   const auto memory = number(kMachine, "MemAvailable:");
-  const std::size_t kibibytes = memory.value_or(0) + number(kMachine, "SwapFree:").value_or(0);
-  AvailableMemory least = available_in_cgroups("/proc/self/cgroup", "/sys/fs/cgroup");
+  const std::size_t swap = number(kMachine, "SwapFree:").value_or(0);
+  const std::size_t kibibytes = memory.value_or(0) + swap;
+  AvailableMemory least = available_in_cgroups("/proc/self/cgroup", "/sys/fs/cgroup", swap << 10);
   if (memory && kibibytes <= least.bytes >> 10) least = {kibibytes << 10, "on this machine"};
   return least;
 }
 
 }  // namespace
 
-AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder) {
+AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder,
+                                     std::size_t swap) {
   AvailableMemory least{SIZE_MAX, {}};
   std::ifstream file(list);
   // Line format: number:controllers:/group. Version 2 names no controllers.
@@ -106,7 +116,7 @@ AvailableMemory available_in_cgroups(const std::string& list, const std::string&
     // Ancestors limit a group, too. A container's root group may be listed with its name on the
     // host: such folders do not exist in the container, but the root does.
     for (Path group = Path(line.substr(second + 1)).relative_path();; group = group.parent_path()) {
-      const std::size_t room = room_in(root / group, version2 ? kVersion2 : kVersion1);
+      const std::size_t room = room_in(root / group, version2 ? kVersion2 : kVersion1, swap);
       if (room < least.bytes) least = {room, text("in the control group /", group.string())};
       if (group.empty()) break;
     }

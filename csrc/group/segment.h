@@ -45,7 +45,9 @@ struct AvailableMemory {
 };
 
 // Returns the memory that the limits of control groups (of a container or a batch job) leave to
-// this process. `list` and `folder` have the formats of /proc/self/cgroup and /sys/fs/cgroup.
-AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder);
+// this process, with as much of `swap` (bytes free on the machine) as they may use. `list` and
+// `folder` have the formats of /proc/self/cgroup and /sys/fs/cgroup.
+AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder,
+                                     std::size_t swap);
 
 }  // namespace pycollect::ipc

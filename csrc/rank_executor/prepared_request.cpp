@@ -220,13 +220,14 @@ FoldOptions fold_options(const CollectiveRequest& request, int world) {
   return options;
 }
 
-}  // namespace
-
+// What a request is besides its root, sizes and data, in one word.
 uint64_t properties_of(const CollectiveRequest& r) {
   return static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
          uint64_t{r.moved_dtype} << 16 | static_cast<uint64_t>(r.op) << 24 |
          uint64_t{r.in_place} << 32 | uint64_t{r.irregular} << 33;
 }
+
+}  // namespace
 
 Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item, bool irregular) {
   Pieces common = bound.pieces;

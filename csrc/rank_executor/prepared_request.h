@@ -63,9 +63,6 @@ struct PreparationSettings {
   bool keeps_order;          // see SelectionKey
 };
 
-// Returns what a request is besides its root, sizes and data, in one word.
-uint64_t properties_of(const CollectiveRequest& request);
-
 class PreparedRequest {
  public:
   // Throws std::invalid_argument for a request that cannot run, TypeError for a reduction that the
@@ -76,8 +73,8 @@ class PreparedRequest {
   PreparedRequest& operator=(const PreparedRequest&) = delete;
 
   // Returns whether this was prepared for a request that differs at most in where its data is.
-  // Never for a request of sparse tensors, on whose form the ranks agree, too. `properties`: those
-  // of the request.
+  // Never for a request of sparse tensors, on whose form the ranks agree, too. `properties`: what
+  // the request is besides its root, sizes and data, in one word.
   bool serves(const CollectiveRequest& request, uint64_t properties) const;
   std::size_t item() const { return row.item(); }
   std::size_t accumulator_item() const { return row.accumulator_item(); }

@@ -101,6 +101,7 @@ constexpr std::size_t kMiB = 1 << 20;
 // reads the available memory, if it is given: its bytes and the control group that limits it.
 struct CgroupChange {
   const char *file, *content;
+  std::size_t swap = 0;
   std::optional<std::size_t> bytes = {};
   const char* where = "/job";
 };
@@ -110,7 +111,7 @@ void check_changes(std::initializer_list<CgroupChange> changes) {
   for (const CgroupChange& change : changes) {
     write(root / change.file, change.content);
     if (!change.bytes) continue;
-    const AvailableMemory got = available_in_cgroups(root / "list", root);
+    const AvailableMemory got = available_in_cgroups(root / "list", root, change.swap);
     const std::string where = *change.bytes == SIZE_MAX ? "" : "in the control group ";
     expect_equal(
         text(change.file, " ", got.bytes, " ", got.where),
@@ -119,15 +120,19 @@ void check_changes(std::initializer_list<CgroupChange> changes) {
 }
 
 // The group with the least available memory counts, of a group and its ancestors. Pages of files
-// count as free.
+// count as free, and swap as far as the group may use it.
 void reads_cgroup_v2() {
-  check_changes({{"list", "0::/job/step", SIZE_MAX},
-                 {"job/step/memory.max", "max", SIZE_MAX},
+  check_changes({{"list", "0::/job/step", 7, SIZE_MAX},
+                 {"job/step/memory.max", "max", 7, SIZE_MAX},
                  {"job/memory.max", "1000"},
-                 {"job/memory.current", "900", 100},
-                 {"job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 5", 150},
+                 {"job/memory.current", "900", 0, 100},
+                 {"job/memory.current", "900", 7, 107},
+                 {"job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 5", 7, 157},
+                 {"job/memory.swap.max", "5"},
+                 {"job/memory.swap.current", "4", 7, 151},
+                 {"job/memory.swap.max", "max", 7, 157},
                  {"job/step/memory.max", "60"},
-                 {"job/step/memory.current", "90", 0, "/job/step"}});
+                 {"job/step/memory.current", "90", 0, 0, "/job/step"}});
 }
 
 // In a container, the root group may be listed with its name on the host.
@@ -137,10 +142,12 @@ void reads_cgroup_v1() {
        {"memory/job/memory.limit_in_bytes", "1000"},
        {"memory/job/memory.usage_in_bytes", "900"},
        {"memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20"},
-       {"list", "4:cpu:/other\n3:hugetlb,memory:/job\n0::/", 150},
+       {"list", "4:cpu:/other\n3:hugetlb,memory:/job\n0::/", 7, 157},
+       {"memory/job/memory.memsw.limit_in_bytes", "1001"},
+       {"memory/job/memory.memsw.usage_in_bytes", "900", 7, 151},
        {"list", "3:memory:/docker/4711"},
        {"memory/memory.limit_in_bytes", "200"},
-       {"memory/memory.usage_in_bytes", "50", 150, "/"}});
+       {"memory/memory.usage_in_bytes", "50", 0, 150, "/"}});
 }
 
 // Moves this process to a new control group of `bytes`; returns false where that is not permitted.
