@@ -7,6 +7,7 @@
 #include <bit>
 #include <functional>
 #include <iterator>
+#include <ranges>
 
 #include "../plan/error.h"
 #include "group.h"
@@ -55,7 +56,17 @@ SymmetricHeap::SymmetricHeap(const Group& group)
       bytes_(group.layout().sizes.symmetric_heap_bytes),
       is_committed_((bytes_ + kGranule - 1) / kGranule) {
   const std::size_t first = std::min(group.rank() * kRankStagger, bytes_);
-  free_.emplace(first, bytes_ - first);
+  add_gap(first, bytes_ - first);
+}
+
+void SymmetricHeap::add_gap(std::size_t offset, std::size_t bytes) {
+  free_.emplace(offset, bytes);
+  by_size_.emplace(bytes, offset);
+}
+
+void SymmetricHeap::remove_gap(std::map<std::size_t, std::size_t>::iterator gap) {
+  by_size_.erase({gap->second, gap->first});
+  free_.erase(gap);
 }
 
 std::size_t SymmetricHeap::allocate(std::size_t bytes) {
@@ -78,16 +89,14 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
 // Allocates from the beginning of the smallest gap that is large enough. The part of the heap that
 // was never used is mostly the largest, and so the last to be taken from.
 std::size_t SymmetricHeap::take(std::size_t bytes) {
-  auto best = free_.end();
-  for (auto gap = free_.begin(); gap != free_.end(); ++gap)
-    if (gap->second >= bytes && (best == free_.end() || gap->second < best->second)) best = gap;
-  if (best == free_.end())
+  const auto best = by_size_.lower_bound({bytes, 0});
+  if (best == by_size_.end())
     throw std::runtime_error(text("no place for ", bytes, " bytes in this rank's symmetric heap: ",
                                   used_, " of ", bytes_, " bytes are in use by tensors"));
-  const auto [offset, size] = *best;
+  const auto [size, offset] = *best;
   commit(offset, offset + bytes);
-  free_.erase(best);
-  if (size > bytes) free_.emplace(offset + bytes, size - bytes);
+  remove_gap(free_.find(offset));
+  if (size > bytes) add_gap(offset + bytes, size - bytes);
   return offset;
 }
 
@@ -130,15 +139,18 @@ void SymmetricHeap::free(std::size_t offset) noexcept {
   std::size_t bytes = block->second;
   used_ -= bytes;
   blocks_.erase(block);
-  auto next = free_.lower_bound(offset);  // adjacent gaps become one
-  if (next != free_.end() && next->first == offset + bytes) {
+  // Adjacent gaps become one.
+  if (const auto next = free_.find(offset + bytes); next != free_.end()) {
     bytes += next->second;
-    next = free_.erase(next);
+    remove_gap(next);
   }
-  if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset)
-    std::prev(next)->second += bytes;
-  else
-    free_.emplace(offset, bytes);
+  if (const auto next = free_.lower_bound(offset); next != free_.begin())
+    if (const auto before = std::prev(next); before->first + before->second == offset) {
+      offset = before->first;
+      bytes += before->second;
+      remove_gap(before);
+    }
+  add_gap(offset, bytes);
   if (cached_bytes() > used_ + kCacheBytes) trim();
 }
 
@@ -148,10 +160,7 @@ void SymmetricHeap::trim() noexcept {
   const auto too_much = [&] {
     return cached_bytes() - std::min(cached_bytes(), used_ + kCacheBytes);
   };
-  std::vector<std::pair<std::size_t, std::size_t>> largest;  // (bytes, offset)
-  for (const auto& [offset, bytes] : free_) largest.emplace_back(bytes, offset);
-  std::ranges::sort(largest, std::greater());
-  for (const auto& [bytes, offset] : largest) {
+  for (const auto& [bytes, offset] : std::views::reverse(by_size_)) {
     const std::size_t first = (offset + kGranule - 1) / kGranule;
     for (std::size_t end = (offset + bytes) / kGranule; end > first && too_much() > 0;) {
       const std::size_t most = (too_much() + kGranule - 1) / kGranule;
