@@ -17,6 +17,8 @@ from reference import BITS_OF, LAYOUTS, MOVED, assert_same, place, randoms
 from sites import slow_on_processes
 from torch import Tensor
 
+import pycollect
+
 N = 5
 LARGE = 200_001  # elements; takes several pieces
 
@@ -279,9 +281,41 @@ def half_overlapping_inputs(me: RankContext) -> None:
             same(base[count:], torch.cat([of(r, count, me.rank * count) for r in range(me.world)]))
 
 
+PARTS: dict[str, Callable[[Tensor, list[Tensor], Tensor], object]] = {
+    "all_gather": lambda part, parts, _: dist.all_gather(parts, part),
+    "all_gather_into_tensor": lambda part, _, whole: dist.all_gather_into_tensor(whole, part),
+    "gather": lambda part, parts, _: dist.gather(part, None if dist.get_rank() else parts),
+    "reduce_scatter": lambda part, parts, _: dist.reduce_scatter(part, parts),
+    "reduce_scatter_tensor": lambda part, _, whole: dist.reduce_scatter_tensor(part, whole),
+    "scatter": lambda part, parts, _: dist.scatter(part, None if dist.get_rank() else parts),
+}
+
+
+def parts_of_the_other_side(me: RankContext) -> None:
+    """A tensor may be this rank's own part of the call's other side, but no other rank's part."""
+    count, own, other = 300, me.rank, (me.rank + 1) % me.world
+    inputs = [of(r, me.world * count) for r in range(me.world)]
+    parts = [x.view(me.world, count) for x in inputs]
+    gathered = torch.cat([parts[r][r] for r in range(me.world)])
+    wholes = {"all_gather": gathered, "all_gather_into_tensor": gathered}
+    wholes["gather"] = inputs[own] if own else gathered
+    results = {"scatter": parts[0][own]}
+    results |= dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), sum(parts)[own])
+    for new in (torch.empty, pycollect.symmetric_empty):
+        for name, call in PARTS.items():
+            mine = list((whole := new(me.world * count).copy_(inputs[own])).chunk(me.world))
+            error = caught(call, mine[other], mine, whole)
+            assert error.kind == "ValueError", (name, error)
+            same(whole, inputs[own])
+            call(mine[own], mine, whole)
+            same(mine[own], results[name]) if name in results else same(whole, wholes[name])
+
+
 @ours_only
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("job", [different_layouts, repeated_inputs, half_overlapping_inputs])
+@pytest.mark.parametrize(
+    "job", [different_layouts, repeated_inputs, half_overlapping_inputs, parts_of_the_other_side]
+)
 def test_memory_of_tensors(pools, world, job):
     pools(world).run(job)
 

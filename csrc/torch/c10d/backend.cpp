@@ -78,28 +78,26 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-GroupCall Backend::new_call(const CallParams& info) const {
+CollectiveWorkPtr Backend::new_work(const CallParams& info, uint64_t number) const {
   const bool given = is_limit(info.timeout);
   const std::string& wanted = options_->algorithm;
   const bool has_wanted = !wanted.empty() && has_algorithm(info.collective, wanted);
-  return {.collective = info.collective,
-          .name = info.name,
-          .algorithm = has_wanted ? std::string_view(wanted) : std::string_view(),
-          .devices = connection_->devices().get(),
-          .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
+  return c10::make_intrusive<CollectiveWork>([&]() -> GroupCall {
+    return {.collective = info.collective,
+            .name = info.name,
+            .number = number,
+            .algorithm = has_wanted ? std::string_view(wanted) : std::string_view(),
+            .connection = connection_.get(),
+            .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
+  });
 }
 
 // Enqueues the refusal in place of the refused call.
-void Backend::publish_refusal(const Refusal& refusal, GroupCall call) {
+void Backend::publish_refusal(const Refusal& refusal, const CallParams& info) {
   if (refusal.published.empty()) return;
-  call.refusal = truncated(refusal.published);
-  connection_->queue().refuse(std::move(call));
-}
-
-// Returns null for tensors in host memory. The binder refuses stream capture later.
-std::shared_ptr<TensorStaging> Backend::begin(const GroupCall& call, const at::Tensor* first) {
-  if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
-  return connection_->begin_staging();
+  const CollectiveWorkPtr work = new_work(info);
+  work->call().refusal = truncated(refusal.published);
+  connection_->queue().refuse(work);
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
@@ -127,21 +125,23 @@ std::optional<Refusal> Backend::try_build(const CallParams& info, const char* pr
   }
 }
 
-WorkPtr Backend::collective(const CallParams& info, const at::Tensor* first, Build build) {
+WorkPtr Backend::collective(const CallParams& info, Build build) {
   const InFlightGuard in_flight;
   fork_guard_.require_not_forked(info.name);
-  GroupCall call = new_call(info);
-  call.number = calls_++;  // refused calls count as well: call numbers must agree across ranks
-  if (CoalescedList* const list = coalescing_->find())
-    return coalesce(*list, info, std::move(call), first, build);
-  call.staging = begin(call, first);
+  // Refused calls count as well: call numbers must agree across ranks.
+  CollectiveWorkPtr work = new_work(info, calls_++);
+  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, info, work, build);
+  GroupCall& call = work->call();
   if (const auto refusal = try_build(info, "", call, build)) {
-    publish_refusal(*refusal, new_call(info));
+    publish_refusal(*refusal, info);
     std::rethrow_exception(refusal->error);
   }
   call.event = ProfilerEvent::begin(info.name, info.inputs);
-  CallQueue& queue = connection_->queue();
-  return info.async ? queue.push(std::move(call)) : queue.run(std::move(call));
+  if (info.async)
+    connection_->queue().push_all({work});
+  else
+    connection_->queue().run(work);
+  return work;
 }
 
 // torch calls this once per device type with one store; both calls must return the same group.
@@ -167,47 +167,30 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(
 // The collective methods of c10d::Backend; each calls a builder of builders.h.
 namespace {
 
-const at::Tensor* first(const Tensors& tensors) {
-  return tensors.empty() ? nullptr : &tensors.front();
-}
-const at::Tensor* first(const TensorLists& lists) {
-  return lists.empty() ? nullptr : first(lists.front());
-}
-const at::Tensor* first_dense(const Tensors& tensors) {
-  const auto found = std::ranges::find_if_not(tensors, &at::Tensor::is_sparse);
-  return found == tensors.end() ? nullptr : &*found;
-}
 at::TensorList list_of(const TensorLists& lists) {
   return lists.empty() ? at::TensorList() : at::TensorList(lists.front());
 }
 
 }  // namespace
 
-WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
+WorkPtr Backend::all_reduce(at::TensorList tensors, const c10d::AllreduceOptions& o) {
   return collective({Collective::all_reduce, "all_reduce", o.timeout, o.asyncOp, tensors},
-                    first_dense(tensors),
                     [&](GroupCall& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
   return collective({Collective::all_reduce, "all_reduce_coalesced", o.timeout, o.asyncOp, tensors},
-                    first_dense(tensors),
                     [&](GroupCall& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
-}
-
-WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) {
-  return allreduce(tensors, o);
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   return collective(
-      {Collective::reduce, "reduce", o.timeout, o.asyncOp, tensors}, first(tensors),
+      {Collective::reduce, "reduce", o.timeout, o.asyncOp, tensors},
       [&](GroupCall& call) { dist::reduce(call, me_, tensors, o.reduceOp, o.rootRank); });
 }
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   return collective({Collective::broadcast, "broadcast", o.timeout, o.asyncOp, tensors},
-                    first(tensors),
                     [&](GroupCall& call) { dist::broadcast(call, me_, tensors, o.rootRank); });
 }
 
@@ -220,7 +203,7 @@ void bind_barrier(GroupCall& call) {
 }  // namespace
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& o) {
-  return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, nullptr, bind_barrier);
+  return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, bind_barrier);
 }
 
 namespace {
@@ -255,7 +238,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
   try {
     const auto work = collective(
         {Collective::barrier, "monitored_barrier", std::max(timeout, milliseconds(1)), false},
-        nullptr, bind_barrier);
+        bind_barrier);
     if (work) work->wait();  // null: the call is coalesced; endCoalescing() returns its work
   } catch (const Timeout& error) {
     throw Timeout(failure(error));
@@ -265,16 +248,16 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
-  return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
-                    first(outputs),
-                    [&](GroupCall& call) { dist::all_gather(call, me_, outputs, inputs); });
+  return collective(
+      {Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
+      [&](GroupCall& call) { all_gather(call, me_, {"input", inputs, "output_list", &outputs}); });
 }
 
 // The output lists of allgather_coalesced are indexed [rank][tensor].
 WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& o) {
   return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp, inputs},
-                    first(outputs), [&](GroupCall& call) {
+                    [&](GroupCall& call) {
                       require(static_cast<int>(outputs.size()) == me_.world, call.name, ": ",
                               outputs.size(), " output lists were passed for ", me_.world,
                               " ranks; pass one for each rank");
@@ -286,39 +269,39 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                         for (std::size_t i = 0; i < inputs.size(); ++i)
                           by_tensor[i].push_back(of_rank[i]);
                       }
-                      dist::all_gather(call, me_, by_tensor, inputs);
+                      all_gather(call, me_, {"input", inputs, "output_list", &by_tensor});
                     });
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& o) {
   return collective(
-      {Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input}, &output,
-      [&](GroupCall& call) { dist::all_gather_single(call, me_, {output}, {input}); });
+      {Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input},
+      [&](GroupCall& call) { all_gather(call, me_, {"input", input, "output", {}, output}); });
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& o) {
   return collective(
       {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp, inputs},
-      first(outputs),
-      [&](GroupCall& call) { dist::all_gather_single(call, me_, outputs, inputs); });
+      [&](GroupCall& call) { all_gather(call, me_, {"input", inputs, "output", {}, outputs}); });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                 const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter", o.timeout, o.asyncOp, list_of(inputs)},
-      first(outputs),
-      [&](GroupCall& call) { dist::reduce_scatter(call, me_, outputs, inputs, o.reduceOp); });
+      [&](GroupCall& call) {
+        dist::reduce_scatter(call, me_, {"output", outputs, "input_list", &inputs}, o.reduceOp);
+      });
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& o) {
   return collective(
-      {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp, input}, &output,
+      {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp, input},
       [&](GroupCall& call) {
-        dist::reduce_scatter_single(call, me_, {output}, {input}, o.reduceOp);
+        dist::reduce_scatter(call, me_, {"output", output, "input", {}, input}, o.reduceOp);
       });
 }
 
@@ -326,44 +309,45 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                                  const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp, inputs},
-      first(outputs), [&](GroupCall& call) {
-        dist::reduce_scatter_single(call, me_, outputs, inputs, o.reduceOp);
+      [&](GroupCall& call) {
+        dist::reduce_scatter(call, me_, {"output", outputs, "input", {}, inputs}, o.reduceOp);
       });
 }
 
 WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
-  return collective({Collective::gather, "gather", o.timeout, o.asyncOp, inputs},
-                    outputs.empty() ? first(inputs) : first(outputs),
-                    [&](GroupCall& call) { dist::gather(call, me_, outputs, inputs, o.rootRank); });
+  return collective(
+      {Collective::gather, "gather", o.timeout, o.asyncOp, inputs}, [&](GroupCall& call) {
+        dist::gather(call, me_, {"tensor", inputs, "gather_list", &outputs}, o.rootRank);
+      });
 }
 
 WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                     const c10d::GatherOptions& o) {
   return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp, input},
-                    me_.rank == o.rootRank ? &output : &input, [&](GroupCall& call) {
-                      dist::gather_single(call, me_, output, input, o.rootRank);
+                    [&](GroupCall& call) {
+                      dist::gather(call, me_, {"input", input, "output", {}, output}, o.rootRank);
                     });
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) {
-  return collective(
-      {Collective::scatter, "scatter", o.timeout, o.asyncOp, list_of(inputs)}, first(outputs),
-      [&](GroupCall& call) { dist::scatter(call, me_, outputs, inputs, o.rootRank); });
+  return collective({Collective::scatter, "scatter", o.timeout, o.asyncOp, list_of(inputs)},
+                    [&](GroupCall& call) {
+                      dist::scatter(call, me_, {"tensor", outputs, "scatter_list", &inputs},
+                                    o.rootRank);
+                    });
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp, inputs},
-                    first(outputs),
-                    [&](GroupCall& call) { dist::all_to_all(call, me_, outputs, inputs); });
+                    [&](GroupCall& call) { all_to_all(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_sizes,
                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp, input},
-                    &output, [&](GroupCall& call) {
-                      dist::all_to_all_single(call, me_, output, input,
-                                              {output_sizes, input_sizes});
+                    [&](GroupCall& call) {
+                      all_to_all_single(call, me_, output, input, {output_sizes, input_sizes});
                     });
 }
 

@@ -59,9 +59,14 @@ class Backend final : public c10d::Backend {
   // backend yet. If `unlisted` is false, does nothing for a thread without a list.
   void abandonCoalescing(std::string_view why, bool unlisted);
 
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
+  WorkPtr all_reduce(at::TensorList tensors, const c10d::AllreduceOptions& o);
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
+    return all_reduce(tensors, o);
+  }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override;
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) override {
+    return all_reduce(tensors, o);
+  }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
   WorkPtr barrier(const c10d::BarrierOptions& o) override;
@@ -102,15 +107,13 @@ class Backend final : public c10d::Backend {
     at::TensorList inputs = {};  // for profiles
   };
   using Build = c10::function_ref<void(GroupCall&)>;
-  // `first`: the tensor that the call binds first. If it is on a device, all others must be, too.
-  WorkPtr collective(const CallParams& info, const at::Tensor* first, Build build);
-  WorkPtr coalesce(CoalescedList& list, const CallParams& info, GroupCall call,
-                   const at::Tensor* first, Build build);
+  WorkPtr collective(const CallParams& info, Build build);
+  WorkPtr coalesce(CoalescedList& list, const CallParams& info, const CollectiveWorkPtr& work,
+                   Build build);
   std::optional<Refusal> try_build(const CallParams& info, const char* prefix, GroupCall& call,
                                    Build build) const;
-  GroupCall new_call(const CallParams& info) const;
-  std::shared_ptr<TensorStaging> begin(const GroupCall& call, const at::Tensor* first);
-  void publish_refusal(const Refusal& refusal, GroupCall call);
+  CollectiveWorkPtr new_work(const CallParams& info, uint64_t number = 0) const;
+  void publish_refusal(const Refusal& refusal, const CallParams& info);
   void publish_refusal(const CoalescedList& list);
 
   WorkPtr message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag);

@@ -8,17 +8,9 @@
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
 #include "../threads.h"
+#include "connection.h"
 
 namespace pycollect::dist {
-namespace {
-
-std::byte* address(const at::Tensor& t, bool writes) {
-  return static_cast<std::byte*>(writes ? t.mutable_data_ptr()
-                                        : const_cast<void*>(t.const_data_ptr()));
-}
-
-}  // namespace
-
 bool check_operand(const at::Tensor& t, AccessMode use, const ArgumentName& label,
                    DeviceOps& devices) {
   if (devices.serves(t)) {
@@ -36,42 +28,54 @@ bool check_operand(const at::Tensor& t, AccessMode use, const ArgumentName& labe
   return false;
 }
 
-void Binder::check_same_memory_kind(const at::Tensor& t, bool on_device,
-                                    const ArgumentName& label) {
+ArgumentName label_of(const GroupCall& call, const char* list, at::TensorList all, std::size_t i) {
+  return {call.name, list, all.size() == 1 ? -1 : static_cast<int>(i)};
+}
+
+ipc::BufferSegment Binder::stage(const at::Tensor& t, bool reads, bool writes) {
+  if (call_.written != nullptr) call_.held.push_back(t);
+  return call_.staging->add_tensor(t, reads, writes);
+}
+
+Binder::Bound Binder::bind(const at::Tensor& t, const ArgumentName& label, bool reads,
+                           bool writes) {
+  const AccessMode use = writes ? AccessMode::write : AccessMode::read;
+  const bool on_device = check_operand(t, use, label, *call_.connection->devices());
+  if (on_device && extents_.empty()) call_.staging = call_.connection->begin_staging();
   require(on_device == (call_.staging != nullptr), label.call, ": ", label, " is on ", t.device(),
           " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
           "; the tensors of one call must be all in host memory or all on GPUs");
-}
-
-// Returns the address, in the caller's tensor, of the data that the executor has at `host`.
-const std::byte* Binder::origin(const std::byte* host) const {
-  for (const StagedRange& s : staged_ranges_)
-    if (s.host <= host && host < s.host + s.bytes) return s.tensor + (host - s.host);
-  return host;
-}
-
-ipc::BufferSegment Binder::add_tensor(const at::Tensor& t, bool reads, bool writes) {
-  if (call_.written != nullptr) call_.held.push_back(t);
-  const ipc::BufferSegment span = call_.staging->add_tensor(t, reads, writes);
-  if (t.is_contiguous()) staged_ranges_.push_back({span.base, address(t, writes), t.nbytes()});
-  return span;
-}
-
-ipc::BufferSegment Binder::bind(const at::Tensor& t, const ArgumentName& label, bool reads,
-                                bool writes) {
-  const AccessMode use = writes ? AccessMode::write : AccessMode::read;
-  const bool on_device = check_operand(t, use, label, *call_.devices);
-  check_same_memory_kind(t, on_device, label);
+  Bound bound{{}, extents_.size(), t.is_contiguous()};
   extents_.push_back(extent(t, use, label));
-  if (on_device) return add_tensor(t, reads, writes);
-  if (t.is_contiguous()) {
-    call_.held.push_back(t);
-    return {address(t, writes), static_cast<std::size_t>(t.numel())};
+  if (on_device) {
+    bound.memory = stage(t, reads, writes);
+  } else if (bound.contiguous) {
+    if (!writes) call_.held.push_back(t);  // a result is kept as such
+    bound.memory = {const_cast<std::byte*>(extents_.back().begin),
+                    static_cast<std::size_t>(t.numel())};
+  } else {
+    at::Tensor dense{at::detail::empty_cpu(t.sizes(), t.scalar_type())};
+    if (reads) call_.fills.push_back([dense, t] { copy_strided(dense, t); });
+    if (writes) call_.copies.emplace_back(t, dense);
+    bound.memory = keep(std::move(dense));
   }
-  at::Tensor dense{at::detail::empty_cpu(t.sizes(), t.scalar_type())};
-  if (reads) call_.fills.push_back([dense, t] { copy_strided(dense, t); });
-  if (writes) call_.copies.emplace_back(t, dense);
-  return keep(std::move(dense));
+  return bound;
+}
+
+// The range that is read becomes what of it is not written.
+void Binder::share(const Bound& block, const Bound& all, int parts) {
+  if (!block.contiguous || !all.contiguous) return;
+  const ArgumentRange whole = extents_[all.extent];
+  ArgumentRange& one = extents_[block.extent];
+  const std::ptrdiff_t bytes = (whole.end - whole.begin) / parts;
+  const std::byte* const own = whole.begin + (parts > 1 ? me_.rank : 0) * bytes;
+  if (one.begin != own || one.end != own + bytes) return;
+  if (whole.written) {
+    one.end = one.begin;
+    return;
+  }
+  extents_[all.extent].end = own;
+  extents_.push_back({own + bytes, whole.end, false, whole.label});
 }
 
 ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
@@ -81,7 +85,7 @@ ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
     call_.fills.push_back([&torch, temporary, like, fill = std::move(fill)] {
       torch.compute(temporary, like, fill);
     });
-    return add_tensor(temporary, true, false);
+    return stage(temporary, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
   call_.fills.push_back([dense, fill = std::move(fill)] { fill(dense); });
@@ -91,38 +95,7 @@ ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
 ipc::BufferSegment Binder::keep(at::Tensor t) {
   call_.held.push_back(std::move(t));
   const at::Tensor& held = call_.held.back();
-  return {address(held, true), static_cast<std::size_t>(held.numel())};
-}
-
-ipc::BufferSegment Binder::read(const at::Tensor& t, const ArgumentName& label) {
-  return bind(t, label, true, false);
-}
-ipc::BufferSegment Binder::write(const at::Tensor& t, const ArgumentName& label) {
-  return bind(t, label, false, true);
-}
-ipc::BufferSegment Binder::update(const at::Tensor& t, const ArgumentName& label) {
-  return bind(t, label, true, true);
-}
-
-ipc::BufferSegment Binder::read_aliasing(const at::Tensor& t, const ArgumentName& label,
-                                         const ipc::BufferSegment& place, std::size_t first) {
-  const ipc::BufferSegment span = read(t, label);
-  const auto item = static_cast<std::size_t>(t.element_size());
-  const std::byte* own = origin(span.base) + first * item;
-  if (own != origin(place.base) || first + place.count > span.count) return span;
-  ArgumentRange before = extents_.back(), after = before;
-  before.end = own;
-  after.begin = own + place.count * item;
-  extents_.back() = before;
-  extents_.push_back(after);
-  return span;
-}
-
-ipc::BufferSegment Binder::read_whole_aliasing(const at::Tensor& t, const ArgumentName& label,
-                                               const ipc::BufferSegment& place) {
-  const ipc::BufferSegment span = read(t, label);
-  if (origin(span.base) == origin(place.base) && span.count == place.count) extents_.pop_back();
-  return span;
+  return {static_cast<std::byte*>(held.mutable_data_ptr()), static_cast<std::size_t>(held.numel())};
 }
 
 std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
@@ -131,74 +104,72 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
   std::size_t i = 0;
   while (i < call_.requests.size() && call_.requests[i].dtype_number() != number) ++i;
   if (i == call_.requests.size()) {
-    FoldOptions options{.world = me_.world};
-    if (item_bytes(dtype) == 1) options.float8 = float8_specials();
-    call_.requests.push_back({.collective = call_.collective,
-                              .dtype = dtype,
-                              .moved_dtype = number,
-                              .op = form_.op,
-                              .root = form_.root,
-                              .algorithm = call_.algorithm,
-                              .options = options,
-                              .in_place = form_.in_place,
-                              .irregular = form_.irregular,
-                              .tensors = 0});
-    RequestBuffers& part = parts_.emplace_back();
-    part.input.resize(form_.input_blocks);
-    part.output.resize(form_.output_blocks);
+    ipc::CollectiveRequest& added = call_.requests.emplace_back();
+    added.collective = call_.collective;
+    added.dtype = dtype;
+    added.moved_dtype = number;
+    added.op = form_.op;
+    added.root = form_.root;
+    added.algorithm = call_.algorithm;
+    added.options.world = me_.world;
+    if (item_bytes(dtype) == 1) added.options.float8 = float8_specials();
+    added.in_place = form_.in_place;
+    added.irregular = form_.irregular;
+    added.tensors = 0;
   }
   ++call_.requests[i].tensors;
   return i;
 }
 
-void Binder::add_input(std::size_t request, std::size_t block, ipc::BufferSegment span) {
-  parts_[request].input[block].push_back(span);
-}
-void Binder::add_output(std::size_t request, std::size_t block, ipc::BufferSegment span) {
-  parts_[request].output[block].push_back(span);
+void Binder::add(Side side, std::size_t request, std::size_t block,
+                 const ipc::BufferSegment& memory) {
+  pieces_[static_cast<int>(side)].push_back({request, block, memory});
 }
 
-ipc::BufferSegment Binder::part(std::size_t request, const ipc::BufferSegment& whole,
-                                std::size_t block) const {
-  const std::size_t count = whole.count / me_.world;
-  return {whole.base + block * count * item_bytes(call_.requests[request].dtype), count};
-}
-
-void Binder::add_whole_input(std::size_t request, const ipc::BufferSegment& span) {
-  for (Rank r = 0; r < me_.world; ++r) add_input(request, r, part(request, span, r));
-}
-void Binder::add_whole_output(std::size_t request, const ipc::BufferSegment& span) {
-  for (Rank r = 0; r < me_.world; ++r) add_output(request, r, part(request, span, r));
+void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
+                     const Sizes& blocks) {
+  const std::size_t item = item_bytes(call_.requests[request].dtype);
+  for (std::size_t b = 0; b < blocks.size(); ++b) {
+    memory.count = blocks[b];
+    add(side, request, b, memory);
+    memory.base += memory.count * item;
+  }
 }
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
-ipc::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
-  ipc::CallBuffer buffer{{}, Sizes(blocks.size())};
+ipc::CallBuffer Binder::joined(const Pieces& pieces, std::size_t request,
+                               std::size_t blocks) const {
+  const std::size_t item = item_bytes(call_.requests[request].dtype);
+  ipc::CallBuffer buffer{{}, Sizes(blocks)};
+  std::vector<ipc::BufferSegment>& segments = buffer.segments;
+  std::size_t last = blocks;
   ipc::Hasher cuts;
   bool cut = false;
-  for (std::size_t b = 0; b < blocks.size(); ++b) {
-    cut |= blocks[b].size() > 1;
-    cuts.add(b);
-    for (const ipc::BufferSegment& s : blocks[b]) {
-      cuts.add(s.count);
-      buffer.blocks[b] += s.count;
-      if (s.count == 0) continue;
-      if (!buffer.segments.empty() &&
-          buffer.segments.back().base + buffer.segments.back().count * item == s.base)
-        buffer.segments.back().count += s.count;
-      else
-        buffer.segments.push_back(s);
-    }
+  for (const Piece& piece : pieces) {
+    if (piece.request != request) continue;
+    cut |= piece.block == last;
+    last = piece.block;
+    cuts.add(piece.block);
+    cuts.add(piece.memory.count);
+    buffer.blocks[piece.block] += piece.memory.count;
+    if (piece.memory.count == 0) continue;
+    if (!segments.empty() &&
+        segments.back().base + segments.back().count * item == piece.memory.base)
+      segments.back().count += piece.memory.count;
+    else
+      segments.push_back(piece.memory);
   }
   if (cut) buffer.cuts = cuts.value();
   return buffer;
 }
 
 void Binder::finish() {
+  for (Pieces& pieces : pieces_)
+    if (!std::ranges::is_sorted(pieces, {}, &Piece::block))
+      std::ranges::stable_sort(pieces, {}, &Piece::block);
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
-    ipc::CollectiveRequest& r = call_.requests[i];
-    r.input = joined(parts_[i].input, item_bytes(r.dtype));
-    r.output = joined(parts_[i].output, item_bytes(r.dtype));
+    call_.requests[i].input = joined(pieces_[0], i, form_.input_blocks);
+    call_.requests[i].output = joined(pieces_[1], i, form_.output_blocks);
   }
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();

@@ -2,8 +2,6 @@
 // through a copy, and parts of several tensors in the order of the plan's blocks. Throws for
 // unsupported tensors before any data moves.
 #pragma once
-#include <c10/util/SmallVector.h>
-
 #include "group_call.h"
 
 namespace pycollect::dist {
@@ -13,14 +11,19 @@ namespace pycollect::dist {
 bool check_operand(const at::Tensor& tensor, AccessMode use, const ArgumentName& label,
                    DeviceOps& devices);
 
+// Returns the label of `all[i]`, with its index if the list has several tensors.
+ArgumentName label_of(const GroupCall& call, const char* list, at::TensorList all, std::size_t i);
+
 struct RankAndWorld {  // a rank's position in the group
   Rank rank;
   int world;
 };
 
+enum class Side { input, output };
+
 // Properties that all requests of a call share.
 struct RequestTemplate {
-  std::size_t input_blocks, output_blocks;  // 0: this rank does not use the buffer
+  std::size_t input_blocks = 0, output_blocks = 0;  // 0: this rank does not use the buffer
   ReduceOp op = ReduceOp::sum;
   Rank root = 0;
   bool in_place = false, irregular = false;
@@ -28,23 +31,21 @@ struct RequestTemplate {
 
 class Binder {
  public:
-  // `call.staging` must be set if the call's tensors are to be on devices.
+  // Sets `call.staging` if the first tensor is on a device; then all others must be, too.
   Binder(GroupCall& call, RankAndWorld me, const RequestTemplate& form)
       : call_(call), me_(me), form_(form) {}
 
-  // Bind a tensor that the call reads, writes, or both (`update`). Return where the tensor's
-  // elements are when the call runs.
-  ipc::BufferSegment read(const at::Tensor& tensor, const ArgumentName& label);
-  ipc::BufferSegment write(const at::Tensor& tensor, const ArgumentName& label);
-  ipc::BufferSegment update(const at::Tensor& tensor, const ArgumentName& label);
-  // Like read(), but the elements from `first` on may be the same memory as `place`, which is
-  // written: no plan writes an element there before it has been read.
-  ipc::BufferSegment read_aliasing(const at::Tensor& tensor, const ArgumentName& label,
-                                   const ipc::BufferSegment& place, std::size_t first = 0);
-  // Like read(), but the whole tensor may be the same memory as `place`, a part of a written
-  // tensor.
-  ipc::BufferSegment read_whole_aliasing(const at::Tensor& tensor, const ArgumentName& label,
-                                         const ipc::BufferSegment& place);
+  struct Bound {
+    ipc::BufferSegment memory;  // where the tensor's elements are when the call runs
+    std::size_t extent;         // number of the tensor's extent
+    bool contiguous;
+  };
+  // Binds a tensor that the call reads, writes, or both.
+  Bound bind(const at::Tensor& tensor, const ArgumentName& label, bool reads, bool writes);
+  // Lets `block`, this rank's block on one side of the call, be the same memory as its block in
+  // `all`, which has the blocks of `parts` ranks or is itself that block. One of both is read, the
+  // other one written: no plan writes an element there before it has been read.
+  void share(const Bound& block, const Bound& all, int parts);
   // Binds a temporary with the properties of `like`, which `fill` computes from one of the call's
   // tensors. For host tensors, `fill` runs when the call runs.
   using Fill = std::function<void(const at::Tensor& into)>;
@@ -53,44 +54,31 @@ class Binder {
   // Returns the index of the request for the tensor's dtype; requests are in order of first
   // appearance. Any dtype that can be moved is accepted.
   std::size_t request(const at::Tensor& tensor, const ArgumentName& label);
-  void add_input(std::size_t request, std::size_t block, ipc::BufferSegment span);
-  void add_output(std::size_t request, std::size_t block, ipc::BufferSegment span);
-  // Add a buffer that holds the equal blocks of all ranks.
-  void add_whole_input(std::size_t request, const ipc::BufferSegment& span);
-  void add_whole_output(std::size_t request, const ipc::BufferSegment& span);
-  ipc::BufferSegment part(std::size_t request, const ipc::BufferSegment& whole,
-                          std::size_t block) const;
+  void add(Side side, std::size_t request, std::size_t block, const ipc::BufferSegment& memory);
+  // Adds a buffer that holds the blocks of all ranks, of these sizes.
+  void add_all(Side side, std::size_t request, ipc::BufferSegment memory, const Sizes& blocks);
 
   // Ends binding, after the last tensor. Starts the copies of device tensors into staging.
   void finish();
 
  private:
+  struct Piece {  // a part of a block
+    std::size_t request, block;
+    ipc::BufferSegment memory;
+  };
   // Inline storage for the most common call, with one tensor and one block.
-  using Block = c10::SmallVector<ipc::BufferSegment, 1>;
-  using Blocks = c10::SmallVector<Block, 1>;
-  struct RequestBuffers {
-    Blocks input, output;
-  };
-  struct StagedRange {  // executor memory that holds the data of a contiguous device tensor
-    const std::byte *host, *tensor;
-    std::size_t bytes;
-  };
-  static ipc::CallBuffer joined(const Blocks& blocks, std::size_t item_bytes);
-  void check_same_memory_kind(const at::Tensor& tensor, bool on_device, const ArgumentName& label);
-  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes);
+  using Pieces = c10::SmallVector<Piece, 1>;
+  ipc::CallBuffer joined(const Pieces& pieces, std::size_t request, std::size_t blocks) const;
+  ipc::BufferSegment stage(const at::Tensor& tensor, bool reads, bool writes);
   ipc::BufferSegment keep(at::Tensor tensor);
-  const std::byte* origin(const std::byte* host) const;
   bool touches_written() const;
   void begin_copy_in();
-  ipc::BufferSegment bind(const at::Tensor& tensor, const ArgumentName& label, bool reads,
-                          bool writes);
 
   GroupCall& call_;
   const RankAndWorld me_;
   const RequestTemplate form_;
-  c10::SmallVector<RequestBuffers, 1> parts_;  // [request]
+  std::array<Pieces, 2> pieces_;  // [side]
   c10::SmallVector<ArgumentRange, 4> extents_;
-  c10::SmallVector<StagedRange, 1> staged_ranges_;
 };
 
 }  // namespace pycollect::dist

@@ -33,16 +33,16 @@ void refuse_for(GroupCall& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
-std::vector<GroupCall>& bind_coalesced(std::vector<GroupCall>& calls) {
-  if (calls.size() < 2) return calls;
+void coalesce(const std::vector<CollectiveWorkPtr>& works) {
+  if (works.size() < 2) return;
   const auto coalesced = std::make_shared<CoalescedRequests>();
-  for (GroupCall& call : calls) {
+  for (const CollectiveWorkPtr& work : works) {
+    GroupCall& call = work->call();
     for (const ipc::CollectiveRequest& request : call.requests)
       coalesced->requests.push_back(&request);
     if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
     call.coalesced = coalesced;
   }
-  return calls;
 }
 
 // Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
@@ -105,7 +105,7 @@ void copy_in_after_earlier_calls(GroupCall& call) {
   DeviceOps& devices = staging.devices();
   for (std::size_t i = 0; i < call.requested_at.size(); ++i) {
     devices.wait_for(staging.on()[i], *call.requested_at[i]);
-    devices.finish(staging.on()[i], {}, call.held);
+    devices.finish(staging.on()[i], {}, {call.held.begin(), call.held.end()});
   }
   devices.with_group_streams(staging.on(), [&] {
     for (const auto& fill : call.fills) fill();

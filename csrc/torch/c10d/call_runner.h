@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "../../rank_executor/executor.h"
-#include "group_call.h"
+#include "work.h"
 
 namespace pycollect::dist {
 
@@ -16,8 +16,8 @@ std::string truncated(std::string_view why);
 // Makes the call publish `why` as its refusal, instead of running.
 void refuse_for(GroupCall& call, const std::exception& why);
 
-// Makes all ranks agree on all of the calls before the first one runs. Returns the calls.
-std::vector<GroupCall>& bind_coalesced(std::vector<GroupCall>& calls);
+// Makes all ranks agree on the calls of all works before the first one runs.
+void coalesce(const std::vector<CollectiveWorkPtr>& works);
 
 class CallRunner {
  public:

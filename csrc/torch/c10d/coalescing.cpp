@@ -130,22 +130,17 @@ c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
 }
 
 // Adds a call to the list and returns null. After a refusal, further calls are not checked.
-WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info, GroupCall call,
-                          const at::Tensor* first, Build build) {
+WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info,
+                          const CollectiveWorkPtr& work, Build build) {
+  GroupCall& call = work->call();
   if (!list.first) list.first = info.collective;
   if (list.refusal) return {};
-  try {
-    call.staging = begin(call, first);
-  } catch (...) {  // begin() fails on all ranks alike, so nothing is published
-    list.refusal = Refusal{{}, std::current_exception()};
-    return {};
-  }
   call.written = &list.written;
   list.refusal = try_build(info, "coalesced ", call, build);
   call.written = nullptr;
   if (list.refusal) return {};
   call.event = ProfilerEvent::begin(info.name, info.inputs);
-  list.calls.push_back(std::move(call));
+  list.calls.push_back(work);
   return {};
 }
 
@@ -179,9 +174,8 @@ std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMes
 // Does nothing for a list that has only messages: no peer waits for it.
 void Backend::publish_refusal(const CoalescedList& list) {
   if (!list.first) return;
-  GroupCall call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
-  if (!list.calls.empty()) call.timeout = list.calls.front().timeout;
-  publish_refusal(*list.refusal, std::move(call));
+  const auto timeout = list.calls.empty() ? kNoTimeout : list.calls.front()->limit();
+  publish_refusal(*list.refusal, {*list.first, pycollect::name(*list.first), timeout, false});
 }
 
 void Backend::startCoalescing() {
@@ -204,8 +198,8 @@ WorkPtr Backend::endCoalescing() {
     publish_refusal(*list);
     std::rethrow_exception(list->refusal->error);
   }
-  const auto calls = connection_->queue().push_all(std::move(list->calls));
-  const std::vector<WorkPtr> collectives(calls.begin(), calls.end());
+  connection_->queue().push_all(list->calls);
+  const std::vector<WorkPtr> collectives(list->calls.begin(), list->calls.end());
   if (!list->messages.empty()) c10::make_intrusive<CoalescedWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);
   works.insert(works.end(), collectives.begin(), collectives.end());

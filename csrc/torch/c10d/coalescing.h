@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "group_call.h"
 #include "point_to_point.h"
 
 namespace pycollect::dist {
@@ -27,7 +26,7 @@ struct CoalescedList {
     P2POp op;
     std::shared_ptr<DeviceEvent> requested_at;  // on the caller's stream; null: a host tensor
   };
-  std::vector<GroupCall> calls = {};
+  std::vector<CollectiveWorkPtr> calls = {};
   std::vector<CoalescedMessage> messages = {};
   AddressRanges written = {};            // memory that `calls` write
   std::optional<Collective> first = {};  // the first collective; none: no collective yet

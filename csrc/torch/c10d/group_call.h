@@ -1,6 +1,8 @@
 // A collective of one rank, checked and bound to memory: the requests that the executor runs now or
 // later, and everything that must stay alive until they have run.
 #pragma once
+#include <c10/util/SmallVector.h>
+
 #include <chrono>
 #include <functional>
 #include <optional>
@@ -26,21 +28,22 @@ struct CoalescedRequests {
   std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
 };
 
+class Connection;
 class SparseSums;
 
 struct GroupCall {
   Collective collective;
-  const char* name;                 // operation name in the public API
-  uint64_t number = 0;              // sequence number of the call, as torch counts them
-  ipc::Deadline queued = {};        // when it was queued
-  uint64_t scope = 0;               // which callbacks have made the call (ProcessQueue); 0: none
-  std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
-  DeviceOps* devices = nullptr;     // device operations of the group's collectives
+  const char* name;                  // operation name in the public API
+  uint64_t number = 0;               // sequence number of the call, as torch counts them
+  ipc::Deadline queued = {};         // when it was queued
+  uint64_t scope = 0;                // which callbacks have made the call (ProcessQueue); 0: none
+  std::string_view algorithm = {};   // from the group's options; empty: the selector chooses
+  Connection* connection = nullptr;  // of the group
   std::chrono::milliseconds timeout{};
-  std::vector<ipc::CollectiveRequest> requests = {};  // run in this order, one per dtype
-  std::shared_ptr<CoalescedRequests> coalesced = {};  // null: the call is not coalesced
+  c10::SmallVector<ipc::CollectiveRequest, 1> requests = {};  // run in this order, one per dtype
+  std::shared_ptr<CoalescedRequests> coalesced = {};          // null: the call is not coalesced
   std::string refusal = {};  // if not empty, published to the peers; the call does not run
-  Tensors held = {};         // tensors that the requests' addresses point into
+  c10::SmallVector<at::Tensor, 2> held = {};      // into which the requests' addresses point
   std::vector<std::function<void()>> fills = {};  // run first: compute temporary inputs
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // done after the requests: dst, src
   std::shared_ptr<TensorStaging> staging = {};  // staging of device tensors; null: host tensors
@@ -52,8 +55,8 @@ struct GroupCall {
   std::vector<std::shared_ptr<DeviceEvent>> requested_at = {};
   // Set if the first request is of sparse tensors.
   std::shared_ptr<SparseSums> sparse = {};
-  std::shared_ptr<ProfilerEvent> event = {};  // ends when the call has run; null: no profiler
-  Tensors results = {};                       // the value of the call's future
+  std::shared_ptr<ProfilerEvent> event = {};     // ends when the call has run; null: no profiler
+  c10::SmallVector<at::Tensor, 1> results = {};  // the value of the call's future
 };
 
 }  // namespace pycollect::dist

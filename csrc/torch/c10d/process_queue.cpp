@@ -115,13 +115,14 @@ std::exception_ptr ProcessQueue::failure(const GroupCall& call, std::exception_p
   return error;
 }
 
-CollectiveWorkPtr ProcessQueue::run(GroupCall&& call) {
+void ProcessQueue::run(const CollectiveWorkPtr& work) {
+  GroupCall& call = work->call();
   Lock lock(mutex_);
   require_open(call);
   require_not_inside(call.name);
   if (!is_next(scope_of_thread())) {
     lock.unlock();
-    return push(std::move(call));
+    return push_all({work});
   }
   begin_run();
   lock.unlock();
@@ -138,20 +139,20 @@ CollectiveWorkPtr ProcessQueue::run(GroupCall&& call) {
   if (closed_ || !is_empty()) changed_.notify_all();
   lock.unlock();
   if (error) std::rethrow_exception(error);
-  return c10::make_intrusive<CollectiveWork>(std::move(call), nullptr);
+  work->finish(nullptr);  // without the mutex: no other thread has the work
 }
 
-std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<GroupCall> calls) {
-  std::vector<CollectiveWorkPtr> works;
-  if (calls.empty()) return works;
-  for (GroupCall& call : bind_coalesced(calls))
-    works.push_back(c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
+void ProcessQueue::push_all(const std::vector<CollectiveWorkPtr>& works) {
+  if (works.empty()) return;
+  coalesce(works);
   Lock lock(mutex_);
-  for (const auto& work : works) require_open(work->call());
   CallbackScope* const scope = scope_of_thread();
-  if (scope != nullptr)
-    for (const auto& work : works) work->call().scope = scope->id;
-  for (const auto& work : works) work->call().queued = ipc::Clock::now();
+  for (const auto& work : works) {
+    require_open(work->call());
+    work->call().scope = scope != nullptr ? scope->id : 0;
+    work->call().queued = ipc::Clock::now();
+    work->enqueue(shared_from_this());
+  }
   Works& waiting = scope == nullptr ? waiting_ : scope->waiting;
   waiting.insert(waiting.end(), works.begin(), works.end());
   try {
@@ -165,7 +166,6 @@ std::vector<CollectiveWorkPtr> ProcessQueue::push_all(std::vector<GroupCall> cal
     throw;
   }
   changed_.notify_all();
-  return works;
 }
 
 // Starts a thread for the queued calls, unless one is idle or runs a call. Requires the lock.

@@ -23,8 +23,8 @@ class ProcessQueue final : public CallQueue {
   explicit ProcessQueue(std::shared_ptr<CallRunner> runner) : runner_(std::move(runner)) {}
 
   // Runs the call on this thread if no call is before it; else enqueues it.
-  CollectiveWorkPtr run(GroupCall&& call) override;
-  std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) override;
+  void run(const CollectiveWorkPtr& work) override;
+  void push_all(const std::vector<CollectiveWorkPtr>& works) override;
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
   // throw what a signal handler raises (see signals.h), after the group has been aborted.

@@ -5,6 +5,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mul.h>
 
+#include <algorithm>
+
 #include "../../plan/error.h"
 
 namespace pycollect::dist {
@@ -34,40 +36,18 @@ Binder::Fill product(const at::Tensor& t, const at::Scalar& factor) {
 }  // namespace
 
 Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM:
-      return;
-    case c10d::ReduceOp::AVG:
-      op_ = ReduceOp::avg;
-      return;
-    case c10d::ReduceOp::PRODUCT:
-      op_ = ReduceOp::prod;
-      return;
-    case c10d::ReduceOp::MIN:
-      op_ = ReduceOp::min;
-      return;
-    case c10d::ReduceOp::MAX:
-      op_ = ReduceOp::max;
-      return;
-    case c10d::ReduceOp::BAND:
-      op_ = ReduceOp::band;
-      return;
-    case c10d::ReduceOp::BOR:
-      op_ = ReduceOp::bor;
-      return;
-    case c10d::ReduceOp::BXOR:
-      op_ = ReduceOp::bxor;
-      return;
-    case c10d::ReduceOp::PREMUL_SUM:
-      require(op.supplement_ != nullptr, call,
-              ": PREMUL_SUM has no factor; make the op with "
-              "torch.distributed._make_nccl_premul_sum(factor)");
-      supplement_ = op.supplement_;
-      return;
-    default:
-      require_type(false, call,
-                   ": the op is not supported; pass one of torch.distributed.ReduceOp");
+  const auto given = static_cast<c10d::ReduceOp::RedOpType>(op);
+  if (given == c10d::ReduceOp::PREMUL_SUM) {
+    require(op.supplement_ != nullptr, call,
+            ": PREMUL_SUM has no factor; make the op with "
+            "torch.distributed._make_nccl_premul_sum(factor)");
+    supplement_ = op.supplement_;
+    return;
   }
+  const auto* const found = std::ranges::find(kTorchOps, given);
+  require_type(found != kTorchOps.end(), call,
+               ": the op is not supported; pass one of torch.distributed.ReduceOp");
+  op_ = static_cast<ReduceOp>(found - kTorchOps.begin());
 }
 
 DType Reduction::dtype(const at::Tensor& t, const ArgumentName& label) const {

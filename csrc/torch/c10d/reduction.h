@@ -6,6 +6,11 @@
 
 namespace pycollect::dist {
 
+// torch's operations, in the order of ReduceOp.
+inline constexpr std::array kTorchOps{
+    c10d::ReduceOp::SUM, c10d::ReduceOp::AVG,  c10d::ReduceOp::PRODUCT, c10d::ReduceOp::MIN,
+    c10d::ReduceOp::MAX, c10d::ReduceOp::BAND, c10d::ReduceOp::BOR,     c10d::ReduceOp::BXOR};
+
 class Reduction {
  public:
   Reduction(const c10d::ReduceOp& op, const char* call);

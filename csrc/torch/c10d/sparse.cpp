@@ -10,7 +10,7 @@
 #include "../../group/hasher.h"
 #include "../../plan/error.h"
 #include "../threads.h"
-#include "shapes.h"
+#include "connection.h"
 
 namespace pycollect::dist {
 namespace {
@@ -75,7 +75,7 @@ at::Tensor dense_on_host(const at::Tensor& t) {
 
 }  // namespace
 
-SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
+SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, at::TensorList tensors,
                        const Reduction& reduction)
     : me_(me), op_(reduction.op()), options_(options_for(me.world)) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -87,7 +87,7 @@ SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, const Tensors& te
     for (const SparseOperand& other : operands_)
       require(!tensors[i].is_same(other.tensor), call.name, ": ", label,
               " occurs twice in the list; pass different tensors");
-    add(tensors[i], label, reduction.dtype(tensors[i], label), *call.devices);
+    add(tensors[i], label, reduction.dtype(tensors[i], label), *call.connection->devices());
   }
   own_counts_.resize(operands_.size());
   counts_.resize(operands_.size() * me.world);

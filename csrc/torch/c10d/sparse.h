@@ -17,7 +17,7 @@ namespace pycollect::dist {
 class SparseSums {
  public:
   // Takes the sparse ones of the tensors. Throws if one is not valid, before data moves.
-  SparseSums(const GroupCall& call, RankAndWorld me, const Tensors& tensors,
+  SparseSums(const GroupCall& call, RankAndWorld me, at::TensorList tensors,
              const Reduction& reduction);
   SparseSums(const SparseSums&) = delete;
   SparseSums& operator=(const SparseSums&) = delete;

@@ -47,7 +47,8 @@ bool GroupWork::isCompleted() {
 }
 
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightGuard in_flight;
+  std::optional<InFlightGuard> in_flight;
+  if (!is_done()) in_flight.emplace();
   if (staging()) check_no_capture(*staging(), name());
   if (const auto owner = this->owner()) {
     if (!is_limit(timeout))
@@ -112,12 +113,6 @@ GroupCall CollectiveWork::detach() {
 void CollectiveWork::release() {
   detach();
   if (call_.staging) call_.staging->release();
-}
-
-CollectiveWorkPtr CallQueue::push(GroupCall&& call) {
-  std::vector<GroupCall> one;
-  one.push_back(std::move(call));
-  return push_all(std::move(one)).front();
 }
 
 std::string CallQueue::describe(GroupWork& work) {

@@ -2,6 +2,7 @@
 // collectives.
 #pragma once
 #include <ATen/core/ivalue.h>
+#include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <mutex>
@@ -81,12 +82,10 @@ class GroupWork : public c10d::Work {
   ipc::Deadline due() const { return due_; }  // Deadline::max() without a future
 
  protected:
-  explicit GroupWork(WorkState state = WorkState::waits) : state_(state) {}
-
  private:
   virtual std::shared_ptr<WorkOwner> owner() const = 0;  // null: the work is done
 
-  std::atomic<WorkState> state_;
+  std::atomic<WorkState> state_{WorkState::waits};
   std::exception_ptr error_;  // written once, before the work is done
   c10::intrusive_ptr<Future> future_;
   ipc::Deadline due_ = ipc::Deadline::max();
@@ -94,21 +93,18 @@ class GroupWork : public c10d::Work {
 
 class CollectiveWork final : public GroupWork {
  public:
-  CollectiveWork(GroupCall&& call,
-                 std::shared_ptr<WorkOwner> queue)  // null queue: the call has run
-      : GroupWork(queue ? WorkState::waits : WorkState::done),
-        call_(std::move(call)),
-        queue_(std::move(queue)) {}
+  explicit CollectiveWork(c10::function_ref<GroupCall()> make) : call_(make()) {}
 
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
-  Tensors result() override { return call_.results; }
+  Tensors result() override { return {call_.results.begin(), call_.results.end()}; }
   const char* name() const override { return call_.name; }
   std::chrono::milliseconds limit() const override { return call_.timeout; }
   TensorStaging* staging() const override { return call_.staging.get(); }
 
   // For the queue.
   GroupCall& call() { return call_; }
+  void enqueue(std::shared_ptr<WorkOwner> queue) { queue_ = std::move(queue); }
   void release();      // releases the members of the call that only the run needs
   GroupCall detach();  // returns them instead, so that the caller can release them later
 
@@ -116,7 +112,7 @@ class CollectiveWork final : public GroupWork {
   std::shared_ptr<WorkOwner> owner() const override { return queue_; }
 
   GroupCall call_;
-  const std::shared_ptr<WorkOwner> queue_;
+  std::shared_ptr<WorkOwner> queue_;  // null: the call has run on its caller's thread
 };
 using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 
@@ -124,12 +120,11 @@ using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueue> {
  public:
   // Runs the call before it returns, and throws its error; or enqueues it.
-  virtual CollectiveWorkPtr run(GroupCall&& call) = 0;
+  virtual void run(const CollectiveWorkPtr& work) = 0;
   // Enqueues the calls as one operation: all of them run or none, with no other call between them.
-  virtual std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) = 0;
-  CollectiveWorkPtr push(GroupCall&& call);
-  // Makes the peers of the next call throw `call.refusal`.
-  virtual void refuse(GroupCall&& call) { run(std::move(call)); }
+  virtual void push_all(const std::vector<CollectiveWorkPtr>& works) = 0;
+  // Makes the peers of the next call throw the refusal of this one.
+  virtual void refuse(const CollectiveWorkPtr& work) { run(work); }
   std::string describe(GroupWork& work) override;
   virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
   // Ranks that have made fewer calls than this one, as far as is known: those of this host.

@@ -97,7 +97,7 @@ void check_together(const std::vector<const RankCalls*>& calls,
   Publications all(calls.size());
   for (std::size_t r = 0; r < calls.size(); ++r) {
     if (calls[r]->refused) {
-      all.refuse(static_cast<Rank>(r), *calls[r]->refused, number);
+      all.refuse(static_cast<Rank>(r), calls[r]->refused->call(), number);
       continue;
     }
     const RequestList& own = requests[r];

@@ -278,7 +278,8 @@ std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
 std::string ThreadGroup::describe(CollectiveWork& work) const {
   const GroupCall& call = work.call();
   std::string description = text(call.name, " #", call.number, " of group '", name_, "'");
-  const Tensors& tensors = call.results.empty() ? call.held : call.results;
+  const at::TensorList tensors =
+      call.results.empty() ? at::TensorList(call.held) : at::TensorList(call.results);
   if (tensors.empty()) return description;
   description += text(" on ", tensors[0].sizes(), " ", dtype_name(tensors[0]));
   if (tensors.size() > 1) description += text(" and ", tensors.size() - 1, " more");

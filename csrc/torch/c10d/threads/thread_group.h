@@ -23,7 +23,7 @@ using rank_threads::ReadyCondition;
 // reason why it refuses to make a call.
 struct RankCalls {
   std::vector<CollectiveWorkPtr> works = {};
-  std::optional<GroupCall> refused = {};
+  CollectiveWorkPtr refused = {};
 };
 
 // A work for which ranks did not post their side in time.

@@ -12,36 +12,25 @@ void ThreadQueue::require_open(const char* operation) const {
   if (closed_) throw CollectiveError(text(operation, ": the group has been destroyed"));
 }
 
-CollectiveWorkPtr ThreadQueue::run(GroupCall&& call) {
+void ThreadQueue::run(const CollectiveWorkPtr& work) {
   const GilRelease gil_release;
-  require_open(call.name);
-  group_->require_healthy(rank_, call.name);
-  const auto work = c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this());
-  if (group_->post(rank_, {.works = {work}})) has_run_ = true;
+  push_all({work});
   await(*work);
   if (const auto error = work->exception()) std::rethrow_exception(error);
-  return work;
 }
 
-std::vector<CollectiveWorkPtr> ThreadQueue::push_all(std::vector<GroupCall> calls) {
+void ThreadQueue::push_all(const std::vector<CollectiveWorkPtr>& works) {
   const GilRelease gil_release;
-  RankCalls posted;
-  if (calls.empty()) return {};
-  require_open(calls.front().name);
-  group_->require_healthy(rank_, calls.front().name);
-  for (GroupCall& call : calls)
-    posted.works.push_back(
-        c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
-  std::vector<CollectiveWorkPtr> works = posted.works;
-  if (group_->post(rank_, std::move(posted))) has_run_ = true;
-  return works;
+  if (works.empty()) return;
+  require_open(works.front()->name());
+  group_->require_healthy(rank_, works.front()->name());
+  for (const CollectiveWorkPtr& work : works) work->enqueue(shared_from_this());
+  if (group_->post(rank_, {.works = works})) has_run_ = true;
 }
 
-void ThreadQueue::refuse(GroupCall&& call) {
+void ThreadQueue::refuse(const CollectiveWorkPtr& work) {
   const GilRelease gil_release;
-  RankCalls posted;
-  posted.refused = std::move(call);
-  group_->post(rank_, std::move(posted));
+  group_->post(rank_, {.refused = work});
 }
 
 ThreadGroup::GroupWait ThreadQueue::until_done(GroupWork& of, ipc::Deadline deadline,

@@ -10,9 +10,9 @@ class ThreadQueue final : public CallQueue {
   ThreadQueue(std::shared_ptr<ThreadGroup> group, Rank rank)
       : group_(std::move(group)), rank_(rank) {}
 
-  CollectiveWorkPtr run(GroupCall&& call) override;
-  std::vector<CollectiveWorkPtr> push_all(std::vector<GroupCall> calls) override;
-  void refuse(GroupCall&& call) override;
+  void run(const CollectiveWorkPtr& work) override;
+  void push_all(const std::vector<CollectiveWorkPtr>& works) override;
+  void refuse(const CollectiveWorkPtr& work) override;
 
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;

@@ -1,0 +1,236 @@
+// Collectives with a block for every rank: all_gather, gather, scatter, reduce_scatter, all_to_all.
+#include "../../plan/error.h"
+#include "builders.h"
+#include "reduction.h"
+
+namespace pycollect::dist {
+namespace {
+
+void check_dtype(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                 const ArgumentName& other_label) {
+  require_type(t.scalar_type() == other.scalar_type(), label.call, ": ", label, " is ",
+               dtype_name(t), " and ", other_label, " is ", dtype_name(other),
+               "; both must have the same dtype");
+}
+
+void check_size(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                const ArgumentName& other_label) {
+  require(t.numel() == other.numel(), label.call, ": ", label, " has ", t.numel(), " elements and ",
+          other_label, " has ", other.numel(), "; both must have the same number");
+}
+
+void check_joined(const at::Tensor& joined, const ArgumentName& label, const at::Tensor& part,
+                  const ArgumentName& part_label, int world) {
+  require(joined.numel() == part.numel() * world, label.call, ": ", label, " has ", joined.numel(),
+          " elements; it must have ", part.numel() * world, ", the ", part.numel(), " elements of ",
+          part_label, " for each of ", world, " ranks");
+}
+
+void check_list(const GroupCall& call, RankAndWorld me, const Tensors& list) {
+  require(static_cast<int>(list.size()) == me.world, call.name, ": a list has ", list.size(),
+          " tensors; pass one for each of ", me.world, " ranks");
+}
+
+// Binds the tensors of a BlockTensors.
+class BlockBinder {
+ public:
+  // `own`: the side on which a rank has its own block. `has_all`: this rank has the other side.
+  BlockBinder(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, Side own,
+              RequestTemplate form, bool has_all = true)
+      : call_(call), me_(me), tensors_(tensors), own_(own), has_all_(has_all) {
+    const std::size_t all = has_all ? me.world : 0;
+    form.input_blocks = own == Side::input ? 1 : all;
+    form.output_blocks = own == Side::output ? 1 : all;
+    binder_.emplace(call, me, form);
+    if (has_all) check_numbers();
+  }
+
+  void run(const Reduction* reduction = nullptr) {
+    for (std::size_t i = 0; i < tensors_.own.size(); ++i) {
+      const at::Tensor& own = tensors_.own[i];
+      const ArgumentName label = label_of(call_, tensors_.own_name, tensors_.own, i);
+      if (reduction) reduction->dtype(own, label);
+      const std::size_t request = binder_->request(own, label);
+      const Binder::Bound bound = bind(own_, own, label);
+      binder_->add(own_, request, 0, bound.memory);
+      if (own_ == Side::output) call_.results.push_back(own);
+      if (!has_all_) continue;
+      const OwnBlock block{request, own, label, bound};
+      if (tensors_.lists == nullptr)
+        bind_joined(block, i, reduction);
+      else
+        bind_list(block, (*tensors_.lists)[i], reduction);
+    }
+    binder_->finish();
+  }
+
+ private:
+  struct OwnBlock {
+    std::size_t request;
+    const at::Tensor& tensor;
+    const ArgumentName& label;
+    const Binder::Bound& bound;
+  };
+  Side all() const { return own_ == Side::input ? Side::output : Side::input; }
+
+  void check_numbers() const {
+    const std::size_t own = tensors_.own.size();
+    if (const TensorLists* const lists = tensors_.lists) {
+      require(own > 0 && lists->size() == own, call_.name, ": ", lists->size(), " lists for ", own,
+              " tensors; pass one list for each tensor");
+      for (const Tensors& list : *lists) check_list(call_, me_, list);
+      return;
+    }
+    const std::size_t inputs = own_ == Side::input ? own : tensors_.joined.size(),
+                      outputs = own_ == Side::output ? own : tensors_.joined.size();
+    require(outputs > 0 && outputs == inputs, call_.name, ": ", outputs, " outputs and ", inputs,
+            " inputs; pass one output for each input");
+  }
+
+  Binder::Bound bind(Side side, const at::Tensor& t, const ArgumentName& label) {
+    return binder_->bind(t, label, side == Side::input, side == Side::output);
+  }
+
+  // Binds a tensor with the blocks of `parts` ranks. Returns the memory that the call uses.
+  ipc::BufferSegment bind(const OwnBlock& block, const at::Tensor& t, const ArgumentName& label,
+                          int parts, const Reduction* reduction) {
+    const Binder::Bound bound = bind(all(), t, label);
+    if (all() == Side::output) call_.results.push_back(t);
+    if (parts > 0) binder_->share(block.bound, bound, parts);
+    if (reduction == nullptr || !reduction->scales()) return bound.memory;
+    return binder_->compute(t, reduction->scaled(t, label));
+  }
+
+  void bind_joined(const OwnBlock& block, std::size_t i, const Reduction* reduction) {
+    const at::Tensor& joined = tensors_.joined[i];
+    const ArgumentName label = label_of(call_, tensors_.all_name, tensors_.joined, i);
+    check_dtype(joined, label, block.tensor, block.label);
+    check_joined(joined, label, block.tensor, block.label, me_.world);
+    binder_->add_all(all(), block.request, bind(block, joined, label, me_.world, reduction),
+                     Sizes(me_.world, block.tensor.numel()));
+  }
+
+  void bind_list(const OwnBlock& block, const Tensors& list, const Reduction* reduction) {
+    for (Rank r = 0; r < me_.world; ++r) {
+      const ArgumentName label{call_.name, tensors_.all_name, r};
+      check_dtype(list[r], label, block.tensor, block.label);
+      if (r == me_.rank) check_size(list[r], label, block.tensor, block.label);
+      binder_->add(all(), block.request, r, bind(block, list[r], label, r == me_.rank, reduction));
+    }
+  }
+
+  GroupCall& call_;
+  const RankAndWorld me_;
+  const BlockTensors& tensors_;
+  const Side own_;
+  const bool has_all_;
+  std::optional<Binder> binder_;
+};
+
+// Binds a call in which only the root has the blocks of all ranks. Only the sender and the receiver
+// of a block know its size.
+void bind_rooted(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, Side own,
+                 int64_t root) {
+  const char* const argument = own == Side::input ? "dst" : "src";
+  check_rank(root, me.world, call.name, argument);
+  require(tensors.own.size() == 1, call.name, ": ", tensors.own.size(),
+          own == Side::input ? " inputs" : " outputs", " were passed; pass 1");
+  const bool is_root = me.rank == root;
+  require(is_root || tensors.lists == nullptr || tensors.lists->empty(), call.name,
+          ": this rank is not ", argument, "; pass no ", tensors.all_name);
+  BlockBinder(call, me, tensors, own, {.root = static_cast<Rank>(root), .irregular = true}, is_root)
+      .run();
+}
+
+}  // namespace
+
+void all_gather(GroupCall& call, RankAndWorld me, const BlockTensors& tensors) {
+  BlockBinder(call, me, tensors, Side::input, {}).run();
+}
+
+void reduce_scatter(GroupCall& call, RankAndWorld me, const BlockTensors& tensors,
+                    const c10d::ReduceOp& op) {
+  const Reduction reduction(op, call.name);
+  BlockBinder(call, me, tensors, Side::output, {.op = reduction.op()}).run(&reduction);
+}
+
+void gather(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, int64_t root) {
+  bind_rooted(call, me, tensors, Side::input, root);
+}
+
+void scatter(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, int64_t root) {
+  bind_rooted(call, me, tensors, Side::output, root);
+}
+
+namespace {
+
+RequestTemplate all_to_all_form(RankAndWorld me) {
+  const auto world = static_cast<std::size_t>(me.world);
+  return {.input_blocks = world, .output_blocks = world, .irregular = true};
+}
+
+}  // namespace
+
+void all_to_all(GroupCall& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
+  check_list(call, me, outputs);
+  check_list(call, me, inputs);
+  Binder binder(call, me, all_to_all_form(me));
+  const ArgumentName first{call.name, "output_list", 0};
+  const std::size_t request = binder.request(outputs[0], first);
+  for (Rank r = 0; r < me.world; ++r) {
+    const ArgumentName output{call.name, "output_list", r}, input{call.name, "input_list", r};
+    check_dtype(outputs[r], output, outputs[0], first);
+    check_dtype(inputs[r], input, outputs[0], first);
+    if (r == me.rank) check_size(inputs[r], input, outputs[r], output);
+    binder.add(Side::output, request, r, binder.bind(outputs[r], output, false, true).memory);
+    binder.add(Side::input, request, r, binder.bind(inputs[r], input, true, false).memory);
+  }
+  binder.finish();
+  call.results.append(outputs.begin(), outputs.end());
+}
+
+namespace {
+
+// Returns the number of elements that go to, or come from, each rank.
+Sizes split_counts(const at::Tensor& t, const ArgumentName& label,
+                   const std::vector<int64_t>& splits, const char* what, int world) {
+  require(t.dim() > 0, label.call, ": ", label, " has no dimension to split; pass .reshape(1)");
+  const int64_t rows = t.size(0), row = rows == 0 ? 0 : t.numel() / rows;
+  if (splits.empty()) {
+    require(rows % world == 0, label.call, ": ", label, " has a first dimension of ", rows,
+            ", which is not divisible by ", world, " ranks; pass ", what);
+    return Sizes(world, rows / world * row);
+  }
+  int64_t total = 0;
+  Sizes sizes;
+  for (int64_t s : splits) {
+    require(s >= 0, label.call, ": ", what, " has a negative size, ", s);
+    total += s;
+    sizes.push_back(s * row);
+  }
+  require(static_cast<int>(splits.size()) == world && total == rows, label.call, ": ", what,
+          " has ", splits.size(), " sizes that sum to ", total, "; pass ", world, " that sum to ",
+          rows, ", the first dimension of ", label);
+  return sizes;
+}
+
+}  // namespace
+
+void all_to_all_single(GroupCall& call, RankAndWorld me, const at::Tensor& output,
+                       const at::Tensor& input, const Splits& splits) {
+  const ArgumentName in{call.name, "input"}, out{call.name, "output"};
+  check_dtype(input, in, output, out);
+  const Sizes sent = split_counts(input, in, splits.input, "input_split_sizes", me.world);
+  const Sizes received = split_counts(output, out, splits.output, "output_split_sizes", me.world);
+  require(sent[me.rank] == received[me.rank], call.name, ": this rank sends ", sent[me.rank],
+          " elements of ", in, " to itself and has room for ", received[me.rank], " in ", out,
+          "; both must be equal");
+  Binder binder(call, me, all_to_all_form(me));
+  const std::size_t request = binder.request(output, out);
+  binder.add_all(Side::output, request, binder.bind(output, out, false, true).memory, received);
+  binder.add_all(Side::input, request, binder.bind(input, in, true, false).memory, sent);
+  binder.finish();
+  call.results.push_back(output);
+}
+
+}  // namespace pycollect::dist
