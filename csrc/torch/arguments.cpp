@@ -230,6 +230,7 @@ ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName&
 }
 
 void check_disjoint(std::span<ArgumentRange> all) {
+  if (all.size() < 2) return;
   std::sort(all.begin(), all.end(),
             [](const ArgumentRange& a, const ArgumentRange& b) { return a.begin < b.begin; });
   // The extents with the highest end so far: among all, and among those that are written.

@@ -137,30 +137,25 @@ void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
 }
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
-ipc::CallBuffer Binder::joined(const Pieces& pieces, std::size_t request,
-                               std::size_t blocks) const {
+void Binder::join(Side side, std::size_t request, std::size_t blocks, ipc::CallBuffer& into) const {
+  if (blocks == 0) return;
   const std::size_t item = item_bytes(call_.requests[request].dtype);
-  ipc::CallBuffer buffer{{}, Sizes(blocks)};
-  std::vector<ipc::BufferSegment>& segments = buffer.segments;
-  std::size_t last = blocks;
+  into.blocks.assign(blocks, 0);
   ipc::Hasher cuts;
-  bool cut = false;
-  for (const Piece& piece : pieces) {
+  for (const Piece& piece : pieces_[static_cast<int>(side)]) {
     if (piece.request != request) continue;
-    cut |= piece.block == last;
-    last = piece.block;
+    const auto [base, count] = piece.memory;
     cuts.add(piece.block);
-    cuts.add(piece.memory.count);
-    buffer.blocks[piece.block] += piece.memory.count;
-    if (piece.memory.count == 0) continue;
-    if (!segments.empty() &&
-        segments.back().base + segments.back().count * item == piece.memory.base)
-      segments.back().count += piece.memory.count;
+    cuts.add(count);
+    into.blocks[piece.block] += count;
+    if (count == 0) continue;
+    if (!into.segments.empty() &&
+        into.segments.back().base + into.segments.back().count * item == base)
+      into.segments.back().count += count;
     else
-      segments.push_back(piece.memory);
+      into.segments.push_back(piece.memory);
   }
-  if (cut) buffer.cuts = cuts.value();
-  return buffer;
+  if (call_.requests[request].tensors > 1) into.cuts = cuts.value();
 }
 
 void Binder::finish() {
@@ -168,8 +163,8 @@ void Binder::finish() {
     if (!std::ranges::is_sorted(pieces, {}, &Piece::block))
       std::ranges::stable_sort(pieces, {}, &Piece::block);
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
-    call_.requests[i].input = joined(pieces_[0], i, form_.input_blocks);
-    call_.requests[i].output = joined(pieces_[1], i, form_.output_blocks);
+    join(Side::input, i, form_.input_blocks, call_.requests[i].input);
+    join(Side::output, i, form_.output_blocks, call_.requests[i].output);
   }
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();

@@ -78,13 +78,11 @@ std::vector<Rank> CallRunner::behind() const {
   return group_->world_ranks(ranks);
 }
 
-// Waits for the caller's streams, up to the call's timeout. A device error is published as a
-// refusal, so that the peers do not wait for this rank.
-void CallRunner::await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline) {
+// What fails in `act`, such as a device or a lack of memory, is published as a refusal, so that the
+// peers do not wait for this rank. They know of what ends the group.
+void CallRunner::or_refuse(GroupCall& call, ipc::Deadline deadline, c10::function_ref<void()> act) {
   try {
-    group_->await([&] { return staging.inputs_ready(); },
-                  {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
-                  {pycollect::name(call.collective), calls_, deadline});
+    act();
   } catch (const CollectiveError&) {
     throw;
   } catch (const ipc::Interruption&) {
@@ -94,6 +92,15 @@ void CallRunner::await_inputs(GroupCall& call, TensorStaging& staging, ipc::Dead
     refuse(call, deadline);
     throw;
   }
+}
+
+// Waits for the caller's streams, up to the call's timeout.
+void CallRunner::await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline) {
+  or_refuse(call, deadline, [&] {
+    group_->await([&] { return staging.inputs_ready(); },
+                  {.missing = [&] { return std::vector<Rank>{group_->rank()}; }},
+                  {pycollect::name(call.collective), calls_, deadline});
+  });
 }
 
 namespace {
@@ -116,16 +123,13 @@ void copy_in_after_earlier_calls(GroupCall& call) {
 }  // namespace
 
 // Computes temporary inputs and starts delayed copies into staging, after the earlier calls, whose
-// results they may use. A failure, such as running out of memory, is published to the peers.
+// results they may use.
 void CallRunner::fill(GroupCall& call, ipc::Deadline deadline) {
-  try {
+  if (call.fills.empty() && call.requested_at.empty()) return;
+  or_refuse(call, deadline, [&] {
     if (!call.requested_at.empty()) return copy_in_after_earlier_calls(call);
     for (const auto& fill : call.fills) fill();
-  } catch (const std::exception& error) {
-    refuse_for(call, error);
-    refuse(call, deadline);
-    throw;
-  }
+  });
 }
 
 // A rank that a signal handler has taken out of a call cannot continue it.
@@ -190,13 +194,7 @@ void CallRunner::agree(const std::vector<const ipc::CollectiveRequest*>& request
 
 void CallRunner::exchange_entries(GroupCall& call, ipc::Deadline deadline) {
   std::optional<ipc::CollectiveRequest> request;
-  try {
-    request = call.sparse->exchange();
-  } catch (const std::exception& error) {
-    refuse_for(call, error);
-    refuse(call, deadline);
-    throw;
-  }
+  or_refuse(call, deadline, [&] { request = call.sparse->exchange(); });
   executor_->run(*request, calls_++, deadline);
 }
 

@@ -38,6 +38,7 @@ class CallRunner {
  private:
   void run(GroupCall& call, ipc::Deadline deadline);
   void refuse(const GroupCall& call, ipc::Deadline deadline);
+  void or_refuse(GroupCall& call, ipc::Deadline deadline, c10::function_ref<void()> act);
   void agree_on_all(GroupCall& call, ipc::Deadline deadline);
   void agree(const std::vector<const ipc::CollectiveRequest*>& requests, ipc::Deadline deadline);
   void fill(GroupCall& call, ipc::Deadline deadline);
