@@ -7,7 +7,9 @@ test_matrix.py covers the product of dtypes, ops, sizes and layouts.
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -281,13 +283,17 @@ def half_overlapping_inputs(me: RankContext) -> None:
             same(base[count:], torch.cat([of(r, count, me.rank * count) for r in range(me.world)]))
 
 
-PARTS: dict[str, Callable[[Tensor, list[Tensor], Tensor], object]] = {
-    "all_gather": lambda part, parts, _: dist.all_gather(parts, part),
-    "all_gather_into_tensor": lambda part, _, whole: dist.all_gather_into_tensor(whole, part),
-    "gather": lambda part, parts, _: dist.gather(part, None if dist.get_rank() else parts),
-    "reduce_scatter": lambda part, parts, _: dist.reduce_scatter(part, parts),
-    "reduce_scatter_tensor": lambda part, _, whole: dist.reduce_scatter_tensor(part, whole),
-    "scatter": lambda part, parts, _: dist.scatter(part, None if dist.get_rank() else parts),
+def root_only(parts: list[Tensor]) -> list[Tensor] | None:
+    return None if dist.get_rank() else parts
+
+
+PARTS: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda part, parts, _, **o: dist.all_gather(parts, part, **o),
+    "all_gather_into_tensor": lambda part, _, x, **o: dist.all_gather_into_tensor(x, part, **o),
+    "gather": lambda part, parts, _, **o: dist.gather(part, root_only(parts), **o),
+    "reduce_scatter": lambda part, parts, _, **o: dist.reduce_scatter(part, parts, **o),
+    "reduce_scatter_tensor": lambda part, _, x, **o: dist.reduce_scatter_tensor(part, x, **o),
+    "scatter": lambda part, parts, _, **o: dist.scatter(part, root_only(parts), **o),
 }
 
 
@@ -311,10 +317,35 @@ def parts_of_the_other_side(me: RankContext) -> None:
             same(mine[own], results[name]) if name in results else same(whole, wholes[name])
 
 
+def lazy_clones(me: RankContext) -> None:
+    """A call writes a lazy clone, in which it also reads: the original may change meanwhile."""
+    count = 300
+    for call in PARTS.values():
+        original = of(me.rank, me.world * count)
+        whole = torch._lazy_clone(original)
+        wanted = whole.clone()
+        parts = list(whole.chunk(me.world))
+        dist.barrier()
+        if me.rank > 0:
+            time.sleep(0.01)  # so that rank 0 is in the call when it changes the original
+        work = call(parts[me.rank], parts, whole, async_op=True)
+        original.fill_(-1)
+        work.wait()
+        call((again := list(wanted.chunk(me.world)))[me.rank], again, wanted)
+        same(whole, wanted)
+
+
 @ours_only
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "job", [different_layouts, repeated_inputs, half_overlapping_inputs, parts_of_the_other_side]
+    "job",
+    [
+        different_layouts,
+        repeated_inputs,
+        half_overlapping_inputs,
+        parts_of_the_other_side,
+        lazy_clones,
+    ],
 )
 def test_memory_of_tensors(pools, world, job):
     pools(world).run(job)

@@ -226,12 +226,32 @@ def over_gloo(me: RankContext) -> None:
     dist.destroy_process_group(other)
 
 
+def debugged(me: RankContext) -> None:
+    """A group whose backend torch has wrapped to compare the ranks' calls."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        wrapped = dist.new_group()
+    finally:
+        dist.set_debug_level(level)
+    x = torch.full((5,), float(me.rank))
+    ops, group = torch.ops.pycollect, wrapped.group_name
+    ops.group_all_reduce_(x, "sum", group)
+    assert x.tolist() == [sum(range(me.world))] * 5
+    assert ops.group_all_gather(x[:1], group).tolist() == x.tolist()[:1] * me.world
+    dist.barrier()
+    dist.destroy_process_group(wrapped)
+
+
 JOBS: list[Any] = [
     *((reductions, dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64)),
     *((moves, dtype) for dtype in (torch.float32, torch.float16, torch.float8_e8m0fnu)),
     *((job,) for job in (gradients, gradients_of_uneven_shares, forward_mode, own_errors)),
     *((job,) for job in (unused, compiled, checked)),
-    pytest.param((over_gloo,), marks=not_on(THREADS, "gloo is for processes")),
+    *(
+        pytest.param((job,), marks=not_on(THREADS, "gloo is for processes"))
+        for job in (over_gloo, debugged)
+    ),
 ]
 
 

@@ -45,31 +45,32 @@ class BlockBinder {
     if (has_all) check_numbers();
   }
 
+  // Tensors that are written are bound first, because a lazy clone then gets memory of its own, in
+  // which tensors that are read may lie, too.
   void run(const Reduction* reduction = nullptr) {
     for (std::size_t i = 0; i < tensors_.own.size(); ++i) {
       const at::Tensor& own = tensors_.own[i];
       const ArgumentName label = label_of(call_, tensors_.own_name, tensors_.own, i);
       if (reduction) reduction->dtype(own, label);
-      const std::size_t request = binder_->request(own, label);
-      const Binder::Bound bound = bind(own_, own, label);
-      binder_->add(own_, request, 0, bound.memory);
-      if (own_ == Side::output) call_.results.push_back(own);
-      if (!has_all_) continue;
-      const OwnBlock block{request, own, label, bound};
-      if (tensors_.lists == nullptr)
-        bind_joined(block, i, reduction);
-      else
-        bind_list(block, (*tensors_.lists)[i], reduction);
+      blocks_.push_back({own, label, binder_->request(own, label)});
     }
+    for (const Side side : {Side::output, Side::input})
+      for (std::size_t i = 0; i < blocks_.size(); ++i)
+        if (side == own_)
+          bind_own(blocks_[i]);
+        else if (has_all_)
+          bind_all(i, reduction);
+    for (const Block& block : blocks_)
+      if (has_all_) binder_->share(block.own, block.all, tensors_.lists ? 1 : me_.world);
     binder_->finish();
   }
 
  private:
-  struct OwnBlock {
-    std::size_t request;
+  struct Block {
     const at::Tensor& tensor;
-    const ArgumentName& label;
-    const Binder::Bound& bound;
+    const ArgumentName label;
+    const std::size_t request;
+    Binder::Bound own = {}, all = {};  // of `all`, what has this rank's block
   };
   Side all() const { return own_ == Side::input ? Side::output : Side::input; }
 
@@ -88,34 +89,41 @@ class BlockBinder {
   }
 
   Binder::Bound bind(Side side, const at::Tensor& t, const ArgumentName& label) {
-    return binder_->bind(t, label, side == Side::input, side == Side::output);
+    const Binder::Bound bound = binder_->bind(t, label, side == Side::input, side == Side::output);
+    if (side == Side::output) call_.results.push_back(t);
+    return bound;
   }
 
-  // Binds a tensor with the blocks of `parts` ranks. Returns the memory that the call uses.
-  ipc::BufferSegment bind(const OwnBlock& block, const at::Tensor& t, const ArgumentName& label,
-                          int parts, const Reduction* reduction) {
-    const Binder::Bound bound = bind(all(), t, label);
-    if (all() == Side::output) call_.results.push_back(t);
-    if (parts > 0) binder_->share(block.bound, bound, parts);
-    if (reduction == nullptr || !reduction->scales()) return bound.memory;
-    return binder_->compute(t, reduction->scaled(t, label));
+  void bind_own(Block& block) {
+    block.own = bind(own_, block.tensor, block.label);
+    binder_->add(own_, block.request, 0, block.own.memory);
   }
 
-  void bind_joined(const OwnBlock& block, std::size_t i, const Reduction* reduction) {
-    const at::Tensor& joined = tensors_.joined[i];
-    const ArgumentName label = label_of(call_, tensors_.all_name, tensors_.joined, i);
-    check_dtype(joined, label, block.tensor, block.label);
-    check_joined(joined, label, block.tensor, block.label, me_.world);
-    binder_->add_all(all(), block.request, bind(block, joined, label, me_.world, reduction),
-                     Sizes(me_.world, block.tensor.numel()));
-  }
-
-  void bind_list(const OwnBlock& block, const Tensors& list, const Reduction* reduction) {
+  void bind_all(std::size_t i, const Reduction* reduction) {
+    Block& block = blocks_[i];
+    const auto used = [&](const Binder::Bound& bound, const at::Tensor& t, const ArgumentName& of) {
+      return reduction == nullptr || !reduction->scales()
+                 ? bound.memory
+                 : binder_->compute(t, reduction->scaled(t, of));
+    };
+    if (tensors_.lists == nullptr) {
+      const at::Tensor& joined = tensors_.joined[i];
+      const ArgumentName label = label_of(call_, tensors_.all_name, tensors_.joined, i);
+      check_dtype(joined, label, block.tensor, block.label);
+      check_joined(joined, label, block.tensor, block.label, me_.world);
+      block.all = bind(all(), joined, label);
+      binder_->add_all(all(), block.request, used(block.all, joined, label),
+                       Sizes(me_.world, block.tensor.numel()));
+      return;
+    }
     for (Rank r = 0; r < me_.world; ++r) {
+      const at::Tensor& part = (*tensors_.lists)[i][r];
       const ArgumentName label{call_.name, tensors_.all_name, r};
-      check_dtype(list[r], label, block.tensor, block.label);
-      if (r == me_.rank) check_size(list[r], label, block.tensor, block.label);
-      binder_->add(all(), block.request, r, bind(block, list[r], label, r == me_.rank, reduction));
+      check_dtype(part, label, block.tensor, block.label);
+      if (r == me_.rank) check_size(part, label, block.tensor, block.label);
+      const Binder::Bound bound = bind(all(), part, label);
+      if (r == me_.rank) block.all = bound;
+      binder_->add(all(), block.request, r, used(bound, part, label));
     }
   }
 
@@ -125,6 +133,7 @@ class BlockBinder {
   const Side own_;
   const bool has_all_;
   std::optional<Binder> binder_;
+  c10::SmallVector<Block, 1> blocks_;
 };
 
 // Binds a call in which only the root has the blocks of all ranks. Only the sender and the receiver
@@ -177,14 +186,15 @@ void all_to_all(GroupCall& call, RankAndWorld me, const Tensors& outputs, const 
   Binder binder(call, me, all_to_all_form(me));
   const ArgumentName first{call.name, "output_list", 0};
   const std::size_t request = binder.request(outputs[0], first);
-  for (Rank r = 0; r < me.world; ++r) {
-    const ArgumentName output{call.name, "output_list", r}, input{call.name, "input_list", r};
-    check_dtype(outputs[r], output, outputs[0], first);
-    check_dtype(inputs[r], input, outputs[0], first);
-    if (r == me.rank) check_size(inputs[r], input, outputs[r], output);
-    binder.add(Side::output, request, r, binder.bind(outputs[r], output, false, true).memory);
-    binder.add(Side::input, request, r, binder.bind(inputs[r], input, true, false).memory);
-  }
+  for (const Side side : {Side::output, Side::input})  // as BlockBinder does
+    for (Rank r = 0; r < me.world; ++r) {
+      const bool writes = side == Side::output;
+      const at::Tensor& t = writes ? outputs[r] : inputs[r];
+      const ArgumentName label{call.name, writes ? "output_list" : "input_list", r};
+      check_dtype(t, label, outputs[0], first);
+      if (r == me.rank) check_size(t, label, outputs[r], {call.name, "output_list", r});
+      binder.add(side, request, r, binder.bind(t, label, !writes, writes).memory);
+    }
   binder.finish();
   call.results.append(outputs.begin(), outputs.end());
 }

@@ -19,6 +19,12 @@ namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// Returns the backend as this library's own; null if it is another one, or if torch has wrapped it,
+// as with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+Backend* own(c10d::Backend& backend) {
+  return typeid(backend) == typeid(Backend) ? static_cast<Backend*>(&backend) : nullptr;
+}
+
 // Calls `call(backend)` for the backend of the tensor's device, and waits for its work.
 template <class F>
 void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, F&& call) {
@@ -26,12 +32,10 @@ void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, 
           ": the tensor requires grad, and autograd does not record a call in place; call it under "
           "torch.no_grad(), or the operator without the last underscore");
   const auto backend = group.getBackend(tensor.device().type());
-  const c10d::Backend& found = *backend;
-  if (typeid(found) != typeid(Backend))
+  if (own(*backend) == nullptr && backend->getBackendName() != kBackendName)
     reject(name, ": the group has the backend ", backend->getBackendName(), " for ",
            tensor.device().type(), " tensors; pass the name of a group of pycollect");
-  if (const WorkPtr work = call(static_cast<Backend&>(*backend)))
-    work->wait();  // null: the call is coalesced
+  if (const WorkPtr work = call(*backend)) work->wait();  // null: the call is coalesced
 }
 
 c10d::ReduceOp op_of(std::string_view name, const char* call) {
@@ -43,14 +47,18 @@ void all_reduce_(c10d::ProcessGroup& group, const at::Tensor& tensor, std::strin
   c10d::AllreduceOptions options;
   options.reduceOp = op_of(op, kCall);
   options.asyncOp = false;
-  run(group, tensor, kCall, [&](Backend& b) { return b.all_reduce(tensor, options); });
+  run(group, tensor, kCall, [&](c10d::Backend& b) {
+    if (Backend* const backend = own(b)) return backend->all_reduce(tensor, options);
+    Tensors tensors{tensor};
+    return b.allreduce(tensors, options);
+  });
 }
 
 void all_gather_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input) {
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   run(group, output, "group_all_gather_",
-      [&](Backend& b) { return b._allgather_base(output, input, options); });
+      [&](c10d::Backend& b) { return b._allgather_base(output, input, options); });
 }
 
 void reduce_scatter_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
@@ -60,7 +68,7 @@ void reduce_scatter_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor i
   options.reduceOp = op_of(op, kCall);
   options.asyncOp = false;
   run(group, output, kCall,
-      [&](Backend& b) { return b._reduce_scatter_base(output, input, options); });
+      [&](c10d::Backend& b) { return b._reduce_scatter_base(output, input, options); });
 }
 
 void all_to_all_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
@@ -71,7 +79,7 @@ void all_to_all_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input
   if (output_splits) out = output_splits->vec();
   if (input_splits) in = input_splits->vec();
   run(group, output, "group_all_to_all_",
-      [&](Backend& b) { return b.alltoall_base(output, input, out, in, options); });
+      [&](c10d::Backend& b) { return b.alltoall_base(output, input, out, in, options); });
 }
 
 GroupPtr named(std::string_view name) { return c10d::resolve_process_group(std::string(name)); }

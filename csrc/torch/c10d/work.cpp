@@ -47,10 +47,11 @@ bool GroupWork::isCompleted() {
 }
 
 bool GroupWork::wait(std::chrono::milliseconds timeout) {
+  const auto owner = this->owner();
   std::optional<InFlightGuard> in_flight;
-  if (!is_done()) in_flight.emplace();
+  if (owner) in_flight.emplace();
   if (staging()) check_no_capture(*staging(), name());
-  if (const auto owner = this->owner()) {
+  if (owner) {
     if (!is_limit(timeout))
       owner->wait(*this);
     else if (!owner->wait_until(*this, ipc::deadline_after(timeout)))
