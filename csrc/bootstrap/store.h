@@ -26,14 +26,11 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void post(const std::string& key, const std::string& value) = 0;
-  // Waits until a rank has posted `key`, and returns the value. Throws Timeout.
-  virtual std::string read(const std::string& key, Deadline deadline) = 0;
-  // Reads all keys, in this order. A store that can read them in one access overrides this.
+  // Waits until ranks have posted all keys, and returns their values. Throws Timeout.
   virtual std::vector<std::string> read_all(const std::vector<std::string>& keys,
-                                            Deadline deadline) {
-    std::vector<std::string> values;
-    for (const std::string& key : keys) values.push_back(read(key, deadline));
-    return values;
+                                            Deadline deadline) = 0;
+  std::string read(const std::string& key, Deadline deadline) {
+    return read_all({key}, deadline)[0];
   }
 };
 

@@ -25,7 +25,15 @@ class FileStore final : public Store {
     std::ofstream(file.string() + ".part") << (on_post ? on_post(key, value) : value);
     std::filesystem::rename(file.string() + ".part", file);
   }
-  std::string read(const std::string& key, Deadline deadline) override {
+  std::vector<std::string> read_all(const std::vector<std::string>& keys,
+                                    Deadline deadline) override {
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(read_one(key, deadline));
+    return values;
+  }
+
+ private:
+  std::string read_one(const std::string& key, Deadline deadline) const {
     for (;;) {
       if (std::ifstream file(path(key)); file) {
         const std::string value = (std::ostringstream() << file.rdbuf()).str();
@@ -35,8 +43,6 @@ class FileStore final : public Store {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   }
-
- private:
   std::filesystem::path path(std::string key) const {
     for (char& c : key)
       if (c == '/') c = '_';

@@ -8,9 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -42,46 +40,20 @@ constexpr std::chrono::milliseconds kMaxWait = std::chrono::hours(24);
 // has started the next server, tries again after a second only.
 constexpr std::chrono::milliseconds kServerGrace{10};
 
-std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
-std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
-
-// Of the protocol of TCPStore, from torch's TCPStoreBackend.hpp, which only some versions install:
-// the query that opens a connection and its number, and one that the server answers with the same
-// number. A server that does not know them counts as ended.
-constexpr uint8_t kValidate = 0, kPing = 13;
-constexpr uint32_t kMagicNumber = 0x3C85F7CE;
-
-// Connects to the address, with this time limit for connecting and for every transfer.
-ipc::UniqueFd connected(const addrinfo& to, std::chrono::milliseconds limit) {
-  ipc::UniqueFd made(socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC, to.ai_protocol));
-  const timeval time = {.tv_sec = limit.count() / 1000, .tv_usec = limit.count() % 1000 * 1000};
-  for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO})
-    setsockopt(made.get(), SOL_SOCKET, direction, &time, sizeof time);
-  const bool is_open = connect(made.get(), to.ai_addr, to.ai_addrlen) == 0;
-  return is_open ? std::move(made) : ipc::UniqueFd();
+Timeout late(const std::vector<std::string>& keys) {
+  return Timeout(
+      text("no rank has written ", keys.front(), " to the store before the timeout was over"));
 }
 
-// A connection that is only accepted shows nothing: the kernel accepts it for a process that ends,
-// as long as that one's memory is being freed. So the server is asked as by a client of torch.
-bool answers_ping(const ipc::UniqueFd& server) {
-  const auto number = static_cast<uint32_t>(getpid());
-  std::array<char, 2 * (sizeof kValidate + sizeof number)> queries;
-  char* end = queries.data();
-  const auto append = [&end](const auto& value) {
-    std::memcpy(end, &value, sizeof value);
-    end += sizeof value;
-  };
-  append(kValidate);
-  append(kMagicNumber);
-  append(kPing);
-  append(number);
-  uint32_t answer = 0;
-  return send(server.get(), queries.data(), queries.size(), MSG_NOSIGNAL) ==
-             static_cast<ssize_t>(queries.size()) &&
-         recv(server.get(), &answer, sizeof answer, MSG_WAITALL) ==
-             static_cast<ssize_t>(sizeof answer) &&
-         answer == number;
-}
+// Two queries of the protocol of TCPStore, from torch's TCPStoreBackend.hpp, which only some
+// versions install: one opens a connection, the other is answered with its number. A server that
+// does not know them counts as ended.
+struct __attribute__((packed)) PingQueries {
+  uint8_t validate = 0;
+  uint32_t magic_number = 0x3C85F7CE;
+  uint8_t ping = 13;
+  uint32_t number = static_cast<uint32_t>(getpid());
+};
 
 // Returns the TCPStore that a group of torch uses as it is, or under prefixes; null: another kind.
 c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Store>& store) {
@@ -103,36 +75,46 @@ bool answers(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::millisec
       0)
     return false;
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> all(found, &freeaddrinfo);
-  for (const addrinfo* to = found; to != nullptr; to = to->ai_next)
-    if (const auto server = connected(*to, limit)) return answers_ping(server);
+  const timeval time = {.tv_sec = limit.count() / 1000, .tv_usec = limit.count() % 1000 * 1000};
+  for (const addrinfo* to = found; to != nullptr; to = to->ai_next) {
+    const ipc::UniqueFd server(
+        socket(to->ai_family, to->ai_socktype | SOCK_CLOEXEC, to->ai_protocol));
+    for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO})  // of `connect`, too
+      setsockopt(server.get(), SOL_SOCKET, direction, &time, sizeof time);
+    if (connect(server.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
+    // A connection that is only accepted shows nothing: the kernel accepts it for a process that
+    // ends, as long as that one's memory is being freed. So the server is asked as by a client of
+    // torch.
+    const PingQueries queries;
+    uint32_t answer = 0;
+    return send(server.get(), &queries, sizeof queries, MSG_NOSIGNAL) == ssize_t{sizeof queries} &&
+           recv(server.get(), &answer, sizeof answer, MSG_WAITALL) == ssize_t{sizeof answer} &&
+           answer == queries.number;
+  }
   return false;
 }
 
 TorchStore::~TorchStore() {
   if (rank_ != 0 || prefix_.empty()) return;
   try {
-    store_->set(kOpen, as_bytes(kClosed));  // not deleted: a rank that waited may still read it
+    store_->set(kOpen, std::string(kClosed));  // not deleted: a rank that waited may still read it
   } catch (const std::exception&) {
     // The store is gone, so there is no key to update.
   }
 }
 
 const std::string& TorchStore::prefix() {
-  if (prefix_.empty())
-    prefix_ = text("pycollect/", rank_ == 0 ? open_rendezvous() : join_rendezvous(), "/");
-  return prefix_;
-}
-
-std::string TorchStore::open_rendezvous() {
-  const std::string number = text(store_->add("pycollect/rendezvous", 1));
-  store_->set(kOpen, as_bytes(number));
-  return number;
+  if (!prefix_.empty()) return prefix_;
+  const std::string number =
+      rank_ == 0 ? text(store_->add("pycollect/rendezvous", 1)) : join_rendezvous();
+  if (rank_ == 0) store_->set(kOpen, number);
+  return prefix_ = text("pycollect/", number, "/");
 }
 
 std::string TorchStore::join_rendezvous() {
   for (std::string last;; std::this_thread::sleep_for(kRetryInterval), check_signals()) {
     wait({kOpen}, deadline_);
-    const std::string number = as_text(store_->get(kOpen));
+    const std::string number = store_->get_to_str(kOpen);
     if (number != last && number != kClosed &&
         store_->add(text("pycollect/", number, "/joined by rank ", rank_), 1) == 1)
       return number;
@@ -143,27 +125,22 @@ std::string TorchStore::join_rendezvous() {
 }
 
 void TorchStore::post(const std::string& key, const std::string& value) {
-  store_->set(prefix() + key, as_bytes(value));
+  store_->set(prefix() + key, value);
 }
 
 // Polls the keys until the deadline, and runs signal handlers meanwhile. A store's own wait blocks
 // them; a short one logs its timeout (TCPStore) or counts whole seconds (FileStore). Returns false
 // if the store cannot be polled.
 bool TorchStore::poll(const std::vector<std::string>& keys, ipc::Deadline deadline) {
-  const auto has_keys = [&]() -> std::optional<bool> {
-    try {
-      return store_->check(keys);
-    } catch (const std::exception&) {
-      return std::nullopt;
-    }
-  };
   const auto begin = ipc::Clock::now();
   for (;; check_signals()) {
-    if (const auto found = has_keys(); !found || *found) return found.has_value();
+    try {
+      if (store_->check(keys)) return true;
+    } catch (const std::exception&) {
+      return false;
+    }
     const auto now = ipc::Clock::now();
-    if (now >= deadline)
-      throw Timeout(
-          text("no rank has written ", keys.front(), " to the store before the timeout was over"));
+    if (now >= deadline) throw late(keys);
     std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
         (now - begin) / kWaitedPerPause, kMinPause, kMaxPause));
   }
@@ -185,36 +162,33 @@ void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadli
       const auto soon = ipc::Clock::now() + milliseconds(10);
       if (soon < until) throw;
       if (soon < deadline) continue;
-      throw Timeout(
-          text("no rank has written ", keys.front(), " to the store before the timeout was over"));
+      throw late(keys);
     }
   }
 }
 
-std::string TorchStore::read(const std::string& key, ipc::Deadline deadline) {
-  wait({prefix() + key}, deadline);
-  return as_text(store_->get(prefix() + key));
-}
-
 std::vector<std::string> TorchStore::read_all(const std::vector<std::string>& keys,
                                               ipc::Deadline deadline) {
-  if (keys.empty() || !store_->hasExtendedApi()) return Store::read_all(keys, deadline);
-  std::vector<std::string> wanted;
+  std::vector<std::string> wanted, values;
   for (const std::string& key : keys) wanted.push_back(prefix() + key);
   wait(wanted, deadline);
-  std::vector<std::string> values;
-  for (const auto& value : store_->multiGet(wanted)) values.push_back(as_text(value));
+  if (store_->hasExtendedApi())
+    for (const auto& value : store_->multiGet(wanted))
+      values.emplace_back(value.begin(), value.end());
+  else
+    for (const std::string& key : wanted) values.push_back(store_->get_to_str(key));
   return values;
 }
 
 namespace {
 
-// Calls `f` with the number of each file descriptor of this process.
+// Returns whether `f` holds for the number of any file descriptor of this process.
 template <class F>
-void for_each_descriptor(const F& f) {
+bool any_descriptor(const F& f) {
   std::error_code failed;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", failed))
-    f(std::atoi(entry.path().filename().c_str()));
+  return std::ranges::any_of(
+      std::filesystem::directory_iterator("/proc/self/fd", failed),
+      [&f](const auto& entry) { return f(std::atoi(entry.path().filename().c_str())); });
 }
 
 using NameOf = int (*)(int, sockaddr*, socklen_t*);  // getsockname or getpeername
@@ -238,29 +212,23 @@ StoreServer::StoreServer(const c10::intrusive_ptr<c10d::Store>& store) : store_(
   port_ = found->getPort();
 }
 
-bool StoreServer::runs_here() const {
-  bool found = false;
-  for_each_descriptor([&](int descriptor) {
-    int listens = 0;
-    socklen_t length = sizeof listens;
-    found |= getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 &&
-             listens != 0 && port_of(descriptor, getsockname) == port_;
-  });
-  return found;
-}
-
 bool StoreServer::ends_with_group() const {
+  const auto runs_here = [this] {
+    return any_descriptor([this](int descriptor) {
+      int listens = 0;
+      socklen_t length = sizeof listens;
+      return getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 &&
+             listens != 0 && port_of(descriptor, getsockname) == port_;
+    });
+  };
   return exists() && store_.use_count() == 1 && runs_here();
 }
 
 bool StoreServer::is_connected() const {
-  bool connected = false;
-  for_each_descriptor([&](int descriptor) {
-    if (port_of(descriptor, getpeername) != port_) return;
+  return any_descriptor([this](int descriptor) {
     pollfd state = {.fd = descriptor, .events = POLLRDHUP, .revents = 0};
-    connected |= poll(&state, 1, 0) == 0;
+    return port_of(descriptor, getpeername) == port_ && poll(&state, 1, 0) == 0;
   });
-  return connected;
 }
 
 void StoreServer::await_end(std::chrono::milliseconds at_most) const {

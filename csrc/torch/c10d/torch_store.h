@@ -24,15 +24,13 @@ class TorchStore final : public ipc::Store {
   TorchStore& operator=(const TorchStore&) = delete;
 
   void post(const std::string& key, const std::string& value) override;
-  std::string read(const std::string& key, ipc::Deadline deadline) override;
   std::vector<std::string> read_all(const std::vector<std::string>& keys,
                                     ipc::Deadline deadline) override;
 
  private:
   const std::string& prefix();
-  // Each returns the number of the rendezvous.
-  std::string open_rendezvous();  // on rank 0
-  std::string join_rendezvous();  // on other ranks
+  // Returns the number of the rendezvous that rank 0 has opened.
+  std::string join_rendezvous();
   bool poll(const std::vector<std::string>& keys, ipc::Deadline deadline);
   void wait(const std::vector<std::string>& keys, ipc::Deadline deadline);
 
@@ -55,7 +53,6 @@ class StoreServer {
   bool exists() const { return port_ != 0; }
 
  private:
-  bool runs_here() const;
   bool is_connected() const;
   c10::weak_intrusive_ptr<c10d::Store> store_;
   int port_ = 0;  // 0: no server
