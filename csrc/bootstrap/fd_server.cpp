@@ -79,14 +79,6 @@ UniqueFd make_listener(uint64_t id) {
   return socket;
 }
 
-// Returns an eventfd that ends the server when it is readable: shutting the socket down does not
-// wake `poll` on every kernel.
-UniqueFd make_end_event() {
-  UniqueFd event(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event) refuse("cannot make an eventfd", errno);
-  return event;
-}
-
 // Returns true if the other end of a connection is a process of the same user or, with `or_root`,
 // of root.
 bool is_of_own_user(const UniqueFd& connection, bool or_root) {
@@ -99,34 +91,28 @@ bool is_of_own_user(const UniqueFd& connection, bool or_root) {
 // An answer of the server: the descriptor, or why there is none.
 struct FdMessage {
   static constexpr uint8_t kNotAdmitted = 255;  // the client's user
-  uint8_t why = 0;                              // kNotAdmitted, an errno value, or 0
+  uint8_t why;                                  // kNotAdmitted, an errno value, or 0
   iovec data = {&why, sizeof why};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
-  FdMessage() {
+  explicit FdMessage(uint8_t reason = 0) : why(reason) {
     header.msg_iov = &data, header.msg_iovlen = 1;
     header.msg_control = control.data(), header.msg_controllen = control.size();
   }
   FdMessage(const FdMessage&) = delete;
   FdMessage& operator=(const FdMessage&) = delete;
 
-  void put_descriptor(int descriptor) {
+  // Returns an errno value, or 0. Sends no descriptor if it is negative.
+  int try_send(const UniqueFd& client, int descriptor) {
     cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
     cmsg->cmsg_level = SOL_SOCKET;
     cmsg->cmsg_type = SCM_RIGHTS;
     cmsg->cmsg_len = CMSG_LEN(sizeof descriptor);
     std::memcpy(CMSG_DATA(cmsg), &descriptor, sizeof descriptor);
-  }
-  int try_send(const UniqueFd& client) const {  // returns an errno value, or 0
+    if (descriptor < 0) header.msg_control = nullptr, header.msg_controllen = 0;
     while (sendmsg(client.get(), &header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
       if (errno != EINTR) return errno;
     return 0;
-  }
-  // A client that has disconnected gets no answer, and needs none.
-  void refuse_client(const UniqueFd& client, uint8_t reason) {
-    why = reason;
-    header.msg_control = nullptr, header.msg_controllen = 0;
-    try_send(client);
   }
   // Returns the received descriptor, if there is one.
   UniqueFd take_descriptor() {
@@ -145,14 +131,10 @@ bool answer_client(const UniqueFd& listener, int offered) {
   const std::lock_guard lock(server_sockets().mutex);
   client = UniqueFd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!client) return errno == EINTR || errno == EAGAIN || errno == ECONNABORTED;
-  FdMessage answer;
-  if (!is_of_own_user(client, true)) {
-    answer.refuse_client(client, FdMessage::kNotAdmitted);
-    return true;
-  }
-  answer.put_descriptor(offered);
-  if (const int error = answer.try_send(client))
-    answer.refuse_client(client, static_cast<uint8_t>(error));
+  const int error = is_of_own_user(client, true) ? FdMessage().try_send(client, offered)
+                                                 : FdMessage::kNotAdmitted;
+  // A client that has disconnected gets no answer, and needs none.
+  if (error != 0) FdMessage(static_cast<uint8_t>(error)).try_send(client, -1);
   return true;
 }
 
@@ -197,10 +179,20 @@ UniqueFd connect_to(uint64_t id, Deadline deadline) {
 std::string fd_server_name(uint64_t id) { return text("pycollect-fd-server-", id); }
 
 FdServer::FdServer(int descriptor)
-    : id_(random_number()), offered_(descriptor), end_(make_end_event()) {
+    : id_(random_number()), offered_(descriptor), end_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!end_) refuse("cannot make an eventfd", errno);
+  const auto serve = [this] {
+    pthread_setname_np(pthread_self(), "pycollect fds");
+    for (;;) {
+      std::array<pollfd, 2> polled = {pollfd{end_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+      const bool polls = poll(polled.data(), polled.size(), -1) >= 0;
+      if (eventfd_t ends = 0; eventfd_read(end_.get(), &ends) == 0) return;
+      if (!polls || !answer_client(listener_, offered_)) std::this_thread::sleep_for(kErrorDelay);
+    }
+  };
   const std::lock_guard lock(server_sockets().mutex);
   listener_ = make_listener(id_);
-  thread_ = std::make_unique<std::thread>(new_thread_without_signals([this] { serve(); }));
+  thread_ = std::make_unique<std::thread>(new_thread_without_signals(serve));
   server_sockets().all.insert(listener_.get());
 }
 
@@ -215,16 +207,6 @@ FdServer::~FdServer() {
   const std::lock_guard lock(server_sockets().mutex);
   server_sockets().all.erase(listener_.get());
   listener_ = UniqueFd();
-}
-
-void FdServer::serve() const {
-  pthread_setname_np(pthread_self(), "pycollect fds");
-  for (;;) {
-    std::array<pollfd, 2> polled = {pollfd{end_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
-    const bool polls = poll(polled.data(), polled.size(), -1) >= 0;
-    if (eventfd_t ends = 0; eventfd_read(end_.get(), &ends) == 0) return;
-    if (!polls || !answer_client(listener_, offered_)) std::this_thread::sleep_for(kErrorDelay);
-  }
 }
 
 UniqueFd fetch(uint64_t id, Deadline deadline) {

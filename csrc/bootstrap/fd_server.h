@@ -24,11 +24,11 @@ class FdServer {
   uint64_t id() const { return id_; }  // random, never 0; the argument of `fetch`
 
  private:
-  void serve() const;
-
   const uint64_t id_;
   const int offered_;
   const ForkGuard fork_guard_;  // a forked child has no server thread
+  // Ends the server when it is readable: shutting the socket down does not wake `poll` on every
+  // kernel.
   const UniqueFd end_;
   UniqueFd listener_;
   std::unique_ptr<std::thread> thread_;
