@@ -1,43 +1,27 @@
 #include "numa_nodes.h"
 
 #include <algorithm>
-#include <charconv>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 
 namespace pycollect::ipc {
-namespace {
-
-// Reads a list such as "0-15,32-47"; stops at what is none.
-CoreSet cores_in(const std::string& list) {
-  CoreSet cores = {};
-  std::istringstream ranges(list);
-  for (int first = 0; ranges >> first; ranges.ignore(1, ',')) {
-    int last = first;
-    if (ranges.peek() == '-') ranges.ignore(), ranges >> last;
-    for (int core = std::max(first, 0); core <= std::min<int>(last, cores.size() - 1); ++core)
-      cores.set(core);
-  }
-  return cores;
-}
-
-}  // namespace
-
 NumaNodes numa_nodes(const std::string& folder) {
   namespace fs = std::filesystem;
   NumaNodes nodes;
   std::error_code missing;
   for (const auto& entry : fs::directory_iterator(folder, missing)) {
-    const std::string name = entry.path().filename();
     int number = 0;
-    if (!name.starts_with("node") ||
-        std::from_chars(name.data() + 4, name.data() + name.size(), number).ec != std::errc())
-      continue;
-    std::string list;
-    std::getline(std::ifstream(entry.path() / "cpulist"), list);
-    if (const CoreSet cores = cores_in(list); cores.any())  // others have memory only
-      nodes[number] = cores;
+    if (std::sscanf(entry.path().filename().c_str(), "node%d", &number) != 1) continue;
+    CoreSet cores;
+    std::ifstream ranges(entry.path() / "cpulist");  // such as "0-15,32-47"
+    for (int first = 0; ranges >> first; ranges.ignore(1, ',')) {
+      int last = first;
+      if (ranges.peek() == '-') ranges.ignore(), ranges >> last;
+      for (int core = std::max(first, 0); core <= std::min<int>(last, cores.size() - 1); ++core)
+        cores.set(core);
+    }
+    if (cores.any()) nodes[number] = cores;  // others have memory only
   }
   return nodes;
 }

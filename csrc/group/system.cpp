@@ -10,12 +10,6 @@
 namespace pycollect::ipc {
 namespace {
 
-// Clears the page in forked children. False if the kernel cannot: an emulator of one may accept any
-// advice, even -1, and ignore it.
-bool wipe_on_fork(void* page, std::size_t bytes) {
-  return madvise(page, bytes, -1) != 0 && madvise(page, bytes, MADV_WIPEONFORK) == 0;
-}
-
 // Returns a byte that is 1 in this process and becomes 0 in its forked children, or null. It is
 // never freed, and all objects that this copy of the library constructs in the process share it.
 const unsigned char* byte_wiped_on_fork() {
@@ -27,7 +21,8 @@ const unsigned char* byte_wiped_on_fork() {
       mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) return nullptr;
   const auto fresh = static_cast<unsigned char*>(page);
-  if (wipe_on_fork(page, kPageBytes)) {
+  // A kernel that accepts any advice, even -1, as emulators may, ignores it.
+  if (madvise(page, kPageBytes, -1) != 0 && madvise(page, kPageBytes, MADV_WIPEONFORK) == 0) {
     *fresh = 1;
     if (shared.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return fresh;
   } else {
