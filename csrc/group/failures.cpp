@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <future>
 
 #include "../plan/error.h"
 
@@ -80,13 +81,27 @@ void throw_failure(uint32_t kind, const std::string& why) {
 FailureDetector::FailureDetector(Control& control, int world, Rank me)
     : control_(control), world_(world) {
   LivenessLock& mine = control.liveness[me];
-  lock_holder_ =
-      std::make_unique<std::thread>(new_thread_without_signals([this, &mine] { hold(mine); }));
-  lock_held_.acquire();
-  if (failed_ != 0) {
+  std::promise<int> registers;
+  auto registered = registers.get_future();
+  auto hold = [this, &mine, registers = std::move(registers)]() mutable {
+    pthread_setname_np(pthread_self(), "pycollect life");
+    mine.entry.next = &mine.list.list;  // circular list of one entry
+    mine.list.list.next = &mine.entry;
+    mine.list.futex_offset =
+        reinterpret_cast<const char*>(&mine.holder) - reinterpret_cast<const char*>(&mine.entry);
+    mine.list.list_op_pending = nullptr;
+    mine.holder.store(static_cast<uint32_t>(syscall(SYS_gettid)));
+    const int error = register_locks(&mine.list);
+    registers.set_value(error);
+    if (error != 0) return;
+    end_.acquire();
+    register_locks(nullptr);
+  };
+  lock_holder_ = std::make_unique<std::thread>(new_thread_without_signals(std::move(hold)));
+  if (const int error = registered.get(); error != 0) {
     lock_holder_->join();
     refuse("cannot register the lock by which peers detect this process's death (set_robust_list)",
-           failed_);
+           error);
   }
   mine.pid.store(getpid(), std::memory_order_release);
 }
@@ -98,21 +113,6 @@ FailureDetector::~FailureDetector() {
   }
   end_.release();
   lock_holder_->join();
-}
-
-void FailureDetector::hold(LivenessLock& mine) {
-  pthread_setname_np(pthread_self(), "pycollect life");
-  mine.entry.next = &mine.list.list;  // circular list of one entry
-  mine.list.list.next = &mine.entry;
-  mine.list.futex_offset =
-      reinterpret_cast<const char*>(&mine.holder) - reinterpret_cast<const char*>(&mine.entry);
-  mine.list.list_op_pending = nullptr;
-  mine.holder.store(static_cast<uint32_t>(syscall(SYS_gettid)));
-  failed_ = register_locks(&mine.list);
-  lock_held_.release();
-  if (failed_ != 0) return;
-  end_.acquire();
-  register_locks(nullptr);
 }
 
 uint64_t FailureDetector::dead() const {

@@ -69,13 +69,10 @@ class FailureDetector {
   pid_t pid(Rank r) const { return control_.liveness[r].pid.load(std::memory_order_acquire); }
 
  private:
-  void hold(LivenessLock& mine);
-
   Control& control_;
   const int world_;
   const ForkGuard fork_guard_;
-  int failed_ = 0;
-  std::binary_semaphore lock_held_{0}, end_{0};
+  std::binary_semaphore end_{0};  // of the thread
   std::unique_ptr<std::thread> lock_holder_;
 };
 
