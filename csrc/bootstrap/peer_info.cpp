@@ -11,7 +11,6 @@
 #include <iterator>
 #include <map>
 #include <sstream>
-#include <thread>
 
 #include "../group/format_ranks.h"
 #include "../group/system.h"
@@ -28,31 +27,9 @@ std::string host_name() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
-std::string boot_id() {
-  std::string id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
-  return id.empty() ? "of " + host_name() : id;
-}
-
-// Returns PYCOLLECT_HOST; empty if it is not set.
-std::string host_override() {
-  const char* const given = std::getenv("PYCOLLECT_HOST");
-  std::string name = given == nullptr ? "" : given;
-  require(name.find('\n') == name.npos, "PYCOLLECT_HOST has more than one line");
-  return name;
-}
-
 uint64_t space_of(const char* what) {
   struct stat found = {};
   return stat(text("/proc/self/ns/", what).c_str(), &found) == 0 ? found.st_ino : 0;
-}
-
-CoreSet own_cores() {
-  CoreSet cores;
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    for (std::size_t core = 0; core < cores.size(); ++core) cores[core] = CPU_ISSET(core, &set);
-  return cores;
 }
 
 // Returns a description of differences between ranks (user, namespaces) that can prevent sharing
@@ -81,34 +58,35 @@ std::string differences(const std::vector<PeerInfo>& ranks) {
 }  // namespace
 
 PeerInfo describe_self(const GroupSettings& settings, int world) {
+  const char* const variable = std::getenv("PYCOLLECT_HOST");
+  const std::string given = variable == nullptr ? "" : variable;
+  require(given.find('\n') == given.npos, "PYCOLLECT_HOST has more than one line");
   PeerInfo mine;
-  mine.host = host_name();
-  mine.boot = boot_id();
+  mine.host = given.empty() ? host_name() : given;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> mine.boot;
+  if (mine.boot.empty()) mine.boot = "of " + host_name();
   mine.pid = getpid();
   mine.user = geteuid();
   mine.user_space = space_of("user");
   mine.network_space = space_of("net");
   mine.nonce = random_number();
-  mine.cores = own_cores();
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (std::size_t core = 0; core < mine.cores.size(); ++core)
+      mine.cores[core] = CPU_ISSET(core, &set);
   mine.common_settings =
       text("ranks=", world, " buffer_bytes=", settings.buffer_bytes, settings.common_settings);
   mine.host_settings = text("mailbox_bytes=", settings.mailbox_bytes,
                             " symmetric_heap_bytes=", settings.symmetric_heap_bytes);
-  const std::string given = host_override();
-  if (!given.empty()) mine.host = given;
   mine.domain = !given.empty() ? text("PYCOLLECT_HOST=", given)
                                : text(mine.boot, " network ", mine.network_space);
   return mine;
 }
 
 std::string PeerInfo::encode() const {
-  std::ostringstream out;
-  out << kVersion << '\n' << host << '\n' << boot << '\n' << domain << '\n';
-  out << common_settings << '\n' << host_settings << '\n';
-  out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
-      << fd_server << ' ' << cores << '\n'
-      << failure;
-  return out.str();
+  return text(kVersion, '\n', host, '\n', boot, '\n', domain, '\n', common_settings, '\n',
+              host_settings, '\n', pid, ' ', user, ' ', user_space, ' ', network_space, ' ', nonce,
+              ' ', fd_server, ' ', cores, '\n', failure);
 }
 
 PeerInfo PeerInfo::decode(const std::string& posted) {
@@ -180,20 +158,6 @@ void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group
   for (const auto& [reason, failed] : failures) reasons += text("; ", name(failed), ": ", reason);
   throw CollectiveError(
       text("the ranks of group '", group, "' cannot share memory", reasons, differences(ranks)));
-}
-
-int shared_cores(const std::vector<PeerInfo>& ranks) {
-  CoreSet all;
-  for (const PeerInfo& it : ranks) all |= it.cores;
-  return static_cast<int>(all.any() ? all.count() : std::thread::hardware_concurrency());
-}
-
-int fold_threads(const std::vector<PeerInfo>& ranks, Rank rank) {
-  std::vector<CoreSet> cores;
-  for (const PeerInfo& it : ranks) cores.push_back(it.cores);
-  const int share = core_share(numa_nodes(), cores, rank);
-  const auto all = static_cast<int>(std::thread::hardware_concurrency());
-  return share > 0 ? share : std::max(1, all / static_cast<int>(ranks.size()));
 }
 
 }  // namespace pycollect::ipc

@@ -48,9 +48,5 @@ void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& gro
 void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Throws CollectiveError, naming ranks, reasons and remedies, if a rank cannot share the memory.
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group);
-// Returns the number of cores on which at least one rank may run.
-int shared_cores(const std::vector<PeerInfo>& ranks);
-// Returns the number of threads with which a rank should fold: its share of the cores.
-int fold_threads(const std::vector<PeerInfo>& ranks, Rank rank);
 
 }  // namespace pycollect::ipc

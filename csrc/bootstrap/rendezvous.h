@@ -25,8 +25,7 @@ struct Membership {
   std::shared_ptr<Segment> segment;
   std::unique_ptr<AbortState> abort_state;  // in the segment, as the next one
   std::unique_ptr<FailureDetector> failure_detector;
-  int cores = 0;         // on which at least one rank may run
-  int fold_threads = 0;  // with how many threads this rank should fold
+  std::vector<PeerInfo> ranks;
 };
 
 // Returns when all ranks have mapped the memory and are set up in it. Throws as Group's constructor

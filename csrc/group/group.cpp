@@ -16,23 +16,6 @@ namespace {
 // each. Growing further takes 20 us each time.
 constexpr std::size_t kLeastReserved = 256;
 
-int checked_world(Rank rank, int world, bool one_host) {
-  require(world >= 1 && (world <= kMaxRanks || !one_host), "a pycollect group has 1 to ", kMaxRanks,
-          " ranks on one host, not ", world);
-  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
-          " ranks: the rank must be 0 to ", world - 1);
-  return world;
-}
-
-// Returns `sizes` if none exceeds kMostBytes. Throws std::invalid_argument otherwise.
-SegmentSizes checked(const SegmentSizes& sizes) {
-  for (const auto& [what, bytes] : {std::pair{"buffer_bytes", sizes.buffer_bytes},
-                                    {"mailbox_bytes", sizes.mailbox_bytes},
-                                    {"symmetric_heap_bytes", sizes.symmetric_heap_bytes}})
-    require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
-  return sizes;
-}
-
 std::vector<Rank> ranks_of(uint64_t mask) {
   std::vector<Rank> ranks;
   for (; mask != 0; mask &= mask - 1) ranks.push_back(std::countr_zero(mask));
@@ -43,19 +26,32 @@ std::vector<Rank> ranks_of(uint64_t mask) {
 
 Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
     : rank_(rank),
-      world_(checked_world(rank, world, settings.one_host)),
+      world_(world),
       settings_(std::move(settings)),
-      layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
-                       settings_.symmetric_heap_bytes, settings_.all_ranks})),
-      seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
+      layout_({world, settings_.buffer_bytes, settings_.mailbox_bytes,
+               settings_.symmetric_heap_bytes, all_ranks()}) {
+  require(world >= 1 && (world <= kMaxRanks || !settings_.one_host), "a pycollect group has 1 to ",
+          kMaxRanks, " ranks on one host, not ", world);
+  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
+          " ranks: the rank must be 0 to ", world - 1);
+  for (const auto& [what, bytes] : {std::pair{"buffer_bytes", settings_.buffer_bytes},
+                                    {"mailbox_bytes", settings_.mailbox_bytes},
+                                    {"symmetric_heap_bytes", settings_.symmetric_heap_bytes}})
+    require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
+  seen_ = std::make_unique<std::atomic<uint64_t>[]>(world);
   Membership joined = rendezvous(store, rank_, layout_, settings_);
   segment_ = std::move(joined.segment);
   base_ = segment_->data();
   rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
   abort_state_ = std::move(joined.abort_state);
   failure_detector_ = std::move(joined.failure_detector);
-  crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : joined.cores);
-  fold_threads_ = joined.fold_threads;
+  CoreSet shared;  // by the ranks
+  std::vector<CoreSet> cores;
+  for (const PeerInfo& it : joined.ranks) shared |= it.cores, cores.push_back(it.cores);
+  const auto all = static_cast<int>(std::thread::hardware_concurrency());
+  crowded_ = world_ > (shared.any() ? static_cast<int>(shared.count()) : all);
+  const int share = core_share(numa_nodes(), cores, rank_);
+  fold_threads_ = share > 0 ? share : std::max(1, all / world_);
   publish_core();
 }
 
@@ -71,27 +67,24 @@ void Group::each_region(uint64_t ranks, const StagingRegions& all, const F& f) c
 bool Group::reserve_staging(uint64_t ranks, const StagingRegions& wanted) {
   const std::size_t bytes =
       std::min(std::bit_ceil(std::max(wanted.bytes, kLeastReserved)), wanted.stride);
+  constexpr std::size_t kPage = SegmentLayout::kPage;
+  const std::size_t first_page = layout_.staging_buffers / kPage;
+  reserved_.resize(layout_.heaps / kPage - first_page);
   bool grown = false;
-  each_region(ranks, wanted,
-              [&](std::size_t begin) { grown |= reserve_pages(begin, begin + bytes); });
+  each_region(ranks, wanted, [&](std::size_t begin) {
+    const std::size_t last = (begin + bytes + kPage - 1) / kPage;
+    std::size_t page = begin / kPage;
+    while (page < last && reserved_[page - first_page]) ++page;
+    if (page == last) return;
+    segment_->commit(page * kPage, (last - page) * kPage);
+    for (; page < last; ++page) reserved_[page - first_page] = true;
+    grown = true;
+  });
   return grown;
 }
 
 void Group::map_staging(uint64_t ranks, const StagingRegions& regions) const {
   each_region(ranks, regions, [&](std::size_t begin) { segment_->touch(begin, regions.bytes); });
-}
-
-bool Group::reserve_pages(std::size_t begin, std::size_t end) {
-  constexpr std::size_t kPage = SegmentLayout::kPage;
-  const std::size_t first_page = layout_.staging_buffers / kPage, last = (end + kPage - 1) / kPage;
-  reserved_.resize(layout_.heaps / kPage - first_page);
-  std::size_t page = begin / kPage;
-  while (page < last && reserved_[page - first_page]) ++page;
-  if (page == last) return false;
-  segment_->commit(page * kPage, (last - page) * kPage);
-  segment_->touch(page * kPage, (last - page) * kPage);
-  for (; page < last; ++page) reserved_[page - first_page] = true;
-  return true;
 }
 
 uint64_t Group::left() const {

@@ -31,7 +31,8 @@ class Group {
 
   Rank rank() const { return rank_; }
   int world() const { return world_; }
-  int all_ranks() const { return std::max(world_, settings_.all_ranks); }
+  // The number of ranks in the world.
+  int all_ranks() const { return std::max<int>(world_, settings_.world_ranks.size()); }
   // With how many threads this rank should fold: its share of the cores of its NUMA nodes.
   int fold_threads() const { return fold_threads_; }
   HostsAgreement& hosts_agreement(uint64_t call) const {
@@ -149,7 +150,6 @@ class Group {
   class Wait;  // defined in group.cpp
   template <class F>
   void each_region(uint64_t ranks, const StagingRegions& all, const F& f) const;
-  bool reserve_pages(std::size_t begin, std::size_t end);
   std::string named(uint64_t mask, const char* singular, const char* plural) const;
   int32_t publish_core();
   bool shares_core(std::optional<Rank> awaited);

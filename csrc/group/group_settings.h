@@ -27,13 +27,11 @@ struct GroupSettings {
   // group is the world.
   std::vector<int> world_ranks = {};
   bool one_host = true;  // false: ranks on several hosts are no error, but SeveralHosts
-  int all_ranks = 0;     // ranks of that world; 0: the group is the world
   // How long a waiting rank yields its core before it sleeps.
   std::chrono::microseconds yield_time = kYieldTime;
   // Called by waiting threads every kSignalInterval, and may throw: for signals that the user's
   // program handles. Null: none.
   void (*check_signals)() = nullptr;
-  int cores = 0;  // cores that the ranks share; 0: all that any of them may use
   // Segment of SegmentLayout::total bytes that is mapped already, for ranks that are threads of one
   // process: in one mapping, a sanitizer sees the accesses of all ranks. Null: rank 0 creates it.
   std::shared_ptr<Segment> segment = {};

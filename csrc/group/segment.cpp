@@ -25,28 +25,6 @@ constexpr std::size_t kPage = 4096;
 
 std::string mebibytes(std::size_t bytes) { return text((bytes + (1 << 20) - 1) >> 20, " MiB"); }
 
-// Sets the size of the file, which stays sparse: a range takes no memory until it is committed.
-void resize(int fd, std::size_t bytes) {
-  rlimit most = {};
-  // Above this limit ftruncate would not just fail: SIGXFSZ would kill the process.
-  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
-    refuse(text("shared memory of ", mebibytes(bytes), " exceeds the limit of file sizes, ",
-                mebibytes(most.rlim_cur), "; raise it (ulimit -f)"),
-           EFBIG);
-  while (ftruncate(fd, bytes) != 0)
-    if (const int why = errno; why != EINTR)
-      refuse(text("cannot create shared memory of ", mebibytes(bytes)), why);
-}
-
-UniqueFd make_file() {
-  // Newer kernels expect MFD_NOEXEC_SEAL for files that are not executed; older ones reject it.
-  constexpr unsigned kNoExecSeal = 8;
-  int fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
-  if (fd < 0 && errno == EINVAL) fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) refuse("memfd_create", errno);
-  return UniqueFd(fd);
-}
-
 using Path = std::filesystem::path;
 
 // Returns the value of a file's line "key value", or of its only word if `key` is empty; nullopt if
@@ -60,43 +38,25 @@ std::optional<std::size_t> number(const Path& path, const std::string& key = {})
   return std::nullopt;
 }
 
-// Files, and keys of memory.stat, of one version of control groups.
-struct CgroupNames {
-  const char *limit, *used, *inactive, *active;
-};
-constexpr CgroupNames kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes",
-                                "total_inactive_file", "total_active_file"};
-constexpr CgroupNames kVersion2{"memory.max", "memory.current", "inactive_file", "active_file"};
-
 std::size_t rest(std::size_t limit, std::optional<std::size_t> used) {
   return limit > used.value_or(0) ? limit - used.value_or(0) : 0;
 }
 
 // A group's limit counts pages of files, which the kernel drops when the limit is reached, and does
 // not count swapped pages. Version 2 limits swap by itself, version 1 memory and swap together.
-std::size_t room_in(const Path& group, const CgroupNames& names, std::size_t swap) {
-  const auto limit = number(group / names.limit);
+std::size_t room_in(const Path& group, bool version2, std::size_t swap) {
+  const auto limit = number(group / (version2 ? "memory.max" : "memory.limit_in_bytes"));
   if (!limit) return SIZE_MAX;
-  std::size_t files = 0;
-  for (const char* key : {names.inactive, names.active})
-    files += number(group / "memory.stat", key).value_or(0);
+  const std::string all = version2 ? "" : "total_";  // of the groups below, too
+  const std::size_t files = number(group / "memory.stat", all + "inactive_file").value_or(0) +
+                            number(group / "memory.stat", all + "active_file").value_or(0);
   if (const auto most = number(group / "memory.swap.max"))
     swap = std::min(swap, rest(*most, number(group / "memory.swap.current")));
-  const std::size_t room = rest(*limit, number(group / names.used)) + files + swap;
+  const auto used = number(group / (version2 ? "memory.current" : "memory.usage_in_bytes"));
+  const std::size_t room = rest(*limit, used) + files + swap;
   const auto both = number(group / "memory.memsw.limit_in_bytes");
   if (!both) return room;
   return std::min(room, rest(*both, number(group / "memory.memsw.usage_in_bytes")) + files);
-}
-
-// A missing file imposes no limit.
-AvailableMemory available() {
-  constexpr char kMachine[] = "/proc/meminfo";
-  const auto memory = number(kMachine, "MemAvailable:");
-  const std::size_t swap = number(kMachine, "SwapFree:").value_or(0);
-  const std::size_t kibibytes = memory.value_or(0) + swap;
-  AvailableMemory least = available_in_cgroups("/proc/self/cgroup", "/sys/fs/cgroup", swap << 10);
-  if (memory && kibibytes <= least.bytes >> 10) least = {kibibytes << 10, "on this machine"};
-  return least;
 }
 
 }  // namespace
@@ -116,7 +76,7 @@ AvailableMemory available_in_cgroups(const std::string& list, const std::string&
     // Ancestors limit a group, too. A container's root group may be listed with its name on the
     // host: such folders do not exist in the container, but the root does.
     for (Path group = Path(line.substr(second + 1)).relative_path();; group = group.parent_path()) {
-      const std::size_t room = room_in(root / group, version2 ? kVersion2 : kVersion1, swap);
+      const std::size_t room = room_in(root / group, version2, swap);
       if (room < least.bytes) least = {room, text("in the control group /", group.string())};
       if (group.empty()) break;
     }
@@ -125,15 +85,24 @@ AvailableMemory available_in_cgroups(const std::string& list, const std::string&
 }
 
 std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
-  UniqueFd file = make_file();
-  resize(file.get(), bytes);
+  // Newer kernels expect MFD_NOEXEC_SEAL for files that are not executed; older ones reject it.
+  constexpr unsigned kNoExecSeal = 8, kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  UniqueFd file(memfd_create("pycollect", kFlags | kNoExecSeal));
+  if (!file && errno == EINVAL) file = UniqueFd(memfd_create("pycollect", kFlags));
+  if (!file) refuse("memfd_create", errno);
+  rlimit most = {};
+  // Above this limit ftruncate would not just fail: SIGXFSZ would kill the process.
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
+    refuse(text("shared memory of ", mebibytes(bytes), " exceeds the limit of file sizes, ",
+                mebibytes(most.rlim_cur), "; raise it (ulimit -f)"),
+           EFBIG);
+  // The file stays sparse: a range takes no memory until it is committed.
+  while (ftruncate(file.get(), bytes) != 0)
+    if (const int why = errno; why != EINTR)
+      refuse(text("cannot create shared memory of ", mebibytes(bytes)), why);
   // If the file shrank, processes that access the mapping would die of SIGBUS.
   fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-  return adopt(std::move(file), bytes);
-}
-
-std::shared_ptr<Segment> Segment::adopt(UniqueFd file, std::size_t bytes) {
-  return std::shared_ptr<Segment>(new Segment(std::move(file), bytes));
+  return std::make_shared<Segment>(std::move(file), bytes);
 }
 
 Segment::Segment(UniqueFd file, std::size_t bytes) : file_(std::move(file)), bytes_(bytes) {
@@ -157,7 +126,14 @@ Segment::Segment(UniqueFd file, std::size_t bytes) : file_(std::move(file)), byt
 Segment::~Segment() { munmap(data_, bytes_); }
 
 void Segment::commit(std::size_t offset, std::size_t bytes) {
-  if (const AvailableMemory most = available(); bytes > most.bytes)
+  // A missing file imposes no limit.
+  constexpr char kMachine[] = "/proc/meminfo";
+  const auto memory = number(kMachine, "MemAvailable:");
+  const std::size_t swap = number(kMachine, "SwapFree:").value_or(0);
+  const std::size_t kibibytes = memory.value_or(0) + swap;
+  AvailableMemory most = available_in_cgroups("/proc/self/cgroup", "/sys/fs/cgroup", swap << 10);
+  if (memory && kibibytes <= most.bytes >> 10) most = {kibibytes << 10, "on this machine"};
+  if (bytes > most.bytes)
     throw std::runtime_error(text("no memory for ", mebibytes(bytes), " of shared memory: ",
                                   mebibytes(most.bytes), " are available ", most.where));
   for (std::size_t done = 0; done < bytes;) {
@@ -167,6 +143,7 @@ void Segment::commit(std::size_t offset, std::size_t bytes) {
     else if (const int why = errno; why != EINTR)
       refuse(text("no memory for ", mebibytes(bytes), " of shared memory"), why);
   }
+  touch(offset, bytes);
 }
 
 void Segment::touch(std::size_t offset, std::size_t bytes) const noexcept {

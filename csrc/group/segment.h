@@ -13,17 +13,16 @@ namespace pycollect::ipc {
 class Segment {
  public:
   static std::shared_ptr<Segment> create(std::size_t bytes);
-  static std::shared_ptr<Segment> adopt(UniqueFd file, std::size_t bytes);
+  Segment(UniqueFd file, std::size_t bytes);  // maps another process's memory
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   std::byte* data() const { return data_; }
-  std::size_t bytes() const { return bytes_; }
   int descriptor() const { return file_.get(); }
 
-  // Allocates memory for a range now, or throws std::runtime_error that says how much is available:
-  // a shortage is an error here and not a SIGBUS later.
+  // Allocates memory for a range now and maps it, or throws std::runtime_error that says how much
+  // is available: a shortage is an error here and not a SIGBUS later.
   void commit(std::size_t offset, std::size_t bytes);
   // Maps a committed range's pages into this process, so that collectives cause no page faults. The
   // range may be in use meanwhile.
@@ -32,7 +31,6 @@ class Segment {
   void decommit(std::size_t offset, std::size_t bytes) noexcept;
 
  private:
-  Segment(UniqueFd file, std::size_t bytes);
   UniqueFd file_;
   std::size_t bytes_;
   std::byte* data_;

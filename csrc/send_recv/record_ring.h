@@ -112,7 +112,6 @@ class RingWriter {
       if (committed_ == 0) throw;
       return false;
     }
-    ring_.segment->touch(offset, bytes);
     committed_ += bytes;
     return true;
   }

@@ -110,7 +110,6 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   settings.world_ranks = hosts.ranks(host);
   for (Rank r = 0; r < me.world; ++r)
     if (hosts.of(r) != host) settings.world_ranks.push_back(r);
-  settings.all_ranks = me.world;
   settings.buffer_bytes = options.buffer_bytes.value_or(kHostsBufferBytes);
   settings.yield_time = kHostsYieldTime;
   settings.one_host = true;
