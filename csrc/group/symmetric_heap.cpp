@@ -60,15 +60,12 @@ SymmetricHeap::SymmetricHeap(const Group& group)
 }
 
 void SymmetricHeap::add_gap(std::size_t offset, std::size_t bytes) {
-  free_.emplace(offset, bytes);
+  areas_[offset] = {bytes, true};
   by_size_.emplace(bytes, offset);
 }
 
-void SymmetricHeap::remove_gap(std::map<std::size_t, std::size_t>::iterator gap) {
-  by_size_.erase({gap->second, gap->first});
-  free_.erase(gap);
-}
-
+// Allocates from the beginning of the smallest gap that is large enough. The part of the heap that
+// was never used is mostly the largest, and so the last to be taken from.
 std::size_t SymmetricHeap::allocate(std::size_t bytes) {
   if (fork_guard_.forked())
     throw std::runtime_error(
@@ -80,23 +77,17 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
     throw std::runtime_error(text("a tensor of ", bytes,
                                   " bytes does not fit into a symmetric heap of ", bytes_,
                                   " bytes; raise symmetric_heap_bytes"));
-  const std::size_t size = rounded(bytes), offset = take(size);
-  blocks_.emplace(offset, size);
-  used_ += size;
-  return offset;
-}
-
-// Allocates from the beginning of the smallest gap that is large enough. The part of the heap that
-// was never used is mostly the largest, and so the last to be taken from.
-std::size_t SymmetricHeap::take(std::size_t bytes) {
-  const auto best = by_size_.lower_bound({bytes, 0});
+  const std::size_t size = rounded(bytes);
+  const auto best = by_size_.lower_bound({size, 0});
   if (best == by_size_.end())
-    throw std::runtime_error(text("no place for ", bytes, " bytes in this rank's symmetric heap: ",
+    throw std::runtime_error(text("no place for ", size, " bytes in this rank's symmetric heap: ",
                                   used_, " of ", bytes_, " bytes are in use by tensors"));
-  const auto [size, offset] = *best;
-  commit(offset, offset + bytes);
-  remove_gap(free_.find(offset));
-  if (size > bytes) add_gap(offset + bytes, size - bytes);
+  const auto [gap, offset] = *best;
+  commit(offset, offset + size);
+  by_size_.erase(best);
+  areas_[offset] = {size, false};
+  if (gap > size) add_gap(offset + size, gap - size);
+  used_ += size;
   return offset;
 }
 
@@ -125,7 +116,6 @@ void SymmetricHeap::commit_granules(std::size_t begin, std::size_t end) {
     if (is_committed_[g]) continue;
     const std::size_t at = g * kGranule, bytes = std::min(run * kGranule, bytes_ - at);
     segment_->commit(begin_ + at, bytes);
-    segment_->touch(begin_ + at, bytes);
     std::fill_n(is_committed_.begin() + g, run, true);
     committed_ += bytes;
   }
@@ -134,22 +124,20 @@ void SymmetricHeap::commit_granules(std::size_t begin, std::size_t end) {
 void SymmetricHeap::free(std::size_t offset) noexcept {
   if (fork_guard_.forked() || abort_state_.is_aborted()) return;
   const std::lock_guard lock(mutex_);
-  const auto block = blocks_.find(offset);
-  if (block == blocks_.end()) return;
-  std::size_t bytes = block->second;
-  used_ -= bytes;
-  blocks_.erase(block);
+  auto first = areas_.find(offset);
+  if (first == areas_.end() || first->second.is_free) return;
+  used_ -= first->second.bytes;
   // Adjacent gaps become one.
-  if (const auto next = free_.find(offset + bytes); next != free_.end()) {
-    bytes += next->second;
-    remove_gap(next);
+  auto behind = std::next(first);
+  if (behind != areas_.end() && behind->second.is_free) ++behind;
+  if (first != areas_.begin() && std::prev(first)->second.is_free) --first;
+  std::size_t bytes = 0;
+  for (auto area = first; area != behind; ++area) {
+    if (area->second.is_free) by_size_.erase({area->second.bytes, area->first});
+    bytes += area->second.bytes;
   }
-  if (const auto next = free_.lower_bound(offset); next != free_.begin())
-    if (const auto before = std::prev(next); before->first + before->second == offset) {
-      offset = before->first;
-      bytes += before->second;
-      remove_gap(before);
-    }
+  offset = first->first;
+  areas_.erase(first, behind);
   add_gap(offset, bytes);
   if (cached_bytes() > used_ + kCacheBytes) trim();
 }

@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <unordered_map>
 #include <vector>
 
 #include "../plan/plan.h"
@@ -49,9 +48,13 @@ class SymmetricHeap {
   // Memory is committed and decommitted in granules of this size.
   static constexpr std::size_t kGranule = 1 << 20;
 
+  // A block, or a gap between blocks.
+  struct Area {
+    std::size_t bytes;
+    bool is_free;
+  };
+
   void add_gap(std::size_t offset, std::size_t bytes);
-  void remove_gap(std::map<std::size_t, std::size_t>::iterator gap);
-  std::size_t take(std::size_t bytes);
   void commit(std::size_t begin, std::size_t end);
   void commit_granules(std::size_t begin, std::size_t end);
   std::size_t cached_bytes() const { return committed_ - used_; }
@@ -62,8 +65,7 @@ class SymmetricHeap {
   const AbortState abort_state_;
   const std::size_t begin_, bytes_;  // offset in the segment and size of this rank's heap
   mutable std::mutex mutex_;
-  std::unordered_map<std::size_t, std::size_t> blocks_;    // bytes by offset, of allocated blocks
-  std::map<std::size_t, std::size_t> free_;                // the same of the gaps between them
+  std::map<std::size_t, Area> areas_;                      // by offset: blocks and gaps
   std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the gaps
   std::vector<bool> is_committed_;                         // [granule]
   std::size_t used_ = 0, committed_ = 0;                   // bytes of blocks, and of such granules
