@@ -179,15 +179,15 @@ UniqueFd connect_to(uint64_t id, Deadline deadline) {
 std::string fd_server_name(uint64_t id) { return text("pycollect-fd-server-", id); }
 
 FdServer::FdServer(int descriptor)
-    : id_(random_number()), offered_(descriptor), end_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : id_(random_number()), end_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!end_) refuse("cannot make an eventfd", errno);
-  const auto serve = [this] {
+  const auto serve = [this, descriptor] {
     pthread_setname_np(pthread_self(), "pycollect fds");
     for (;;) {
       std::array<pollfd, 2> polled = {pollfd{end_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
       const bool polls = poll(polled.data(), polled.size(), -1) >= 0;
       if (eventfd_t ends = 0; eventfd_read(end_.get(), &ends) == 0) return;
-      if (!polls || !answer_client(listener_, offered_)) std::this_thread::sleep_for(kErrorDelay);
+      if (!polls || !answer_client(listener_, descriptor)) std::this_thread::sleep_for(kErrorDelay);
     }
   };
   const std::lock_guard lock(server_sockets().mutex);

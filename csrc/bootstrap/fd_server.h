@@ -18,14 +18,11 @@ class FdServer {
  public:
   explicit FdServer(int descriptor);  // which must stay open while the server exists
   ~FdServer();                        // afterwards the descriptor can no longer be fetched
-  FdServer(const FdServer&) = delete;
-  FdServer& operator=(const FdServer&) = delete;
 
   uint64_t id() const { return id_; }  // random, never 0; the argument of `fetch`
 
  private:
   const uint64_t id_;
-  const int offered_;
   const ForkGuard fork_guard_;  // a forked child has no server thread
   // Ends the server when it is readable: shutting the socket down does not wake `poll` on every
   // kernel.

@@ -60,8 +60,6 @@ class FailureDetector {
   // kernel releases a robust futex when its thread ends, and other threads may end earlier.
   FailureDetector(Control& control, int world, Rank me);
   ~FailureDetector();
-  FailureDetector(const FailureDetector&) = delete;
-  FailureDetector& operator=(const FailureDetector&) = delete;
 
   // Returns a mask with bit r set if rank r is dead; callable from any thread. A rank that has not
   // arrived yet or has left is not dead.

@@ -26,8 +26,6 @@ class Group {
   ~Group();
   // Publishes that this rank has left: a peer that still waits for it throws.
   void leave(uint32_t how = RankState::has_left) noexcept;
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
 
   Rank rank() const { return rank_; }
   int world() const { return world_; }

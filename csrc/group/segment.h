@@ -15,8 +15,6 @@ class Segment {
   static std::shared_ptr<Segment> create(std::size_t bytes);
   Segment(UniqueFd file, std::size_t bytes);  // maps another process's memory
   ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
 
   std::byte* data() const { return data_; }
   int descriptor() const { return file_.get(); }

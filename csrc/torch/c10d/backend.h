@@ -123,8 +123,6 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<PointToPoint> messages(const char* name) const;
   friend bool close_groups();
   void register_backend();
-  // Returns the first device error that was reported to no caller, or null.
-  std::exception_ptr close(ipc::Deadline deadline);
 
   const RankAndWorld me_;
   const OptionsPtr options_;

@@ -47,22 +47,17 @@ Backend::~Backend() {
     const std::lock_guard lock(live_backends().mutex);
     live_backends().all.erase(this);
   }
-  close(ipc::Clock::now() + kShutdownTimeout);
+  connection_->close(ipc::Clock::now() + kShutdownTimeout);
 }
 
 // Throws what a signal handler raised meanwhile.
 void Backend::shutdown() {
   const InFlightGuard in_flight;
   if (fork_guard_.forked()) return;
-  if (const auto raised = close(ipc::Clock::now() + kShutdownTimeout))
+  const GilRelease gil_release;
+  if (const auto raised = connection_->close(ipc::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(raised);
-  const GilRelease gil_release;
   connection_->await_end_of_store();
-}
-
-std::exception_ptr Backend::close(ipc::Deadline deadline) {
-  const GilRelease gil_release;
-  return connection_->close(deadline);
 }
 
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the
@@ -79,7 +74,7 @@ bool close_groups() {
   const auto deadline = ipc::Clock::now() + kShutdownTimeout;
   const SignalsDeferred deferred;
   for (const auto& b : all)
-    if (!b->fork_guard_.forked()) b->close(deadline);
+    if (!b->fork_guard_.forked()) b->connection_->close(deadline);
   const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;
   while (InFlightGuard::any() && ipc::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

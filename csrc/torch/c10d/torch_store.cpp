@@ -128,28 +128,23 @@ void TorchStore::post(const std::string& key, const std::string& value) {
   store_->set(prefix() + key, value);
 }
 
-// Polls the keys until the deadline, and runs signal handlers meanwhile. A store's own wait blocks
-// them; a short one logs its timeout (TCPStore) or counts whole seconds (FileStore). Returns false
-// if the store cannot be polled.
-bool TorchStore::poll(const std::vector<std::string>& keys, ipc::Deadline deadline) {
+// Polls the keys, and runs signal handlers meanwhile, or has the store wait. A store's own wait
+// blocks handlers; a short one logs its timeout (TCPStore) or counts whole seconds (FileStore).
+void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadline) {
+  using std::chrono::milliseconds;
   const auto begin = ipc::Clock::now();
-  for (;; check_signals()) {
+  const bool polls = handles_signals() || deadline - begin < kShortWait;
+  for (; polls; check_signals()) {
     try {
-      if (store_->check(keys)) return true;
+      if (store_->check(keys)) return;
     } catch (const std::exception&) {
-      return false;
+      break;  // the store cannot be polled
     }
     const auto now = ipc::Clock::now();
     if (now >= deadline) throw late(keys);
     std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
         (now - begin) / kWaitedPerPause, kMinPause, kMaxPause));
   }
-}
-
-void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadline) {
-  using std::chrono::milliseconds;
-  if ((handles_signals() || deadline - ipc::Clock::now() < kShortWait) && poll(keys, deadline))
-    return;
   for (;;) {
     const auto until = std::min(deadline, ipc::deadline_after(kMaxWait));
     // Some stores take a timeout of zero as no limit.

@@ -31,7 +31,6 @@ class TorchStore final : public ipc::Store {
   const std::string& prefix();
   // Returns the number of the rendezvous that rank 0 has opened.
   std::string join_rendezvous();
-  bool poll(const std::vector<std::string>& keys, ipc::Deadline deadline);
   void wait(const std::vector<std::string>& keys, ipc::Deadline deadline);
 
   const c10::intrusive_ptr<c10d::Store> store_;
