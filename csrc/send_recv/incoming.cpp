@@ -1,9 +1,9 @@
-// See mailbox_ends.h. A peer sends fragments only after the CTS of a matched receive, so this rank
+// See mailbox.h. A peer sends fragments only after the CTS of a matched receive, so this rank
 // can always copy them out of their ring. A message ring is read while a posted receive may match
 // one of its messages, and also, within kMostUnexpectedBytes, when it is over half full. Messages
 // without a receive then move from the ring to the unexpected-message queue.
 #include "../plan/error.h"
-#include "mailbox_ends.h"
+#include "mailbox.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -19,70 +19,57 @@ bool fits(const Record& r) { return r.payload == (r.kind == Record::eager ? r.by
 
 }  // namespace
 
-Incoming::Incoming(const MailArea& area, Rank me, Wakeups& wakeups)
-    : area_(area), me_(me), wakeups_(wakeups), senders_(area.world()) {
-  for (Rank from = 0; !area.is_remote(from); ++from) open(from);
-}
-
-void Incoming::open(Rank from) {
-  if (senders_[from]) return;
-  const auto [messages, fragments, replies] = area_.rings(from, me_);
-  senders_[from].reset(new SourcePeer{RingReader(messages), RingReader(fragments),
-                                      RingWriter(replies), open_.size()});
-  open_.push_back(from);
-}
-
-void Incoming::receive(const TransferPtr& transfer) {
+void Mailbox::receive(const TransferPtr& transfer) {
   const Rank peer = transfer->peer();
   const bool wildcard = peer == kAnySource;
   const auto posted = posted_.insert({{peer, transfer->envelope.tag}, {order_++, transfer}});
   ++posted_count(peer);
   const std::size_t end = turn_ + (wildcard ? open_.size() : 1);
   for (std::size_t turn = turn_; turn < end; ++turn) {
-    const Rank from = wildcard ? peer_of_turn(turn) : peer;
+    MailPeer& from = wildcard ? peer_of_turn(turn) : *peers_[peer];
     if (take_unexpected(from, posted)) return;
     int taken = 0;
     while (!transfer->matched_ && taken < kMostTaken && take_one(from)) ++taken;
     if (transfer->matched_) return;
-    if (taken == kMostTaken) wakeups_.touch(me_);  // wakes a thread, which takes the rest
+    if (taken == kMostTaken) touch(me_);  // wakes a thread, which takes the rest
   }
 }
 
-bool Incoming::take_unexpected(Rank from, PostedReceives::iterator posted) {
-  const auto kept = unexpected_.lower_bound({from, posted->first.tag});
-  if (kept == unexpected_.end() || kept->first != MatchKey{from, posted->first.tag}) return false;
+bool Mailbox::take_unexpected(MailPeer& peer, PostedReceives::iterator posted) {
+  const MatchKey key{peer.rank, posted->first.tag};
+  const auto kept = unexpected_.lower_bound(key);
+  if (kept == unexpected_.end() || kept->first != key) return false;
   const auto [record, payload] = std::move(kept->second);
   unexpected_.erase(kept);
-  senders_[from]->unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
-  match(from, record, payload.get(), remove_posted(posted));
+  peer.unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
+  match(peer, record, payload.get(), remove_posted(posted));
   return true;
 }
 
-bool Incoming::wants(const SourcePeer& peer) const {
+bool Mailbox::wants(const MailPeer& peer) const {
   if (peer.posted + wildcard_receives_ > 0) return true;
-  return peer.unexpected_bytes < kMostUnexpectedBytes && peer.messages.crowded();
+  return peer.unexpected_bytes < kMostUnexpectedBytes && peer.messages_from.crowded();
 }
 
-bool Incoming::take_one(Rank from) {
-  SourcePeer& peer = *senders_[from];
+bool Mailbox::take_one(MailPeer& peer) {
   if (!wants(peer)) return false;
-  const Record* const record = peer.messages.peek();
+  const Record* const record = peer.messages_from.peek();
   if (record == nullptr) return false;
   if (!fits(*record))
-    throw CollectiveError(
-        text("rank ", area_.world_rank(from), " wrote an invalid message into the shared memory"));
-  const auto posted = find(from, record->tag);
+    throw CollectiveError(text("rank ", group_.world_rank(peer.rank),
+                               " wrote an invalid message into the shared memory"));
+  const auto posted = find(peer.rank, record->tag);
   if (posted == posted_.end())
-    buffer_unexpected(from, *record, peer.messages.payload());
+    buffer_unexpected(peer, *record, peer.messages_from.payload());
   else
-    match(from, *record, peer.messages.payload(), remove_posted(posted));
-  peer.messages.pop();
-  wakeups_.touch(from);
+    match(peer, *record, peer.messages_from.payload(), remove_posted(posted));
+  peer.messages_from.pop();
+  touch(peer.rank);
   return true;
 }
 
 // Returns the earliest posted receive that matches: from this peer or from any source.
-Incoming::PostedReceives::iterator Incoming::find(Rank from, uint32_t tag) {
+Mailbox::PostedReceives::iterator Mailbox::find(Rank from, uint32_t tag) {
   const auto first = [&](Rank peer) {
     const auto at = posted_.lower_bound({peer, tag});
     return at != posted_.end() && at->first == MatchKey{peer, tag} ? at : posted_.end();
@@ -94,115 +81,93 @@ Incoming::PostedReceives::iterator Incoming::find(Rank from, uint32_t tag) {
   return named->second.order < wildcard->second.order ? named : wildcard;
 }
 
-TransferPtr Incoming::remove_posted(PostedReceives::iterator posted) {
+TransferPtr Mailbox::remove_posted(PostedReceives::iterator posted) {
   TransferPtr transfer = std::move(posted->second.transfer);
   --posted_count(posted->first.peer);
   posted_.erase(posted);
   return transfer;
 }
 
-void Incoming::buffer_unexpected(Rank from, const Record& record, const std::byte* payload) {
+void Mailbox::buffer_unexpected(MailPeer& peer, const Record& record, const std::byte* payload) {
   auto copy = std::make_unique_for_overwrite<std::byte[]>(record.payload);
   std::memcpy(copy.get(), payload, record.payload);
-  unexpected_.emplace(MatchKey{from, record.tag}, UnexpectedMessage{record, std::move(copy)});
-  senders_[from]->unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
+  unexpected_.emplace(MatchKey{peer.rank, record.tag}, UnexpectedMessage{record, std::move(copy)});
+  peer.unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
 }
 
-void Incoming::match(Rank from, const Record& record, const std::byte* payload,
-                     const TransferPtr& transfer) {
+void Mailbox::match(MailPeer& peer, const Record& record, const std::byte* payload,
+                    const TransferPtr& transfer) {
   transfer->matched_ = true;
-  if (transfer->peer() == kAnySource) turn_ = senders_[from]->turn + 1;
-  transfer->set_peer(from);
+  if (transfer->peer() == kAnySource) turn_ = peer.turn + 1;
+  transfer->peer_.store(peer.rank, std::memory_order_relaxed);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
-  if (const auto error = mismatch(area_.world_rank(from), sent, area_.world_rank(me_), wanted)) {
-    if (record.kind == Record::eager) return wakeups_.finish(*transfer, error);
+  if (const auto error =
+          mismatch(group_.world_rank(peer.rank), sent, group_.world_rank(me_), wanted)) {
+    if (record.kind == Record::eager) return finish(*transfer, error);
     Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::nack};
     refusal.dtype = wanted.dtype;
-    reply(from, {refusal, transfer, error});
+    reply(peer, {refusal, transfer, error});
   } else if (record.kind != Record::eager) {
-    senders_[from]->requested.emplace(record.number, transfer);
-    const bool direct =
-        record.kind == Record::rts_data && transfer->owner_ && area_.is_remote(from);
+    peer.requested.emplace(record.number, transfer);
+    const bool direct = record.kind == Record::rts_data && transfer->owner_ && is_remote(peer.rank);
     if (direct)
-      area_.remote().receive_data(from, record.number, transfer->buffer_, wanted.bytes,
-                                  transfer->owner_);
-    reply(from, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
+      remote_->receive_data(peer.rank, record.number, transfer->buffer_, wanted.bytes,
+                            transfer->owner_);
+    reply(peer, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
   } else {
     if (record.payload != 0) std::memcpy(transfer->buffer_, payload, record.payload);
-    wakeups_.finish(*transfer);
+    finish(*transfer);
   }
 }
 
-void Incoming::reply(Rank to, Reply reply) {
-  senders_[to]->queued.push_back(std::move(reply));
-  flush_replies(to);
+void Mailbox::reply(MailPeer& peer, Reply reply) {
+  peer.replies.push_back(std::move(reply));
+  flush_replies(peer);
 }
 
-void Incoming::flush_replies(Rank to) {
-  SourcePeer& peer = *senders_[to];
-  for (; !peer.queued.empty() && peer.replies.push(peer.queued.front().record);
-       peer.queued.pop_front()) {
-    const Reply& reply = peer.queued.front();
-    if (reply.refused) wakeups_.finish(*reply.refused, reply.error);
-    wakeups_.touch(to);
+void Mailbox::flush_replies(MailPeer& peer) {
+  for (; !peer.replies.empty() && peer.replies_to.push(peer.replies.front().record);
+       peer.replies.pop_front()) {
+    const Reply& reply = peer.replies.front();
+    if (reply.refused) finish(*reply.refused, reply.error);
+    touch(peer.rank);
   }
 }
 
-bool Incoming::take_fragment(Rank from) {
-  SourcePeer& peer = *senders_[from];
-  const Record* const record = peer.fragments.peek();
+bool Mailbox::take_fragment(MailPeer& peer) {
+  const Record* const record = peer.fragments_from.peek();
   if (record == nullptr) return false;
   const auto at = peer.requested.find(record->number);
   if (at != peer.requested.end()) {  // otherwise the receive has failed with the group
     Transfer& transfer = *at->second;
     if (record->payload > transfer.left())
       throw CollectiveError(
-          text("rank ", area_.world_rank(from), " sent more bytes than its RTS declares"));
-    std::memcpy(transfer.buffer_ + transfer.moved_, peer.fragments.payload(), record->payload);
+          text("rank ", group_.world_rank(peer.rank), " sent more bytes than its RTS declares"));
+    std::memcpy(transfer.buffer_ + transfer.moved_, peer.fragments_from.payload(), record->payload);
     transfer.moved_ += record->payload;
     if (transfer.left() == 0) {
-      wakeups_.finish(transfer);
+      finish(transfer);
       peer.requested.erase(at);
     }
   }
-  peer.fragments.pop();
-  wakeups_.touch(from);
+  peer.fragments_from.pop();
+  touch(peer.rank);
   return true;
 }
 
-void Incoming::received_directly(Rank from, uint64_t number) {
-  const auto requested = senders_[from]->requested.extract(number);
-  if (!requested.empty()) wakeups_.finish(*requested.mapped());
-}
-
-void Incoming::progress() {
+void Mailbox::progress_incoming() {
   bool taken = true;
   for (int round = 0; taken && round < kMostTaken; ++round) {
     taken = false;
     for (std::size_t turn = turn_, end = turn_ + open_.size(); turn < end; ++turn)
       taken |= take_one(peer_of_turn(turn));
   }
-  for (const Rank from : open_) {
-    SourcePeer& peer = *senders_[from];
-    const uint64_t end = peer.fragments.read() + peer.fragments.bytes();  // as in push_fragments
-    while (!peer.requested.empty() && peer.fragments.read() < end && take_fragment(from)) continue;
-    flush_replies(from);
+  for (MailPeer* const peer : open_) {
+    RingReader& fragments = peer->fragments_from;
+    const uint64_t end = fragments.read() + fragments.bytes();  // as in push_fragments
+    while (!peer->requested.empty() && fragments.read() < end && take_fragment(*peer)) continue;
+    flush_replies(*peer);
   }
-}
-
-void Incoming::fail(const std::exception_ptr& error) {
-  for (const auto& [key, posted] : posted_) wakeups_.finish(*posted.transfer, error);
-  posted_.clear();
-  for (const Rank from : open_) {
-    SourcePeer& peer = *senders_[from];
-    for (const auto& [number, transfer] : peer.requested) wakeups_.finish(*transfer, error);
-    for (const Reply& reply : peer.queued)
-      if (reply.refused) wakeups_.finish(*reply.refused, reply.error);
-    peer.queued.clear();
-    peer.posted = 0;
-    peer.requested.clear();
-  }
-  wildcard_receives_ = 0;
 }
 
 }  // namespace pycollect::ipc

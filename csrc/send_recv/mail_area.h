@@ -14,15 +14,7 @@
 
 namespace pycollect::ipc {
 
-// What threads tell the mailbox: that a peer says hello, and that the data of a message has been
-// moved directly. `number`: of the message among those of its sender to its receiver.
-class RemoteEvents {
- public:
-  virtual ~RemoteEvents() = default;
-  virtual void hello(Rank from) = 0;
-  virtual void received(Rank from, uint64_t number) = 0;
-  virtual void sent(Rank to, uint64_t number) = 0;
-};
+class Mailbox;
 
 // Ranks on other hosts, as the peers of a mailbox. A pair of ranks on different hosts has two
 // copies of its rings, one at each rank. What a rank writes to its copy, and how far it has read,
@@ -33,13 +25,12 @@ class RemotePeers {
  public:
   virtual ~RemotePeers() = default;
   // Call before the first `open`. `mailbox` must live until all threads have ended.
-  virtual void attach(RemoteEvents& mailbox) = 0;
-  virtual int count() const = 0;
+  virtual void attach(Mailbox& mailbox) = 0;
   // Makes this rank's copy of the rings, and begins to receive what the peer writes. Call before
   // the first message to or from it. May be called repeatedly.
   virtual void open(Rank peer) = 0;
   // Returns this rank's copy of the rings for messages to the peer, or from it:
-  // MailArea::pair_bytes of kRemoteSharers. The peer is open.
+  // MailArea::pair_bytes. The peer is open.
   virtual std::byte* rings(Rank peer, bool outgoing) = 0;
   // Sends the peer what this rank has written and read. Does not block.
   virtual void publish(Rank peer) = 0;
@@ -102,8 +93,8 @@ class MailArea {
   static constexpr std::size_t bytes(int world) {
     return header_bytes(world) + world * world * data_bytes(world);
   }
-  // Bytes of a pair of ranks in memory of its own.
-  static constexpr std::size_t pair_bytes(int world) { return kCountersBytes + data_bytes(world); }
+  // Bytes of a pair of ranks on different hosts in memory of its own.
+  static constexpr std::size_t pair_bytes() { return kCountersBytes + data_bytes(kRemoteSharers); }
   // Maximum number of messages in one message ring.
   static constexpr int most_unread(int world) {
     return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
@@ -112,31 +103,22 @@ class MailArea {
   struct PairRings {
     RingMemory messages, fragments, replies;
   };
-  static PairRings rings_of(std::byte* pair, int world) {
-    return rings_at(pair, pair + kCountersBytes, world, nullptr);
+  // The rings between hosts in the memory of a pair, which has pair_bytes().
+  static PairRings remote_rings(std::byte* pair) {
+    return rings_at(pair, pair + kCountersBytes, kRemoteSharers, nullptr);
   }
 
-  // `remote`: null if all ranks are on this host.
-  explicit MailArea(const Group& group, RemotePeers* remote = nullptr)
-      : base_(group.mailboxes()), local_(group.world()), group_(&group), remote_(remote) {}
+  explicit MailArea(const Group& group)
+      : base_(group.mailboxes()), world_(group.world()), segment_(group.segment().get()) {}
 
-  int world() const { return local_ + (remote_ ? remote_->count() : 0); }
-  bool is_remote(Rank r) const { return r >= local_; }
-  RemotePeers& remote() const { return *remote_; }
-  // The number of ranks with which a pair shares memory, on which the sizes of its rings depend.
-  int sharers(Rank peer) const { return is_remote(peer) ? kRemoteSharers : local_; }
-  Rank world_rank(Rank r) const { return group_->world_rank(r); }
   Doorbell& doorbell(Rank r) const {
     return *reinterpret_cast<Doorbell*>(base_ + r * sizeof(Doorbell));
   }
   // The rings of the messages that `from` sends to `to`, with the replies (CTS, NACK) to them.
   PairRings rings(Rank from, Rank to) const {
-    if (is_remote(from) || is_remote(to))
-      return rings_of(remote_->rings(std::max(from, to), is_remote(to)), kRemoteSharers);
-    const std::size_t pair = from * local_ + to;
-    return rings_at(base_ + local_ * sizeof(Doorbell) + pair * kCountersBytes,
-                    base_ + header_bytes(local_) + pair * data_bytes(local_), local_,
-                    group_->segment().get());
+    const std::size_t pair = from * world_ + to;
+    return rings_at(base_ + world_ * sizeof(Doorbell) + pair * kCountersBytes,
+                    base_ + header_bytes(world_) + pair * data_bytes(world_), world_, segment_);
   }
 
  private:
@@ -159,10 +141,9 @@ class MailArea {
     return {ring(message_bytes(world)), ring(fragment_ring_bytes(world)), ring(kReplyBytes)};
   }
 
-  std::byte* base_;
-  int local_;  // ranks of this host
-  const Group* group_;
-  RemotePeers* remote_;
+  std::byte* const base_;
+  const int world_;
+  Segment* const segment_;
 };
 
 }  // namespace pycollect::ipc

@@ -29,11 +29,10 @@ std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Enve
 Mailbox::Mailbox(Group& group, std::shared_ptr<RemotePeers> remote)
     : group_(group),
       remote_(std::move(remote)),
-      area_(group, remote_.get()),
+      area_(group),
       me_(group.rank()),
-      wakeups_{.local = group.world()},
-      outgoing_(area_, me_, wakeups_),
-      incoming_(area_, me_, wakeups_) {
+      peers_(group.all_ranks()) {
+  for (Rank r = 0; r < group.world(); ++r) open(r);
   if (remote_) remote_->attach(*this);
 }
 
@@ -58,26 +57,48 @@ void Mailbox::post(const TransferPtr& transfer) {
 void Mailbox::enqueue(const TransferPtr& transfer) {
   Locked locked(mutex_);
   open(transfer->peer());
-  ++open_;
-  transfer->posted_ = true;
-  guard([&] { transfer->receives ? incoming_.receive(transfer) : outgoing_.send(transfer); });
+  ++pending_;
+  transfer->posted_ = transfer->receives;  // a send: once its data is there
+  guard(
+      [&] { transfer->receives ? receive(transfer) : send(*peers_[transfer->peer()], transfer); });
   unlock(std::move(locked));
 }
 
 void Mailbox::open(Rank peer) {
   if (peer == kAnySource)
-    for (Rank r = group_.world(); r < area_.world(); ++r) open(r);
-  if (!area_.is_remote(peer)) return;
-  remote_->open(peer);
-  outgoing_.open(peer);
-  incoming_.open(peer);
+    for (Rank r = group_.world(); r < group_.all_ranks(); ++r) open(r);
+  if (peer == kAnySource || peers_[peer]) return;
+  if (is_remote(peer)) remote_->open(peer);
+  const auto rings = [&](bool outgoing) {
+    if (is_remote(peer)) return MailArea::remote_rings(remote_->rings(peer, outgoing));
+    return outgoing ? area_.rings(me_, peer) : area_.rings(peer, me_);
+  };
+  const auto to = rings(true), from = rings(false);
+  const RingWriter messages(to.messages), fragments(to.fragments), replies(from.replies);
+  peers_[peer].reset(new MailPeer{peer, open_.size(), messages, fragments, replies,
+                                  RingReader(from.messages), RingReader(from.fragments),
+                                  RingReader(to.replies)});
+  open_.push_back(peers_[peer].get());
+}
+
+void Mailbox::touch(Rank r) {
+  std::vector<Rank>& publish = wakeups_.publish;
+  if (!is_remote(r))
+    wakeups_.touched |= uint64_t{1} << r;
+  else if (std::ranges::find(publish, r) == publish.end())
+    publish.push_back(r);
+}
+
+void Mailbox::finish(Transfer& transfer, std::exception_ptr error) {
+  wakeups_.awaited |= transfer.finish(std::move(error));
+  ++wakeups_.finished;
 }
 
 // Unlocks the mailbox, then rings the doorbells: a wake-up takes time, and the woken thread needs
 // the lock.
 bool Mailbox::unlock(Locked locked) {
-  const Wakeups wakeups = std::exchange(wakeups_, {.local = wakeups_.local});
-  open_.fetch_sub(wakeups.finished, std::memory_order_acq_rel);
+  const Wakeups wakeups = std::exchange(wakeups_, {});
+  pending_.fetch_sub(wakeups.finished, std::memory_order_acq_rel);
   locked.unlock();
   for (uint64_t left = wakeups.touched; left != 0; left &= left - 1)
     area_.doorbell(std::countr_zero(left)).ring();
@@ -94,8 +115,7 @@ void Mailbox::guard(const Act& act) {
     act();
   } catch (const std::exception& error) {
     group_.abort(error.what());
-    outgoing_.fail(std::current_exception());
-    incoming_.fail(std::current_exception());
+    fail_locked(std::current_exception());
   }
 }
 
@@ -104,22 +124,18 @@ void Mailbox::hello(Rank from) {
   open(from);
 }
 
-void Mailbox::received(Rank from, uint64_t number) {
+void Mailbox::moved_directly(Rank peer, bool sent, uint64_t number) {
   Locked locked(mutex_);
-  incoming_.received_directly(from, number);
-  unlock(std::move(locked));
-}
-
-void Mailbox::sent(Rank to, uint64_t number) {
-  Locked locked(mutex_);
-  outgoing_.sent_directly(to, number);
+  auto& waiting = sent ? peers_[peer]->awaiting : peers_[peer]->requested;
+  const auto moved = waiting.extract(number);
+  if (!moved.empty()) finish(*moved.mapped());  // else it has failed with the group
   unlock(std::move(locked));
 }
 
 bool Mailbox::progress_locked(Locked locked) {
   guard([this] {
-    incoming_.progress();  // first: no CTS waits behind the data of a large message
-    outgoing_.progress();
+    progress_incoming();  // first: no CTS waits behind the data of a large message
+    progress_outgoing();
   });
   return unlock(std::move(locked));
 }
@@ -130,11 +146,39 @@ bool Mailbox::progress() {
   return locked && progress_locked(std::move(locked));
 }
 
+void Mailbox::fail_locked(const std::exception_ptr& error) {
+  for (const auto& [key, posted] : posted_) finish(*posted.transfer, error);
+  posted_.clear();
+  wildcard_receives_ = unready_ = 0;
+  for (MailPeer* const peer : open_) {
+    for (auto* const list : {&peer->unready, &peer->queued, &peer->cleared}) {
+      for (const TransferPtr& transfer : *list) finish(*transfer, error);
+      list->clear();
+    }
+    for (auto* const list : {&peer->awaiting, &peer->requested}) {
+      for (const auto& [number, transfer] : *list) finish(*transfer, error);
+      list->clear();
+    }
+    for (const Reply& reply : peer->replies)
+      if (reply.refused) finish(*reply.refused, reply.error);
+    peer->replies.clear();
+    peer->posted = 0;
+  }
+}
+
 void Mailbox::fail(const std::exception_ptr& error) {
   if (fork_guard_.forked()) return;
   Locked locked(mutex_);
-  outgoing_.fail(error);
-  incoming_.fail(error);
+  fail_locked(error);
+  unlock(std::move(locked));
+}
+
+void Mailbox::fail_unready(const std::exception_ptr& error) {
+  if (fork_guard_.forked()) return;
+  Locked locked(mutex_);
+  for (MailPeer* const peer : open_)
+    for (; !peer->unready.empty(); peer->unready.pop_front(), --unready_)
+      finish(*peer->unready.front(), error);
   unlock(std::move(locked));
 }
 
@@ -198,7 +242,7 @@ void Mailbox::Waiter::sleep() {
     return moved || until_.holds();
   };
   const auto at_most = [&](auto interval) {
-    return [&, interval] { return until_.polls && until_.polls() ? kPollInterval : interval; };
+    return [&, interval] { return box_.awaits_data() ? kPollInterval : interval; };
   };
   if (until_.transfer != nullptr) until_.transfer->count_sleeper(1);
   if (--box_.awake_ == 0) {
@@ -214,8 +258,8 @@ void Mailbox::Waiter::sleep() {
 // Makes progress until nothing moves, up to a bound, because live ranks may go on sending.
 // Returns true if `until` held meanwhile.
 bool Mailbox::drain(const WaitCondition& until) {
-  const int most_unread = MailArea::most_unread(area_.sharers(area_.world() - 1));
-  for (int n = most_unread / Incoming::kMostTaken + 1; n >= 0; --n) {
+  const int most_unread = MailArea::most_unread(sharers(group_.all_ranks() - 1));
+  for (int n = most_unread / kMostTaken + 1; n >= 0; --n) {
     if (until.holds()) return true;
     if (!progress_locked(Locked(mutex_))) break;
   }
@@ -240,12 +284,12 @@ void Mailbox::check_remote(const WaitCondition& until, const OpContext& context)
   const bool late = Clock::now() >= context.deadline;
   if (!late && !remote_->any_gone()) return;
   std::vector<Rank> gone;  // before `needed` takes what these ranks have sent
-  for (Rank r = group_.world(); r < area_.world(); ++r)
+  for (Rank r = group_.world(); r < group_.all_ranks(); ++r)
     if (is_gone(r)) gone.push_back(r);
   const std::vector<Rank> missing = needed(until);
   const auto lost = std::ranges::find_first_of(missing, gone);
   if (lost != missing.end()) remote_->fail(*lost, false, context);
-  if (late && missing.size() == 1 && area_.is_remote(missing.front()))
+  if (late && missing.size() == 1 && is_remote(missing.front()))
     remote_->fail(missing.front(), true, context);
 }
 
@@ -272,10 +316,10 @@ void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
 std::vector<Rank> Mailbox::wildcard_sources() const {
   std::vector<Rank> present, others;
   const uint64_t left = group_.left();
-  for (Rank r = 0; r < area_.world(); ++r) {
+  for (Rank r = 0; r < group_.all_ranks(); ++r) {
     if (r == me_) continue;
     others.push_back(r);
-    if (area_.is_remote(r) ? !is_gone(r) : (left >> r & 1) == 0) present.push_back(r);
+    if (is_remote(r) ? !is_gone(r) : (left >> r & 1) == 0) present.push_back(r);
   }
   if (others.empty()) return {me_};
   return present.empty() ? others : present;

@@ -63,10 +63,8 @@ class RingWriter {
   explicit RingWriter(const RingMemory& ring)
       : ring_(ring),
         written_(ring.counters->written.load()),
-        read_(written_),
-        committed_(ring.segment == nullptr ? ring.bytes : 0) {
-    read_ = ring.counters->read.load();
-  }
+        read_(ring.counters->read.load()),
+        committed_(ring.segment == nullptr ? ring.bytes : 0) {}
 
   // Returns false, without writing, if the ring has no room now, or no memory for more of it.
   // Throws as Segment::commit if there is no memory for the beginning of the ring.

@@ -1,10 +1,9 @@
-// One send or receive (Transfer), and the wake-ups collected while transfers make progress.
+// One send or receive.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
-#include <vector>
 
 #include "../group/group.h"
 #include "../group/memory_owner.h"
@@ -44,14 +43,13 @@ class Transfer {
 
   const Envelope envelope;
   const bool receives;
+  // Of a send: whether its data is in the buffer; null: it is. Called with the mailbox locked. An
+  // error aborts the group.
+  std::function<bool()> is_ready = {};
 
  private:
   friend class Mailbox;
-  friend class Outgoing;
-  friend class Incoming;
-  friend struct Wakeups;
 
-  void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
   uint64_t left() const { return envelope.bytes - moved_; }
   // Marks this transfer as done. Returns true if a thread sleeps until it is. Doorbell explains the
   // memory order.
@@ -77,27 +75,6 @@ class Transfer {
   std::exception_ptr error_;
 };
 using TransferPtr = std::shared_ptr<Transfer>;
-
-// Wake-ups that are collected while the mailbox is locked and issued after it is unlocked.
-struct Wakeups {
-  int local;                    // ranks of this host
-  uint64_t touched = 0;         // bit r: rank r may be asleep, and its doorbell must ring
-  std::vector<Rank> publish{};  // ranks on other hosts to which news must be sent
-  int finished = 0;             // number of finished transfers
-  bool awaited = false;         // another thread of this rank sleeps for a finished transfer
-  static_assert(kMaxRanks <= 64);
-
-  void touch(Rank r) {
-    if (r < local)
-      touched |= uint64_t{1} << r;
-    else if (std::ranges::find(publish, r) == publish.end())
-      publish.push_back(r);
-  }
-  void finish(Transfer& transfer, std::exception_ptr error = nullptr) {
-    awaited |= transfer.finish(std::move(error));
-    ++finished;
-  }
-};
 
 // Returns the error if sizes or dtypes differ, with the same message on sender and receiver; else
 // null.

@@ -185,11 +185,10 @@ void message_deep_in_the_ring(const Member& m) {
   while (m.group.rank_state(1).left.load() == 0) std::this_thread::yield();
   Bytes got(sizeof(int));
   const auto received = m.receive(1, got, 2);
-  auto* const events = (RemoteEvents*)&m.box;  // the only cast that reaches a private base
   std::vector<std::jthread> threads;
   for (int i = 0; i < 3; ++i)
     threads.emplace_back([&](const std::stop_token& end) {
-      while (!end.stop_requested()) events->hello(m.rank);
+      while (!end.stop_requested()) m.box.hello(m.rank);
     });
   std::this_thread::sleep_for(5ms);
   std::signal(SIGUSR1, [](int) { std::this_thread::sleep_for(20ms); });
@@ -238,8 +237,8 @@ void invalid_fragment(const Member& m) {
 
 void run_case(const char* name, int world, const std::function<void(const Member&)>& body) {
   GroupSettings settings = quick_settings(60s);
-  settings.mailbox_bytes = Mailbox::bytes(world);
-  settings.mailbox_header_bytes = Mailbox::header_bytes(world);
+  settings.mailbox_bytes = MailArea::bytes(world);
+  settings.mailbox_header_bytes = MailArea::header_bytes(world);
   const Body with_mailbox = [&](RankContext& me) {
     Group group(me.store, me.rank, world, me.settings);
     Mailbox box(group);

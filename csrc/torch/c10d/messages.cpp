@@ -42,31 +42,6 @@ void Messages::learn_source(MessageWork& work) const {
   if (const Rank peer = work.transfer->peer(); peer >= 0) work.source = group_->world_rank(peer);
 }
 
-// A PostingScope exists from before a message is visible to any thread until the message is in
-// `open_` or complete. Closing the group waits for all scopes, and so misses no message.
-class Messages::PostingScope {
- public:
-  PostingScope(Messages& all, const char* name) : all_(all) {
-    const std::lock_guard lock(all_.mutex_);
-    if (!all_.accepting_) throw CollectiveError(text(name, ": the group has been destroyed"));
-    if (!all_.thread_.joinable())
-      all_.thread_ = ipc::new_thread([self = all_.shared_from_this()] { self->serve(); });
-    ++all_.posting_;
-    number = all_.next_number_++;
-  }
-  ~PostingScope() {
-    const std::lock_guard lock(all_.mutex_);
-    if (--all_.posting_ == 0 && !all_.accepting_) all_.changed_.notify_all();
-  }
-  PostingScope(const PostingScope&) = delete;
-  PostingScope& operator=(const PostingScope&) = delete;
-
-  uint64_t number;
-
- private:
-  Messages& all_;
-};
-
 // Begins the copies of a device tensor. Peers of the mailbox are numbered by GroupSettings.
 ipc::TransferPtr Messages::new_transfer(MessageWork& work) const {
   const auto& [tensor, rank, tag, timeout, receives] = work.op;
@@ -75,10 +50,12 @@ ipc::TransferPtr Messages::new_transfer(MessageWork& work) const {
   if (rank && !ranks.empty())
     peer = static_cast<Rank>(std::ranges::find(ranks, *rank) - ranks.begin());
   std::byte* memory = nullptr;
+  std::function<bool()> is_ready;
   ipc::MemoryOwner owner;  // not of staging memory, which is released when the transfer ends
   if (TensorStaging* const staging = work.staging()) {
     memory = staging->add_tensor(tensor, !receives, receives).base;
     staging->begin_copy_in();
+    if (!receives) is_ready = [staging] { return staging->inputs_ready(); };
   } else {
     if (!tensor.is_contiguous()) {
       work.data = at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
@@ -89,22 +66,26 @@ ipc::TransferPtr Messages::new_transfer(MessageWork& work) const {
     if (mailbox_.uses_owner(work.envelope().bytes))
       owner = std::make_shared<const at::Tensor>(work.data);
   }
-  return std::make_shared<ipc::Transfer>(peer, work.envelope(), memory, receives, std::move(owner));
+  const auto transfer =
+      std::make_shared<ipc::Transfer>(peer, work.envelope(), memory, receives, std::move(owner));
+  transfer->is_ready = std::move(is_ready);
+  return transfer;
 }
 
+// Holds the lock from before the message is visible to any thread until it is in `open_` or
+// complete, so that closing the group misses no message.
 WorkPtr Messages::post(const P2POp& op) {
   const bool on_device = check(op);
-  const PostingScope scope(*this, op.name());
   const auto work = c10::make_intrusive<MessageWork>(
-      op, scope.number, group_->rank(), on_device ? stage_through_host(devices_) : nullptr,
+      op, next_number_++, group_->rank(), on_device ? stage_through_host(devices_) : nullptr,
       weak_from_this());
   work->transfer = new_transfer(*work);
   work->begin_event();
-  if (op.receives)
-    mailbox_.post(work->transfer);
-  else
-    post_in_order(work);
   Lock lock(mutex_);
+  if (!accepting_) throw CollectiveError(text(op.name(), ": the group has been destroyed"));
+  if (!thread_.joinable())
+    thread_ = ipc::new_thread([self = shared_from_this()] { self->serve(); });
+  mailbox_.post(work->transfer);
   if (work->transfer->done()) {
     settle(lock, *work);
   } else {
@@ -114,67 +95,10 @@ WorkPtr Messages::post(const P2POp& op) {
   return work;
 }
 
-void Messages::post_in_order(const MessageWorkPtr& work) {
-  if (work->staging() == nullptr && !any_unposted_) return mailbox_.post(work->transfer);
-  {
-    const Lock lock(mutex_);
-    unposted_.push_back(work);
-    any_unposted_ = true;
-  }
-  post_arrived();
-  if (any_unposted_) mailbox_.wake();  // waiting threads must now poll for this send
-}
-
-// Returns true if the message was posted or has failed. A device error aborts the group, because
-// the peer may already wait for the message.
-bool Messages::try_post(const MessageWork& work) {
-  try {
-    if (work.staging() != nullptr && !work.staging()->inputs_ready()) return false;
-    mailbox_.post(work.transfer);
-  } catch (const CollectiveError&) {
-    mailbox_.fail_unposted(*work.transfer, std::current_exception());
-  } catch (const std::exception& error) {
-    mailbox_.fail_unposted(*work.transfer, std::current_exception());
-    group_->abort(text("the device of a rank failed in send: ", error.what()));
-  }
-  return true;
-}
-
-void Messages::post_arrived() {
-  if (!any_unposted_) return;
-  std::vector<MessageWorkPtr> posted;  // released without the lock
-  const Lock lock(mutex_);
-  std::vector<Rank> held_up;
-  std::erase_if(unposted_, [&](MessageWorkPtr& work) {
-    const Rank peer = *work->op.peer;
-    if (std::ranges::count(held_up, peer) != 0 || !try_post(*work)) {
-      held_up.push_back(peer);
-      return false;
-    }
-    posted.push_back(std::move(work));
-    return true;
-  });
-  any_unposted_ = !unposted_.empty();
-}
-
-void Messages::drop_unposted(const std::exception_ptr& error) {
-  std::deque<MessageWorkPtr> dropped;  // released without the lock
-  const Lock lock(mutex_);
-  for (const auto& work : unposted_) mailbox_.fail_unposted(*work->transfer, error);
-  dropped.swap(unposted_);
-  any_unposted_ = false;
-}
-
 // After a signal the group is aborted: the caller may use the tensors for something else.
-void Messages::await(const std::function<bool()>& done, const RankList& missing,
-                     ipc::Transfer* transfer, const ipc::OpContext& context) {
-  const auto holds = [&] {
-    post_arrived();
-    return done();
-  };
-  const auto polls = [this] { return any_unposted_.load(); };
+void Messages::await(const ipc::Mailbox::WaitCondition& until, const ipc::OpContext& context) {
   try {
-    mailbox_.wait({holds, missing, transfer, polls}, context);
+    mailbox_.wait(until, context);
   } catch (const ipc::Interruption&) {
     group_->abort(text("a signal interrupted it in ", context.operation));
     fail_with_group();
@@ -197,7 +121,7 @@ void Messages::wait(GroupWork& of) {
   ipc::Transfer& transfer = *work.transfer;
   std::exception_ptr error, raised;
   try {
-    await([&] { return transfer.done(); }, [&] { return mailbox_.missing(transfer); }, &transfer,
+    await({[&] { return transfer.done(); }, [&] { return mailbox_.missing(transfer); }, &transfer},
           context(work, ipc::deadline_after(work.limit())));
   } catch (const ipc::Interruption&) {
     raised = std::current_exception();
@@ -220,8 +144,8 @@ bool Messages::wait_until(GroupWork& of, ipc::Deadline deadline) {
   if (work.is_done()) return true;
   fork_guard_.require_not_forked(work.name());
   ipc::Transfer& transfer = *work.transfer;
-  await([&] { return transfer.done() || ipc::Clock::now() >= deadline; },
-        [&] { return mailbox_.missing(transfer); }, &transfer,
+  await({[&] { return transfer.done() || ipc::Clock::now() >= deadline; },
+         [&] { return mailbox_.missing(transfer); }, &transfer},
         context(work, ipc::Clock::now() + kNoLimit));
   Lock lock(mutex_);
   if (transfer.done()) await_settled(lock, work);
@@ -233,7 +157,6 @@ void Messages::progress(GroupWork& of) {
   if (fork_guard_.forked()) return;
   const GilRelease gil_release;  // a thread that holds the mutex may query an event of a device
   auto& work = static_cast<MessageWork&>(of);
-  post_arrived();
   mailbox_.progress();
   Lock lock(mutex_);
   if (work.transfer->done()) settle(lock, work);
@@ -315,7 +238,9 @@ bool Messages::waiters_suffice() const {
     if (work->due() == ipc::Deadline::max() || work->transfer->done()) return false;
     if (work->due() <= now || !any_gone) return work->due() <= now;
     const std::vector<Rank> missing = mailbox_.missing(*work->transfer);
-    return std::ranges::any_of(missing, [&](Rank r) { return is_gone(r, gone); });
+    return std::ranges::any_of(missing, [&](Rank r) {
+      return r < group_->world() ? (gone >> r & 1) != 0 : mailbox_.is_gone(r);
+    });
   });
 }
 
@@ -328,7 +253,7 @@ void Messages::await_any(Lock& lock) {
   };
   lock.unlock();
   try {
-    await(stop, [this] { return missing(); }, nullptr, first);
+    await({stop, [this] { return missing(); }}, first);
   } catch (const std::exception&) {
     fail_with_group();
   }
@@ -346,7 +271,8 @@ void Messages::serve() {
       polling_ = false;
       ticks = 0;
     }
-    if (!must_progress() || !any_unposted_) changed_.wait_for(lock, kTick, [&] { return closed_; });
+    if (!must_progress() || !mailbox_.awaits_data())
+      changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_moved(lock)) continue;
@@ -354,23 +280,15 @@ void Messages::serve() {
   }
 }
 
-void Messages::stop_accepting(ipc::Deadline deadline) {
-  Lock lock(mutex_);
-  accepting_ = false;
-  changed_.wait_until(lock, deadline, [&] { return posting_ == 0; });
-}
-
 // Makes progress at least once: another group may have used up the shutdown timeout.
 void Messages::finish(ipc::Deadline deadline) {
   const ipc::OpContext context{"destroy_process_group", 0, ipc::Clock::now() + kNoLimit};
   group_->require_healthy(context);
-  post_arrived();
   mailbox_.progress();
   const auto done = [&] {
-    return (mailbox_.idle() && !any_unposted_ && mailbox_.has_delivered()) ||
-           ipc::Clock::now() >= deadline;
+    return (mailbox_.idle() && mailbox_.has_delivered()) || ipc::Clock::now() >= deadline;
   };
-  await(done, [this] { return missing(); }, nullptr, context);
+  await({done, [this] { return missing(); }}, context);
 }
 
 // A callback may run this on the service thread itself, which then ends by itself.
@@ -390,7 +308,10 @@ void Messages::end_thread() {
 }
 
 std::exception_ptr Messages::close(ipc::Deadline deadline) {
-  stop_accepting(deadline);
+  {
+    const Lock lock(mutex_);
+    accepting_ = false;
+  }
   std::exception_ptr raised;
   try {
     finish(deadline);
@@ -399,7 +320,7 @@ std::exception_ptr Messages::close(ipc::Deadline deadline) {
   } catch (const std::exception&) {
     // The group is aborted; the pending messages fail with its error below.
   }
-  drop_unposted(std::make_exception_ptr(CollectiveError(
+  mailbox_.fail_unready(std::make_exception_ptr(CollectiveError(
       "send: the group was destroyed before the tensor's stream reached the send")));
   if (!mailbox_.idle() || !mailbox_.has_delivered())
     group_->abort("it was destroyed while messages were under way");
@@ -420,7 +341,6 @@ void Messages::fail_with_group() {
     group_->require_healthy({"send or recv", 0, ipc::Deadline::max()});
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
-    drop_unposted(std::current_exception());
   }
 }
 

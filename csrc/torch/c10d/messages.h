@@ -2,13 +2,10 @@
 // collectives. A waiting thread moves all messages; if none waits, a service thread does, which
 // starts before the first message.
 //
-// A send of a device tensor is posted to the mailbox once its data is in host memory, in order with
-// other sends to the same peer. Device copies ring no doorbell, so waiting threads poll while any
-// copy is pending.
+// A send of a device tensor is ready once its data is in host memory. Device copies ring no
+// doorbell, so waiting threads poll while any copy is pending.
 #pragma once
 #include <condition_variable>
-#include <deque>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -40,25 +37,9 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  using RankList = std::function<std::vector<Rank>()>;
-  class PostingScope;  // defined in messages.cpp
   ipc::TransferPtr new_transfer(MessageWork& work) const;
-  bool is_gone(Rank peer, uint64_t gone) const {  // `gone`: as Group::gone returns
-    return peer < group_->world() ? (gone >> peer & 1) != 0 : mailbox_.is_gone(peer);
-  }
-  // Posts a send, of a host tensor too, after unposted ones: a message must not overtake an earlier
-  // one to the same rank.
-  void post_in_order(const MessageWorkPtr& work);
-  bool try_post(const MessageWork& work);
-  // Posts the sends whose data has arrived. A send that has to wait for its stream delays only
-  // later sends to the same rank.
-  void post_arrived();
-  void drop_unposted(const std::exception_ptr& error);
-
-  // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.
-  // Throws what Mailbox::wait throws.
-  void await(const std::function<bool()>& done, const RankList& missing, ipc::Transfer* transfer,
-             const ipc::OpContext& context);
+  // Moves all messages until `until` holds. Throws what Mailbox::wait throws.
+  void await(const ipc::Mailbox::WaitCondition& until, const ipc::OpContext& context);
   static ipc::OpContext context(const MessageWork& work, ipc::Deadline deadline);
   // Completes a message that has moved or failed, unless another thread does. Unlocks meanwhile.
   void learn_source(MessageWork& work) const;
@@ -68,7 +49,6 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   void await_any(Lock& lock);
   void serve();
 
-  void stop_accepting(ipc::Deadline deadline);
   void finish(ipc::Deadline deadline);
   void end_thread();
 
@@ -83,16 +63,13 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   const std::shared_ptr<DeviceOps> devices_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::condition_variable settled_;      // apart, as waking the service thread takes long
-  std::vector<MessageWorkPtr> open_;     // messages not done when last checked
-  std::deque<MessageWorkPtr> unposted_;  // sends whose data is not in host memory
-  std::atomic<bool> any_unposted_{false};
+  std::condition_variable settled_;   // apart, as waking the service thread takes long
+  std::vector<MessageWorkPtr> open_;  // messages not done when last checked
   std::thread thread_;
   int waiting_ = 0;   // threads that wait for a message, and move all messages
   int settling_ = 0;  // works whose data a thread copies to their tensors
-  int posting_ = 0;   // threads inside post()
   bool accepting_ = true, closed_ = false, polling_ = false;
-  uint64_t next_number_ = 0;
+  std::atomic<uint64_t> next_number_{0};
 };
 
 }  // namespace pycollect::dist

@@ -37,8 +37,8 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
           .timeout = o.timeout,
           .buffer_bytes = o.buffer_bytes.value_or(ipc::GroupSettings{}.buffer_bytes),
-          .mailbox_bytes = ipc::Mailbox::bytes(world),
-          .mailbox_header_bytes = ipc::Mailbox::header_bytes(world),
+          .mailbox_bytes = ipc::MailArea::bytes(world),
+          .mailbox_header_bytes = ipc::MailArea::header_bytes(world),
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .common_settings = text(" hosts=", o.hosts, " pycollect=", o.version),

@@ -47,7 +47,7 @@ void copy_to(const ipc::RingMemory& ring, uint64_t position, const std::byte* fr
 }
 
 // A packet has room for all that the rings can hold, so that it ends with a whole record.
-constexpr std::size_t kPairBytes = ipc::MailArea::pair_bytes(ipc::MailArea::kRemoteSharers);
+constexpr std::size_t kPairBytes = ipc::MailArea::pair_bytes();
 
 }  // namespace
 
@@ -84,7 +84,7 @@ void MirroredRings::open(Peer& peer) {
   const auto new_rings = [](auto& memory) {
     // Not cleared: most peers never use more than the counters.
     memory.reset(new (std::align_val_t{128}) std::byte[kPairBytes]);
-    const auto rings = ipc::MailArea::rings_of(memory.get(), ipc::MailArea::kRemoteSharers);
+    const auto rings = ipc::MailArea::remote_rings(memory.get());
     for (const auto& ring : {rings.messages, rings.fragments, rings.replies})
       new (ring.counters) ipc::RingCounters;
     return rings;
@@ -271,7 +271,7 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     wire_->await(sent.packet, ipc::Deadline::max());
     if (sent.data.number == 0) continue;
     wire_->await(sent.data.data, ipc::Deadline::max());
-    mailbox_->sent(peer.number, sent.data.number);
+    mailbox_->moved_directly(peer.number, true, sent.data.number);
   }
   if (header.number != 0) await_data(peer, header.number);
   {
@@ -285,7 +285,7 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
     peer.last_needed = peer.sent;
   }
   // After the answer: when this rank has its message, it may leave.
-  mailbox_->received(peer.number, header.number);
+  mailbox_->moved_directly(peer.number, false, header.number);
 }
 
 // Does not wait long: the packet that announces the data came behind it. Throws if its receive

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../../../hosts/hosts_link.h"
-#include "../../../send_recv/mail_area.h"
+#include "../../../send_recv/mailbox.h"
 #include "process_group_wire.h"
 
 namespace pycollect::dist {
@@ -28,8 +28,7 @@ class MirroredRings final : public ipc::RemotePeers {
   MirroredRings(const MirroredRings&) = delete;
   MirroredRings& operator=(const MirroredRings&) = delete;
 
-  void attach(ipc::RemoteEvents& mailbox) override { mailbox_ = &mailbox; }
-  int count() const override { return static_cast<int>(peers_.size()); }
+  void attach(ipc::Mailbox& mailbox) override { mailbox_ = &mailbox; }
   void open(Rank peer) override { open(at(peer)); }
   std::byte* rings(Rank peer, bool outgoing) override;
   void publish(Rank peer) override;
@@ -101,7 +100,7 @@ class MirroredRings final : public ipc::RemotePeers {
   const std::shared_ptr<ipc::Group> group_;
   const ipc::HostsLink link_;
   const std::shared_ptr<ProcessGroupWire> wire_;
-  ipc::RemoteEvents* mailbox_ = nullptr;
+  ipc::Mailbox* mailbox_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
   const std::shared_ptr<std::byte[]> hellos_;  // [peer]: kHello once it has said hello
   std::mutex opening_mutex_;
