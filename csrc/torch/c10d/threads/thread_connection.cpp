@@ -72,7 +72,7 @@ class ThreadConnection final : public Connection {
         rank_(rank),
         devices_(std::make_shared<DeviceOps>(std::move(torch))),
         queue_(std::make_shared<ThreadQueue>(group_, rank)),
-        messages_(std::make_shared<ThreadMessages>(ThreadMailbox::of(group_), devices_, rank)) {}
+        messages_(std::make_shared<ThreadMessages>(group_, devices_, rank)) {}
 
   CallQueue& queue() override { return *queue_; }
   std::shared_ptr<PointToPoint> messages() const override { return closed_ ? nullptr : messages_; }

@@ -18,6 +18,7 @@ ThreadGroup::ThreadGroup(std::shared_ptr<RankScheduler> scheduler, std::string n
     : scheduler_(std::move(scheduler)),
       name_(std::move(name)),
       world_(world),
+      mailbox_(std::make_shared<ThreadMailbox>(*this)),
       launch_ranks_(world, -1),
       settings_(world),
       left_(world),
@@ -256,12 +257,10 @@ void ThreadGroup::time_out(Lock& lock, const OverdueWork& work, const std::strin
 
 void ThreadGroup::poll() {
   const auto now = ipc::Clock::now();
-  std::shared_ptr<ThreadMailbox> messages;  // released without the mutex
   Lock lock(mutex());
   if (aborted_) return;
-  messages = mailbox.lock();
   auto due = find_due(now);
-  if (!due && messages) due = messages->find_due(now);
+  if (!due) due = mailbox_->find_due(now);
   if (due) time_out(lock, *due, "");
 }
 
@@ -363,12 +362,10 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   aborted_ = true;
   end_ = scheduler_->end_or({kind, why});
   auto rounds = std::exchange(rounds_, {});
-  auto messages = mailbox.lock();
   lock.unlock();
-  if (messages) messages->fail_all([&](const std::string& of) { return cause(of); });
+  mailbox_->fail_all([&](const std::string& of) { return cause(of); });
   for (const GroupRound& round : rounds) complete_all(finish(round, error_of_abort()));
   rounds.clear();  // releases tensors, without the mutex
-  messages.reset();
   lock.lock();
   scheduler_->notify();
 }

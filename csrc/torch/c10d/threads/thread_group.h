@@ -100,7 +100,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   // See RankScheduler::count_unknown_waits.
   void count_open_futures(int more) { scheduler_->count_unknown_waits(more); }
 
-  std::weak_ptr<ThreadMailbox> mailbox;  // guarded by the mutex; an abort fails its messages
+  ThreadMailbox& mailbox() const { return *mailbox_; }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -129,6 +129,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   const std::shared_ptr<RankScheduler> scheduler_;
   const std::string name_;
   const int world_;
+  const std::shared_ptr<ThreadMailbox> mailbox_;
   // The members below are guarded by the mutex.
   std::vector<Rank> launch_ranks_;  // [rank]; -1: has not joined
   std::vector<std::string> settings_;
@@ -142,6 +143,35 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   std::condition_variable ended_;  // works that a thread has run
   bool aborted_ = false;
   LaunchEnd end_;  // if it has been aborted
+};
+
+// What moves the works of one rank of a thread group: waiting for one lets other ranks run.
+template <class Base>
+class ThreadOwner : public Base {
+ public:
+  ThreadOwner(std::shared_ptr<ThreadGroup> group, Rank rank)
+      : group_(std::move(group)), rank_(rank) {}
+
+  void wait(GroupWork& work) override {
+    group_->wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
+  }
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override {
+    return group_->wait_until(rank_, until_done(work, deadline, true));
+  }
+  void progress(GroupWork& work) override {
+    group_->give_way(rank_, until_done(work, ipc::Deadline::max(), false));
+  }
+  void on_future_taken() override { group_->count_open_futures(1); }
+  void abort(const std::string& why) override { group_->abort(rank_, why); }
+  std::mutex& mutex() override { return group_->mutex(); }
+
+ protected:
+  // See ThreadGroup::GroupWait.
+  virtual ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
+                                            bool is_limited) const = 0;
+
+  const std::shared_ptr<ThreadGroup> group_;
+  const Rank rank_;
 };
 
 }  // namespace pycollect::dist

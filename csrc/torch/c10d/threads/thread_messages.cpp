@@ -50,22 +50,14 @@ std::vector<Rank> needed(const MessageWork& work) {
 
 }  // namespace
 
-std::shared_ptr<ThreadMailbox> ThreadMailbox::of(const std::shared_ptr<ThreadGroup>& group) {
-  const std::lock_guard lock(group->mutex());
-  if (auto mailbox = group->mailbox.lock()) return mailbox;
-  const auto made = std::make_shared<ThreadMailbox>(group);
-  group->mailbox = made;
-  return made;
-}
-
 std::string ThreadMailbox::describe(const MessageWork& work) const {
-  return work.describe(text(" of group '", group_->name(), "'"));
+  return work.describe(text(" of group '", group_.name(), "'"));
 }
 
 void ThreadMailbox::fail_all(const ErrorOfOperation& error) {
   std::vector<std::pair<MessageWorkPtr, std::string>> all;
   {
-    const std::lock_guard lock(group_->mutex());
+    const std::lock_guard lock(group_.mutex());
     for (auto* const list : {&sends_, &receives_, &arriving_}) {
       for (const MessageWorkPtr& work : *list) all.emplace_back(work, describe(*work));
       list->clear();
@@ -95,8 +87,8 @@ MessageWorkPtr ThreadMailbox::take_match(const MessageWork& work) {
 }
 
 void ThreadMailbox::post(const MessageWorkPtr& work) {
-  std::unique_lock lock(group_->mutex());
-  if (const auto error = group_->aborted()) {
+  std::unique_lock lock(group_.mutex());
+  if (const auto error = group_.aborted()) {
     lock.unlock();
     return finish(work, error);
   }
@@ -154,15 +146,15 @@ void ThreadMailbox::await_arrival(const MessageWorkPtr& send, const MessageWorkP
     const std::shared_ptr<DeviceEvent> arrival =
         staging_of(*send)->devices().record_event(send->data.device());
     {
-      const std::lock_guard lock(group_->mutex());
-      if (const auto error = group_->aborted()) std::rethrow_exception(error);
+      const std::lock_guard lock(group_.mutex());
+      if (const auto error = group_.aborted()) std::rethrow_exception(error);
       receive->suspend();
       arriving_.push_back(receive);
       is_listed = true;
-      group_->notify();
+      group_.notify();
     }
-    group_->run_on_thread(receive->rank, [self = shared_from_this(), receive, pinned, arrival] {
-      self->end_arrival(receive, pinned, *arrival);
+    group_.run_on_thread(receive->rank, [this, receive, pinned, arrival] {
+      end_arrival(receive, pinned, *arrival);
     });
   } catch (...) {
     if (!is_listed || take_arriving(receive)) finish(receive, std::current_exception());
@@ -188,8 +180,8 @@ void ThreadMailbox::end_arrival(const MessageWorkPtr& receive, const at::Tensor&
 
 // Returns false if the receive has failed meanwhile, or an abort is about to fail it.
 bool ThreadMailbox::take_arriving(const MessageWorkPtr& receive) {
-  const std::lock_guard lock(group_->mutex());
-  if (group_->aborted() || std::erase(arriving_, receive) == 0) return false;
+  const std::lock_guard lock(group_.mutex());
+  if (group_.aborted() || std::erase(arriving_, receive) == 0) return false;
   receive->start();
   return true;
 }
@@ -215,22 +207,22 @@ void ThreadMailbox::finish(const MessageWorkPtr& work, const std::exception_ptr&
   c10::intrusive_ptr<Future> future;
   work->event.reset();
   {
-    const std::lock_guard lock(group_->mutex());
+    const std::lock_guard lock(group_.mutex());
     future = work->finish(error);
-    if (future) group_->count_open_futures(-1);
-    group_->notify();
+    if (future) group_.count_open_futures(-1);
+    group_.notify();
   }
-  if (future) group_->complete_later(work->rank, future, work);
+  if (future) group_.complete_later(work->rank, future, work);
 }
 
 bool ThreadMessages::check(const P2POp& op) const {
-  return check_message(op, group().world(), *devices_);
+  return check_message(op, group_->world(), *devices_);
 }
 
 WorkPtr ThreadMessages::post(const P2POp& op) {
   const GilRelease gil_release;
   const bool on_device = check(op);
-  group().require_healthy(rank_, op.name());
+  group_->require_healthy(rank_, op.name());
   std::shared_ptr<DirectStaging> staging;
   if (on_device) {
     staging = std::make_shared<DirectStaging>(devices_);
@@ -241,31 +233,19 @@ WorkPtr ThreadMessages::post(const P2POp& op) {
   auto work = c10::make_intrusive<MessageWork>(op, next_number_++, rank_, std::move(staging),
                                                weak_from_this(), shared_from_this());
   work->begin_event();
-  mailbox_->post(work);
+  group_->mailbox().post(work);
   return work;
 }
 
 std::string ThreadMessages::describe(GroupWork& work) {
-  return mailbox_->describe(static_cast<const MessageWork&>(work));
+  return group_->mailbox().describe(static_cast<const MessageWork&>(work));
 }
 
 ThreadGroup::GroupWait ThreadMessages::until_done(GroupWork& of, ipc::Deadline deadline,
-                                                  bool is_limited) {
+                                                  bool is_limited) const {
   auto& work = static_cast<MessageWork&>(of);
-  return {work, [&work] { return needed(work); }, [this, &work] { return describe(work); },
-          deadline, is_limited};
-}
-
-void ThreadMessages::wait(GroupWork& work) {
-  group().wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
-}
-
-bool ThreadMessages::wait_until(GroupWork& work, ipc::Deadline deadline) {
-  return group().wait_until(rank_, until_done(work, deadline, true));
-}
-
-void ThreadMessages::progress(GroupWork& work) {
-  group().give_way(rank_, until_done(work, ipc::Deadline::max(), false));
+  return {work, [&work] { return needed(work); },
+          [this, &work] { return group_->mailbox().describe(work); }, deadline, is_limited};
 }
 
 }  // namespace pycollect::dist

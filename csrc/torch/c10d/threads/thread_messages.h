@@ -10,12 +10,9 @@
 namespace pycollect::dist {
 
 // The messages of a group that wait for their other side, in the order in which they were posted.
-class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
+class ThreadMailbox {
  public:
-  explicit ThreadMailbox(std::shared_ptr<ThreadGroup> group) : group_(std::move(group)) {}
-  // Returns the one mailbox of the group.
-  static std::shared_ptr<ThreadMailbox> of(const std::shared_ptr<ThreadGroup>& group);
-  ThreadGroup& group() const { return *group_; }
+  explicit ThreadMailbox(ThreadGroup& group) : group_(group) {}
   void post(const MessageWorkPtr& work);
   std::string describe(const MessageWork& work) const;
   using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
@@ -37,35 +34,26 @@ class ThreadMailbox : public std::enable_shared_from_this<ThreadMailbox> {
   void deliver(const MessageWorkPtr& send, const MessageWorkPtr& receive);
   void finish(const MessageWorkPtr& work, const std::exception_ptr& error);
 
-  const std::shared_ptr<ThreadGroup> group_;
+  ThreadGroup& group_;
   // Guarded by the group's mutex. Data for the receives in `arriving_` is on its way.
   std::deque<MessageWorkPtr> sends_, receives_, arriving_;
 };
 
-class ThreadMessages final : public PointToPoint,
+class ThreadMessages final : public ThreadOwner<PointToPoint>,
                              public std::enable_shared_from_this<ThreadMessages> {
  public:
-  ThreadMessages(std::shared_ptr<ThreadMailbox> mailbox, std::shared_ptr<DeviceOps> devices,
-                 Rank rank)
-      : mailbox_(std::move(mailbox)), devices_(std::move(devices)), rank_(rank) {}
+  ThreadMessages(std::shared_ptr<ThreadGroup> group, std::shared_ptr<DeviceOps> devices, Rank rank)
+      : ThreadOwner(std::move(group), rank), devices_(std::move(devices)) {}
 
   WorkPtr post(const P2POp& op) override;
   bool check(const P2POp& op) const override;
-  void wait(GroupWork& work) override;
-  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
-  void progress(GroupWork& work) override;
-  void on_future_taken() override { group().count_open_futures(1); }
   std::string describe(GroupWork& work) override;
-  void abort(const std::string& why) override { group().abort(rank_, why); }
-  std::mutex& mutex() override { return group().mutex(); }
 
  private:
-  ThreadGroup& group() const { return mailbox_->group(); }
-  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline, bool is_limited);
+  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
+                                    bool is_limited) const override;
 
-  const std::shared_ptr<ThreadMailbox> mailbox_;
   const std::shared_ptr<DeviceOps> devices_;
-  const Rank rank_;
   uint64_t next_number_ = 0;
 };
 

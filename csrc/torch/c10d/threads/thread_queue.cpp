@@ -48,7 +48,7 @@ void ThreadQueue::yield_in_order() {
 
 void ThreadQueue::await(GroupWork& work) {
   yield_in_order();
-  group_->wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
+  ThreadOwner::wait(work);
 }
 
 void ThreadQueue::wait(GroupWork& work) {
@@ -61,11 +61,7 @@ void ThreadQueue::wait(GroupWork& work) {
 bool ThreadQueue::wait_until(GroupWork& work, ipc::Deadline deadline) {
   const bool is_done = work.is_done();
   yield_in_order();
-  return is_done || group_->wait_until(rank_, until_done(work, deadline, true));
-}
-
-void ThreadQueue::progress(GroupWork& work) {
-  group_->give_way(rank_, until_done(work, ipc::Deadline::max(), false));
+  return is_done || ThreadOwner::wait_until(work, deadline);
 }
 
 std::vector<Rank> ThreadQueue::missing() {
