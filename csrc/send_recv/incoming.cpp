@@ -23,7 +23,6 @@ void Mailbox::receive(const TransferPtr& transfer) {
   const Rank peer = transfer->peer();
   const bool wildcard = peer == kAnySource;
   const auto posted = posted_.insert({{peer, transfer->envelope.tag}, {order_++, transfer}});
-  ++posted_count(peer);
   const std::size_t end = turn_ + (wildcard ? open_.size() : 1);
   for (std::size_t turn = turn_; turn < end; ++turn) {
     MailPeer& from = wildcard ? peer_of_turn(turn) : *peers_[peer];
@@ -47,7 +46,10 @@ bool Mailbox::take_unexpected(MailPeer& peer, PostedReceives::iterator posted) {
 }
 
 bool Mailbox::wants(const MailPeer& peer) const {
-  if (peer.posted + wildcard_receives_ > 0) return true;
+  for (const Rank named : {peer.rank, kAnySource}) {
+    const auto first = posted_.lower_bound({named, 0});
+    if (first != posted_.end() && first->first.peer == named) return true;
+  }
   return peer.unexpected_bytes < kMostUnexpectedBytes && peer.messages_from.crowded();
 }
 
@@ -74,8 +76,7 @@ Mailbox::PostedReceives::iterator Mailbox::find(Rank from, uint32_t tag) {
     const auto at = posted_.lower_bound({peer, tag});
     return at != posted_.end() && at->first == MatchKey{peer, tag} ? at : posted_.end();
   };
-  const auto named = first(from);
-  const auto wildcard = wildcard_receives_ > 0 ? first(kAnySource) : posted_.end();
+  const auto named = first(from), wildcard = first(kAnySource);
   if (named == posted_.end() || wildcard == posted_.end())
     return named == posted_.end() ? wildcard : named;
   return named->second.order < wildcard->second.order ? named : wildcard;
@@ -83,7 +84,6 @@ Mailbox::PostedReceives::iterator Mailbox::find(Rank from, uint32_t tag) {
 
 TransferPtr Mailbox::remove_posted(PostedReceives::iterator posted) {
   TransferPtr transfer = std::move(posted->second.transfer);
-  --posted_count(posted->first.peer);
   posted_.erase(posted);
   return transfer;
 }
@@ -106,22 +106,19 @@ void Mailbox::match(MailPeer& peer, const Record& record, const std::byte* paylo
     if (record.kind == Record::eager) return finish(*transfer, error);
     Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::nack};
     refusal.dtype = wanted.dtype;
-    reply(peer, {refusal, transfer, error});
+    peer.replies.push_back({refusal, transfer, error});
   } else if (record.kind != Record::eager) {
     peer.requested.emplace(record.number, transfer);
     const bool direct = record.kind == Record::rts_data && transfer->owner_ && is_remote(peer.rank);
     if (direct)
       remote_->receive_data(peer.rank, record.number, transfer->buffer_, wanted.bytes,
                             transfer->owner_);
-    reply(peer, {{.number = record.number, .kind = direct ? Record::cts_data : Record::cts}});
+    const auto kind = direct ? Record::cts_data : Record::cts;
+    peer.replies.push_back({{.number = record.number, .kind = kind}});
   } else {
     if (record.payload != 0) std::memcpy(transfer->buffer_, payload, record.payload);
     finish(*transfer);
   }
-}
-
-void Mailbox::reply(MailPeer& peer, Reply reply) {
-  peer.replies.push_back(std::move(reply));
   flush_replies(peer);
 }
 

@@ -95,10 +95,6 @@ class MailArea {
   }
   // Bytes of a pair of ranks on different hosts in memory of its own.
   static constexpr std::size_t pair_bytes() { return kCountersBytes + data_bytes(kRemoteSharers); }
-  // Maximum number of messages in one message ring.
-  static constexpr int most_unread(int world) {
-    return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
-  }
   // The three rings of a pair of ranks. The receiver writes the replies, the sender the others.
   struct PairRings {
     RingMemory messages, fragments, replies;

@@ -43,7 +43,13 @@ void Mailbox::post(const TransferPtr& transfer) {
   const bool may_have_arrived =
       remote_ && transfer->receives && !group_.is_healthy() && !fork_guard_.forked();
   if (!may_have_arrived) group_.require_healthy(context);
-  enqueue(transfer);
+  Locked locked(mutex_);
+  const Rank peer = transfer->peer();
+  open(peer);
+  ++pending_;
+  transfer->posted_ = transfer->receives;  // a send: once its data is there
+  guard([&] { transfer->receives ? receive(transfer) : send(*peers_[peer], transfer); });
+  unlock(std::move(locked));
   if (!may_have_arrived || drain({.holds = [&] { return transfer->done(); }, .missing = {}}))
     return;
   try {
@@ -52,16 +58,6 @@ void Mailbox::post(const TransferPtr& transfer) {
     fail(std::current_exception());
     throw;
   }
-}
-
-void Mailbox::enqueue(const TransferPtr& transfer) {
-  Locked locked(mutex_);
-  open(transfer->peer());
-  ++pending_;
-  transfer->posted_ = transfer->receives;  // a send: once its data is there
-  guard(
-      [&] { transfer->receives ? receive(transfer) : send(*peers_[transfer->peer()], transfer); });
-  unlock(std::move(locked));
 }
 
 void Mailbox::open(Rank peer) {
@@ -149,7 +145,7 @@ bool Mailbox::progress() {
 void Mailbox::fail_locked(const std::exception_ptr& error) {
   for (const auto& [key, posted] : posted_) finish(*posted.transfer, error);
   posted_.clear();
-  wildcard_receives_ = unready_ = 0;
+  unready_ = 0;
   for (MailPeer* const peer : open_) {
     for (auto* const list : {&peer->unready, &peer->queued, &peer->cleared}) {
       for (const TransferPtr& transfer : *list) finish(*transfer, error);
@@ -162,7 +158,6 @@ void Mailbox::fail_locked(const std::exception_ptr& error) {
     for (const Reply& reply : peer->replies)
       if (reply.refused) finish(*reply.refused, reply.error);
     peer->replies.clear();
-    peer->posted = 0;
   }
 }
 
@@ -258,8 +253,8 @@ void Mailbox::Waiter::sleep() {
 // Makes progress until nothing moves, up to a bound, because live ranks may go on sending.
 // Returns true if `until` held meanwhile.
 bool Mailbox::drain(const WaitCondition& until) {
-  const int most_unread = MailArea::most_unread(sharers(group_.all_ranks() - 1));
-  for (int n = most_unread / kMostTaken + 1; n >= 0; --n) {
+  const std::size_t ring = MailArea::message_bytes(sharers(group_.all_ranks() - 1));
+  for (int n = ring / detail::kRecordUnit / kMostTaken + 1; n >= 0; --n) {
     if (until.holds()) return true;
     if (!progress_locked(Locked(mutex_))) break;
   }

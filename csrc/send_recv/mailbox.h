@@ -112,7 +112,6 @@ class Mailbox {
 
     std::deque<Reply> replies = {};  // that wait for room
     std::size_t unexpected_bytes = 0;
-    int posted = 0;           // posted receives that name this peer
     ByNumber requested = {};  // receives for which a CTS was sent or is queued
   };
   using PostedReceives =
@@ -133,7 +132,6 @@ class Mailbox {
   }
   // Opens a peer or, for kAnySource, all of them. Call before the first message to or from it.
   void open(Rank peer);
-  void enqueue(const TransferPtr& transfer);
   template <class Act>
   void guard(const Act& act);
   void touch(Rank r);
@@ -164,9 +162,6 @@ class Mailbox {
   // A message matches a receive when peer and tag are equal. Messages and receives match in the
   // order in which they were issued; wildcard receives take the peers in turn.
   MailPeer& peer_of_turn(std::size_t turn) const { return *open_[turn % open_.size()]; }
-  int& posted_count(Rank peer) {
-    return peer == kAnySource ? wildcard_receives_ : peers_[peer]->posted;
-  }
   void receive(const TransferPtr& transfer);
   bool wants(const MailPeer& peer) const;
   bool take_unexpected(MailPeer& peer, PostedReceives::iterator posted);
@@ -176,7 +171,6 @@ class Mailbox {
   void buffer_unexpected(MailPeer& peer, const Record& record, const std::byte* payload);
   void match(MailPeer& peer, const Record& record, const std::byte* payload,
              const TransferPtr& transfer);
-  void reply(MailPeer& peer, Reply reply);
   void flush_replies(MailPeer& peer);
   bool take_fragment(MailPeer& peer);
   void progress_incoming();
@@ -193,7 +187,6 @@ class Mailbox {
   std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
   PostedReceives posted_;                                  // posted-receive queue
   uint64_t order_ = 0;                                     // sequence number of the next receive
-  int wildcard_receives_ = 0;                              // posted wildcard receives
   std::size_t turn_ = 0;  // index in open_ of the peer that a wildcard receive tries first
 
   std::atomic<uint64_t> requests_{0};

@@ -23,14 +23,9 @@ constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 
 Messages::Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
                    std::shared_ptr<ipc::RemotePeers> remote)
-    : group_(std::move(group)),
-      mailbox_(*group_, std::move(remote)),
-      devices_(devices.with_own_streams()) {}
-
-bool Messages::check(const P2POp& op) const {
-  fork_guard_.require_not_forked(op.name());
-  return check_message(op, group_->all_ranks(), *devices_);
-}
+    : PointToPoint(group->all_ranks(), devices.with_own_streams()),
+      group_(std::move(group)),
+      mailbox_(*group_, std::move(remote)) {}
 
 std::string Messages::describe(GroupWork& of) {
   auto& work = static_cast<MessageWork&>(of);
@@ -80,7 +75,6 @@ WorkPtr Messages::post(const P2POp& op) {
       op, next_number_++, group_->rank(), on_device ? stage_through_host(devices_) : nullptr,
       weak_from_this());
   work->transfer = new_transfer(*work);
-  work->begin_event();
   Lock lock(mutex_);
   if (!accepting_) throw CollectiveError(text(op.name(), ": the group has been destroyed"));
   if (!thread_.joinable())
@@ -212,20 +206,6 @@ bool Messages::settle_moved(Lock& lock) {
   return true;
 }
 
-bool Messages::any_moved_or_due(ipc::Deadline before) const {
-  return std::ranges::any_of(
-      open_, [&](const auto& w) { return w->due() < before || w->transfer->done(); });
-}
-
-// Returns the context of the open message whose future has the earliest deadline.
-ipc::OpContext Messages::most_urgent() const {
-  ipc::OpContext first{"send or recv", 0, ipc::Deadline::max()};
-  for (const auto& work : open_)
-    if (work->due() < first.deadline && !work->transfer->done())
-      first = context(*work, work->due());
-  return first;
-}
-
 // Returns whether waiting threads can serve all messages. Each moves every message, but checks only
 // its own deadline and peer, so they do not suffice if a future's deadline has passed or its peer
 // is gone.
@@ -246,10 +226,16 @@ bool Messages::waiters_suffice() const {
 
 // Moves messages until one is done or due, or until waiting threads suffice.
 void Messages::await_any(Lock& lock) {
-  const ipc::OpContext first = most_urgent();
+  ipc::OpContext first{"send or recv", 0, ipc::Deadline::max()};  // with the earliest deadline
+  for (const auto& work : open_)
+    if (work->due() < first.deadline && !work->transfer->done())
+      first = context(*work, work->due());
   const auto stop = [&] {
     const Lock hold(mutex_);
-    return closed_ || any_moved_or_due(first.deadline) || waiters_suffice();
+    const auto moved_or_due = [&](const auto& work) {
+      return work->due() < first.deadline || work->transfer->done();
+    };
+    return closed_ || std::ranges::any_of(open_, moved_or_due) || waiters_suffice();
   };
   lock.unlock();
   try {

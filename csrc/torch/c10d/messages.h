@@ -24,7 +24,6 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
            std::shared_ptr<ipc::RemotePeers> remote = nullptr);
 
   WorkPtr post(const P2POp& op) override;
-  bool check(const P2POp& op) const override;
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
   void progress(GroupWork& work) override;
@@ -53,14 +52,11 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   void end_thread();
 
   void fail_with_group();
-  bool any_moved_or_due(ipc::Deadline before) const;
-  ipc::OpContext most_urgent() const;
   bool waiters_suffice() const;
   std::vector<Rank> missing();
 
   const std::shared_ptr<ipc::Group> group_;
   ipc::Mailbox mailbox_;
-  const std::shared_ptr<DeviceOps> devices_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable settled_;   // apart, as waking the service thread takes long
@@ -69,7 +65,6 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   int waiting_ = 0;   // threads that wait for a message, and move all messages
   int settling_ = 0;  // works whose data a thread copies to their tensors
   bool accepting_ = true, closed_ = false, polling_ = false;
-  std::atomic<uint64_t> next_number_{0};
 };
 
 }  // namespace pycollect::dist

@@ -6,12 +6,13 @@
 
 namespace pycollect::dist {
 
-bool check_message(const P2POp& op, int world, DeviceOps& devices) {
-  if (op.peer) check_rank(*op.peer, world, op.name(), op.receives ? "src" : "dst");
+bool PointToPoint::check(const P2POp& op) const {
+  fork_guard_.require_not_forked(op.name());
+  if (op.peer) check_rank(*op.peer, world_, op.name(), op.receives ? "src" : "dst");
   require(op.tag >= 0, op.name(), ": tag is ", op.tag, "; it must not be negative");
   const ArgumentName label{op.name(), "tensor"};
-  const bool on_device =
-      check_operand(op.tensor, op.receives ? AccessMode::write : AccessMode::read, label, devices);
+  const bool on_device = check_operand(
+      op.tensor, op.receives ? AccessMode::write : AccessMode::read, label, *devices_);
   dtype_number(op.tensor, label);
   return on_device;
 }
@@ -22,6 +23,7 @@ MessageWork::MessageWork(const P2POp& op, uint64_t number, Rank rank,
     : op(op),
       rank(rank),
       data(op.tensor),
+      event(ProfilerEvent::begin(op.receives && !op.peer ? "recvAnySource" : op.name(), op.tensor)),
       number_(number),
       staging_(std::move(staging)),
       owner_(std::move(owner)),
@@ -42,11 +44,6 @@ std::string MessageWork::describe(const std::string& of_group) const {
   return text(name(), " #", number_, op.receives ? " from " : " to ",
               peer >= 0 ? text("rank ", peer) : "any rank", of_group, " with tag ", op.tag, " on ",
               op.tensor.sizes(), " ", dtype_name(op.tensor));
-}
-
-void MessageWork::begin_event() {
-  const char* const shown = op.receives && !op.peer ? "recvAnySource" : name();
-  event = ProfilerEvent::begin(shown, op.tensor);
 }
 
 }  // namespace pycollect::dist

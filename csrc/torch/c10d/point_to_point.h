@@ -7,9 +7,6 @@
 
 namespace pycollect::dist {
 
-// A message of at most this many bytes is eager: its data goes before its receive is known.
-inline constexpr std::size_t kEagerBytes = 16 << 10;
-
 struct P2POp {
   at::Tensor tensor;
   std::optional<Rank> peer;  // none: receive from any rank
@@ -22,13 +19,19 @@ struct P2POp {
 
 class PointToPoint : public WorkOwner {
  public:
+  PointToPoint(int world, std::shared_ptr<DeviceOps> devices)
+      : devices_(std::move(devices)), world_(world) {}
   virtual WorkPtr post(const P2POp& op) = 0;
   // Throws if post() would, before data moves. Returns whether the tensor is on a device.
-  virtual bool check(const P2POp& op) const = 0;
-};
+  bool check(const P2POp& op) const;
 
-// Checks a message of a group of `world` ranks, as PointToPoint::check does.
-bool check_message(const P2POp& op, int world, DeviceOps& devices);
+ protected:
+  const std::shared_ptr<DeviceOps> devices_;
+  std::atomic<uint64_t> next_number_{0};
+
+ private:
+  const int world_;
+};
 
 class MessageWork final : public GroupWork {
  public:
@@ -54,7 +57,6 @@ class MessageWork final : public GroupWork {
   ipc::Envelope envelope() const;
   // Returns "recv #3 from rank 1 of group 'default' with tag 0 on [2, 3] float32".
   std::string describe(const std::string& of_group) const;
-  void begin_event();
 
  private:
   std::shared_ptr<WorkOwner> owner() const override { return owner_.lock(); }

@@ -149,8 +149,9 @@ class ThreadGroup final : public rank_threads::LaunchListener {
 template <class Base>
 class ThreadOwner : public Base {
  public:
-  ThreadOwner(std::shared_ptr<ThreadGroup> group, Rank rank)
-      : group_(std::move(group)), rank_(rank) {}
+  template <class... Args>
+  ThreadOwner(std::shared_ptr<ThreadGroup> group, Rank rank, Args&&... of_base)
+      : Base(std::forward<Args>(of_base)...), group_(std::move(group)), rank_(rank) {}
 
   void wait(GroupWork& work) override {
     group_->wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../../../plan/error.h"
+#include "../../../send_recv/mail_area.h"
 #include "../../threads.h"
 #include "../gil.h"
 #include "direct_staging.h"
@@ -99,7 +100,7 @@ void ThreadMailbox::post(const MessageWorkPtr& work) {
     lock.unlock();
     return receives ? deliver(other, work) : deliver(work, other);
   }
-  const bool is_eager = !receives && work->op.tensor.nbytes() <= kEagerBytes;
+  const bool is_eager = !receives && work->op.tensor.nbytes() <= ipc::MailArea::max_eager_bytes(1);
   if (is_eager) detach(*work);  // may throw
   (receives ? receives_ : sends_).push_back(work);
   if (!is_eager) return;
@@ -138,38 +139,43 @@ at::Tensor ThreadMailbox::copy(MessageWork& send, MessageWork& receive) {
   return pinned;
 }
 
-// The receive is done once the data has arrived, which a thread of its own waits for.
-void ThreadMailbox::await_arrival(const MessageWorkPtr& send, const MessageWorkPtr& receive,
-                                  const at::Tensor& pinned) {
-  bool is_listed = false;
-  try {
-    const std::shared_ptr<DeviceEvent> arrival =
-        staging_of(*send)->devices().record_event(send->data.device());
-    {
-      const std::lock_guard lock(group_.mutex());
-      if (const auto error = group_.aborted()) std::rethrow_exception(error);
-      receive->suspend();
-      arriving_.push_back(receive);
-      is_listed = true;
-      group_.notify();
+// The receive is done once the data has arrived, which a thread of its own waits for. An abort may
+// fail it before.
+void ThreadMailbox::await_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
+                                  const std::shared_ptr<DeviceEvent>& arrival) {
+  {
+    std::unique_lock lock(group_.mutex());
+    if (const auto error = group_.aborted()) {
+      lock.unlock();
+      return finish(receive, error);
     }
+    receive->suspend();
+    arriving_.push_back(receive);
+    group_.notify();
+  }
+  try {
     group_.run_on_thread(receive->rank, [this, receive, pinned, arrival] {
-      end_arrival(receive, pinned, *arrival);
+      std::exception_ptr error;
+      try {
+        while (!arrival->reached()) std::this_thread::sleep_for(kArrivalPollInterval);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      end_arrival(receive, pinned, error);
     });
   } catch (...) {
-    if (!is_listed || take_arriving(receive)) finish(receive, std::current_exception());
+    end_arrival(receive, pinned, std::current_exception());
   }
 }
 
+// Does nothing if the receive has failed meanwhile, or an abort is about to fail it.
 void ThreadMailbox::end_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
-                                const DeviceEvent& arrival) {
-  std::exception_ptr error;
-  try {
-    while (!arrival.reached()) std::this_thread::sleep_for(kArrivalPollInterval);
-  } catch (...) {
-    error = std::current_exception();
+                                std::exception_ptr error) {
+  {
+    const std::lock_guard lock(group_.mutex());
+    if (group_.aborted() || std::erase(arriving_, receive) == 0) return;
+    receive->start();
   }
-  if (!take_arriving(receive)) return;
   try {
     if (!error) copy_strided(receive->data, pinned);
   } catch (...) {
@@ -178,26 +184,20 @@ void ThreadMailbox::end_arrival(const MessageWorkPtr& receive, const at::Tensor&
   finish(receive, error);
 }
 
-// Returns false if the receive has failed meanwhile, or an abort is about to fail it.
-bool ThreadMailbox::take_arriving(const MessageWorkPtr& receive) {
-  const std::lock_guard lock(group_.mutex());
-  if (group_.aborted() || std::erase(arriving_, receive) == 0) return false;
-  receive->start();
-  return true;
-}
-
 void ThreadMailbox::deliver(const MessageWorkPtr& send, const MessageWorkPtr& receive) {
   at::Tensor pinned;
+  std::shared_ptr<DeviceEvent> arrival;
   receive->source = send->rank;
   std::exception_ptr error =
       ipc::mismatch(send->rank, send->envelope(), receive->rank, receive->envelope());
   try {
     if (!error) pinned = copy(*send, *receive);
+    if (pinned.defined()) arrival = staging_of(*send)->devices().record_event(send->data.device());
   } catch (...) {
     error = std::current_exception();
   }
-  if (pinned.defined())
-    await_arrival(send, receive, pinned);
+  if (arrival)
+    await_arrival(receive, pinned, arrival);
   else
     finish(receive, error);
   if (!send->is_done()) finish(send, error);
@@ -215,10 +215,6 @@ void ThreadMailbox::finish(const MessageWorkPtr& work, const std::exception_ptr&
   if (future) group_.complete_later(work->rank, future, work);
 }
 
-bool ThreadMessages::check(const P2POp& op) const {
-  return check_message(op, group_->world(), *devices_);
-}
-
 WorkPtr ThreadMessages::post(const P2POp& op) {
   const GilRelease gil_release;
   const bool on_device = check(op);
@@ -232,7 +228,6 @@ WorkPtr ThreadMessages::post(const P2POp& op) {
   // A rank may leave the group, and wait for its messages then.
   auto work = c10::make_intrusive<MessageWork>(op, next_number_++, rank_, std::move(staging),
                                                weak_from_this(), shared_from_this());
-  work->begin_event();
   group_->mailbox().post(work);
   return work;
 }

@@ -1,6 +1,5 @@
 // send and recv between ranks that are threads: a message is copied from tensor to tensor as soon
-// as both sides have posted it. A send of at most kEagerBytes is done at once, as between
-// processes.
+// as both sides have posted it. A small send is done at once, as between processes.
 #pragma once
 #include <deque>
 
@@ -26,11 +25,10 @@ class ThreadMailbox {
   MessageWorkPtr take_match(const MessageWork& work);
   // Returns pinned memory if the data is on its way from a device to there, else no tensor.
   at::Tensor copy(MessageWork& send, MessageWork& receive);
-  void await_arrival(const MessageWorkPtr& send, const MessageWorkPtr& receive,
-                     const at::Tensor& pinned);
+  void await_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
+                     const std::shared_ptr<DeviceEvent>& arrival);
   void end_arrival(const MessageWorkPtr& receive, const at::Tensor& pinned,
-                   const DeviceEvent& arrival);
-  bool take_arriving(const MessageWorkPtr& receive);
+                   std::exception_ptr error);
   void deliver(const MessageWorkPtr& send, const MessageWorkPtr& receive);
   void finish(const MessageWorkPtr& work, const std::exception_ptr& error);
 
@@ -42,19 +40,16 @@ class ThreadMailbox {
 class ThreadMessages final : public ThreadOwner<PointToPoint>,
                              public std::enable_shared_from_this<ThreadMessages> {
  public:
-  ThreadMessages(std::shared_ptr<ThreadGroup> group, std::shared_ptr<DeviceOps> devices, Rank rank)
-      : ThreadOwner(std::move(group), rank), devices_(std::move(devices)) {}
+  ThreadMessages(const std::shared_ptr<ThreadGroup>& group, std::shared_ptr<DeviceOps> devices,
+                 Rank rank)
+      : ThreadOwner(group, rank, group->world(), std::move(devices)) {}
 
   WorkPtr post(const P2POp& op) override;
-  bool check(const P2POp& op) const override;
   std::string describe(GroupWork& work) override;
 
  private:
   ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
                                     bool is_limited) const override;
-
-  const std::shared_ptr<DeviceOps> devices_;
-  uint64_t next_number_ = 0;
 };
 
 }  // namespace pycollect::dist
