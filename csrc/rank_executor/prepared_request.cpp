@@ -27,6 +27,14 @@ bool is_even(const Sizes& blocks) {
   return std::adjacent_find(blocks.begin(), blocks.end(), std::not_equal_to<>()) == blocks.end();
 }
 
+// Most have one block or none: a call of memcmp takes longer.
+[[gnu::always_inline]] inline bool are_equal(const Sizes& one, const Sizes& other) {
+  if (one.size() != other.size()) return false;
+  for (std::size_t i = 0; i < one.size(); ++i)
+    if (one[i] != other[i]) return false;
+  return true;
+}
+
 std::size_t elements(const CallBuffer& buffer) {
   std::size_t all = 0;
   for (const BufferSegment& s : buffer.segments) all += s.count;
@@ -224,7 +232,8 @@ FoldOptions fold_options(const CollectiveRequest& request, int world) {
 uint64_t properties_of(const CollectiveRequest& r) {
   return static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
          uint64_t{r.moved_dtype} << 16 | static_cast<uint64_t>(r.op) << 24 |
-         uint64_t{r.in_place} << 32 | uint64_t{r.irregular} << 33;
+         uint64_t{r.in_place} << 32 | uint64_t{r.irregular} << 33 |
+         uint64_t{r.options.non_temporal} << 34 | uint64_t{r.sparse != nullptr} << 35;
 }
 
 }  // namespace
@@ -249,8 +258,7 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       common(common_fingerprint(r)),
       input_elements_(total(r.input)),
       output_elements_(total(r.output)),
-      properties_(properties_of(r)),
-      is_sparse_(r.sparse != nullptr) {
+      properties_(properties_of(r)) {
   const WorldMember& me = programs.member();
   CallBuffers buffers(r, me);
   bytes = buffers.elements() * item();
@@ -272,20 +280,20 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       !several_hosts && settings.has_symmetric_heap && bytes >= kZeroCopyBytes * me.world;
   in_buffers.emplace(binder.bind(staged, staged.stages() || (r.irregular && several_hosts),
                                  r.irregular, !zero_copy));
+  common.fingerprint.pieces = in_buffers->pieces.count;
   if (!zero_copy) return;
   const RankProgram& direct = program(Topology::shm_symmetric);
   in_tensors.emplace(binder.bind(direct, direct.stages(), false, false));
 }
 
-// Sizes come last: most requests that differ do so in a property. Float8Specials are the same in
-// all requests of a process.
-bool PreparedRequest::serves(const CollectiveRequest& r, uint64_t properties) const {
+// Float8Specials are the same in all requests of a process.
+inline bool PreparedRequest::serves(const CollectiveRequest& r, uint64_t properties) const {
   return properties_ == properties && request.root == r.root && request.tensors == r.tensors &&
-         request.options.non_temporal == r.options.non_temporal && !is_sparse_ && !r.sparse &&
-         request.algorithm == r.algorithm && request.input.blocks == r.input.blocks &&
-         request.output.blocks == r.output.blocks && request.input.cuts == r.input.cuts &&
-         request.output.cuts == r.output.cuts && elements(r.input) == input_elements_ &&
-         elements(r.output) == output_elements_;
+         r.sparse == nullptr && request.algorithm == r.algorithm &&
+         request.input.cuts == r.input.cuts && request.output.cuts == r.output.cuts &&
+         are_equal(request.input.blocks, r.input.blocks) &&
+         are_equal(request.output.blocks, r.output.blocks) &&
+         elements(r.input) == input_elements_ && elements(r.output) == output_elements_;
 }
 
 const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
@@ -295,7 +303,7 @@ const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
   h.add(blocks.empty() ? 0 : blocks.front());
   h.add(properties ^ static_cast<uint64_t>(r.root) << 48);
   std::unique_ptr<const PreparedRequest>& place = places_[h.value() % kPlaces];
-  if (place == nullptr || !place->serves(r, properties))
+  if (place == nullptr || !place->serves(r, properties)) [[unlikely]]
     place = std::make_unique<const PreparedRequest>(r, programs_, settings_);
   return *place;
 }

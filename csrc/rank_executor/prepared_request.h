@@ -86,9 +86,9 @@ class PreparedRequest {
  public:
   const CollectiveRequest request;  // without segments
   const cpu::RowRunner row;
-  std::size_t bytes = 0;      // size of all blocks; 0 if a rank cannot compute it
-  bool non_temporal = false;  // the output is too large for the caches
-  const CallFingerprint common;
+  std::size_t bytes = 0;                   // size of all blocks; 0 if a rank cannot compute it
+  bool non_temporal = false;               // the output is too large for the caches
+  CallFingerprint common;                  // of calls without registered offsets
   std::optional<BoundProgram> in_buffers;  // its ranks access only each other's staging buffers
   std::optional<BoundProgram> in_tensors;  // zero-copy; none: too slow, or impossible
   mutable bool reserved = false;           // its regions of the staging buffers are committed
@@ -96,7 +96,6 @@ class PreparedRequest {
  private:
   const std::size_t input_elements_, output_elements_;
   const uint64_t properties_;
-  const bool is_sparse_;
 };
 
 // The prepared requests of a group, each in a place that its properties determine.
