@@ -77,13 +77,9 @@ RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
   require_type(finishing_ != nullptr, name(op), " is not defined for ", name(dtype));
 }
 
-void RowRunner::run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
-                    bool non_temporal) const {
-  if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, non_temporal);
-  const Fold fold = finishes ? finishing_ : partial_;
-  if (!non_temporal || !keeps_apart(dsts, srcs)) return fold(dsts, srcs, count, options_);
+void RowRunner::stream(Fold fold, Pointers dsts, Pointers srcs, std::size_t count) const {
   FoldOptions streaming = options_;
-  streaming.non_temporal = true;
+  streaming.non_temporal = keeps_apart(dsts, srcs);
   fold(dsts, srcs, count, streaming);
 }
 

@@ -22,7 +22,14 @@ class RowRunner {
 
   // `finishes`: the step completes the reduction. `non_temporal`: the result will not be read soon;
   // ignored in place.
-  void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool non_temporal) const;
+  void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
+           bool non_temporal) const {
+    if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, non_temporal);
+    const Fold fold = finishes ? finishing_ : partial_;
+    if (non_temporal) [[unlikely]]
+      return stream(fold, dsts, srcs, count);
+    fold(dsts, srcs, count, options_);
+  }
   // The same if the first `partial_srcs` sources, or all destinations, are accumulators.
   void run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
                         int partial_srcs, std::size_t count) const;
@@ -30,6 +37,8 @@ class RowRunner {
   std::size_t accumulator_item() const { return accumulator_item_; }
 
  private:
+  void stream(Fold fold, Pointers dsts, Pointers srcs, std::size_t count) const;
+
   const std::size_t item_, accumulator_item_;
   const Fold finishing_, partial_;  // `avg` divides only in the step that completes it
   const DType dtype_;
