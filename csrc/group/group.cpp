@@ -43,6 +43,7 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
   segment_ = std::move(joined.segment);
   base_ = segment_->data();
   rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
+  own_state_ = &rank_states_[rank_];
   abort_state_ = std::move(joined.abort_state);
   failure_detector_ = std::move(joined.failure_detector);
   CoreSet shared;  // by the ranks
@@ -99,12 +100,8 @@ Group::~Group() { leave(); }
 void Group::leave(uint32_t how) noexcept {
   if (fork_guard_.forked()) return;
   uint32_t present = 0;
-  rank_states_[rank_].left.compare_exchange_strong(present, how);
+  own_state_->left.compare_exchange_strong(present, how);
   wake_all();
-}
-
-FingerprintDetails& Group::fingerprint_details(Rank r, uint64_t call) const {
-  return *reinterpret_cast<FingerprintDetails*>(base_ + layout_.fingerprint_details(r, call));
 }
 
 void Group::require_healthy(const OpContext& context) const {
@@ -351,7 +348,7 @@ std::vector<Rank> Group::last_behind(uint64_t goal) const {
 // Publishes in `on_core` the core on which this rank runs, and returns that value.
 int32_t Group::publish_core() {
   const int32_t here = sched_getcpu() + 1;
-  std::atomic<int32_t>& mine = rank_states_[rank_].on_core;
+  std::atomic<int32_t>& mine = own_state_->on_core;
   if (mine.load(std::memory_order_relaxed) != here) mine.store(here, std::memory_order_relaxed);
   return here;
 }
@@ -367,7 +364,7 @@ int32_t Group::publish_core() {
 // all_reduce of 4 ranks is a quarter faster, in Python a third.
 bool Group::shares_core(std::optional<Rank> awaited) {
   const int32_t here = publish_core();
-  const uint64_t own = rank_states_[rank_].progress.load(std::memory_order_relaxed);
+  const uint64_t own = own_state_->progress.load(std::memory_order_relaxed);
   for (Rank r = 0; r < world_; ++r)
     if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here &&
         (!awaited || r == *awaited ||

@@ -58,7 +58,10 @@ class Group {
   // Maps regions that these ranks (a mask) have committed into this process.
   void map_staging(uint64_t ranks, const StagingRegions& regions) const;
   RankState& rank_state(Rank r) const { return rank_states_[r]; }
-  FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const;
+  RankState& own_state() const { return *own_state_; }
+  FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const {
+    return *reinterpret_cast<FingerprintDetails*>(base_ + layout_.fingerprint_details(r, call));
+  }
   std::byte* staging_buffer(Rank r, uint64_t run) const {
     return base_ + layout_.staging_buffer(r, run);
   }
@@ -68,11 +71,12 @@ class Group {
   const std::shared_ptr<Segment>& segment() const { return segment_; }
 
   CallEntry& entry(Rank r, uint64_t call) const { return rank_states_[r].entries[call & 1]; }
+  CallEntry& own_entry(uint64_t call) const { return own_state_->entries[call & 1]; }
   // Publishes this rank's progress counter, and wakes the threads that sleep until it advances.
   void advance(uint64_t progress);
   // The same at the entry of a call, whose CallEntry is complete.
   void enter(uint64_t call, uint64_t progress) {
-    entry(rank_, call).progress.store(progress, std::memory_order_release);
+    own_entry(call).progress.store(progress, std::memory_order_release);
     advance(progress);
   }
   // Returns true if `r`'s counter has reached `wanted`. Rereads the counter only if the value last
@@ -87,10 +91,15 @@ class Group {
     const std::atomic<uint64_t>& polled = rank_states_[r].progress;
     if (!has_reached(r, wanted, polled)) await_slowly(r, wanted, polled, context);
   }
-  // The same for the entry of `r` into the call, whose CallEntry is then complete.
-  void await_entry(Rank r, uint64_t wanted, const OpContext& context) {
-    const std::atomic<uint64_t>& polled = entry(r, context.call).progress;
-    if (!has_reached(r, wanted, polled)) await_slowly(r, wanted, polled, context);
+  void await_peers(uint64_t wanted, const OpContext& context) {
+    for (Rank r = 0; r < world_; ++r)
+      if (r != rank_) await(r, wanted, context);
+  }
+  // The same for the entry of `r` into the call. Returns its CallEntry, which is then complete.
+  const CallEntry& await_entry(Rank r, uint64_t wanted, const OpContext& context) {
+    const CallEntry& its = entry(r, context.call);
+    if (!has_reached(r, wanted, its.progress)) await_slowly(r, wanted, its.progress, context);
+    return its;
   }
   struct WaitHooks {
     // Returns the ranks that the condition depends on. Those from `world()` on are elsewhere, and
@@ -114,12 +123,18 @@ class Group {
   bool is_healthy() const { return !abort_state_->is_aborted(); }
   // Number of this rank's next run, derived from its counters in the shared memory.
   uint64_t run_number() const {
-    const uint64_t progress = rank_states_[rank_].progress.load(std::memory_order_acquire);
-    const uint64_t ended = rank_states_[rank_].ended.load(std::memory_order_acquire);
+    const uint64_t progress = own_state_->progress.load(std::memory_order_acquire);
+    const uint64_t ended = own_state_->ended.load(std::memory_order_acquire);
     return (reached(ended, progress) ? ended : progress) >> kTaskBits;
   }
-  // Called when this rank begins a call, and when it has finished it.
-  void update_call() { call_begin_.store(run_number(), std::memory_order_relaxed); }
+  // Called when this rank begins a call: returns the call's first run. Throws as require_run.
+  uint64_t begin_call(const OpContext& context) {
+    end_call(run_number());
+    require_run(context);
+    return call_begin();
+  }
+  // Called when this rank has finished a call, all runs before `next`.
+  void end_call(uint64_t next) { call_begin_.store(next, std::memory_order_relaxed); }
   // First run of the call that this rank is in, or of its next one.
   uint64_t call_begin() const { return call_begin_.load(std::memory_order_relaxed); }
   // Whether this rank can finish its call: an abort spares the calls that all ranks can finish.
@@ -168,7 +183,7 @@ class Group {
   int fold_threads_ = 1;
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
-  RankState* rank_states_ = nullptr;
+  RankState *rank_states_ = nullptr, *own_state_ = nullptr;
   std::atomic<uint64_t> call_begin_{0};
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
@@ -180,7 +195,7 @@ class Group {
 // counts itself first and reads `progress` second, so this thread reads the sleeper's count, or the
 // sleeper reads the new value.
 inline void Group::advance(uint64_t progress) {
-  RankState& mine = rank_states_[rank_];
+  RankState& mine = *own_state_;
   mine.progress.store(progress, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) [[unlikely]]
     wake_sleepers(mine.progress);

@@ -20,24 +20,35 @@ struct Agreement {
 // Returns the counts that a rank of this host has published for an irregular call.
 ElementCounts counts_of(const Group& group, Rank r, uint64_t call);
 
-// Both wait until every rank has finished the run `run` - 2, whose staging buffers the run `run`
-// overwrites. `await_turn` is for the first run of a call, whose entry also overwrites this rank's
-// entry of the call before the last. If this rank refused the last call, it has not waited for the
-// peers' entries, and `await_turn` waits for them: a peer that has not entered may still read the
-// old entry.
-void await_turn(Group& group, uint64_t run, const OpContext& context);
-void await_previous(Group& group, uint64_t run, const OpContext& context);
-// Writes the details of this rank's call, which peers may read once it has entered the call.
-// `request` is null for a refused call.
-void describe(Group& group, const CallFingerprint& mine, const CollectiveRequest* request,
-              std::string_view refusal = {});
-// Enters the call with this rank's fingerprint and progress counter, which is beyond `at_run` of
-// the call's first run.
-void enter(Group& group, const CallFingerprint& mine, uint64_t progress);
-// Waits until every rank of this host has entered the call.
-void await_entries(Group& group, uint64_t run, const OpContext& context);
-// Throws the same std::invalid_argument on every rank if the fingerprints differ.
-Agreement compare(const Group& group, const CallFingerprint& mine);
+// Waits until every rank has finished the run `run` - 2, whose staging buffers the run `run`
+// overwrites. For the first run of a call, whose entry also overwrites this rank's entry of the
+// call before the last. If this rank refused the last call, it has not waited for the peers'
+// entries, and waits for them here: a peer that has not entered may still read the old entry.
+inline void await_turn(Group& group, uint64_t run, const OpContext& context) {
+  const Fingerprint& last = group.own_entry(context.call - 1).fingerprint;
+  const bool refused = (last.flags & Fingerprint::refused) != 0;
+  group.await_peers(at_run(run - 1) + refused, context);
+}
+
+// Enters the call with this rank's fingerprint, its description, the counts of `request`, if given
+// and irregular, and the progress counter, which is beyond `at_run` of the call's first run. Peers
+// poll the line of the entry, and each store before the last may move it away from them and back.
+inline void enter(Group& group, const CallFingerprint& mine, uint64_t progress,
+                  const CollectiveRequest* request = nullptr) {
+  const uint64_t call = mine.description.call;
+  describe(group.fingerprint_details(group.rank(), call), mine);
+  if (request != nullptr && request->irregular)
+    write_counts(counts_of(group, group.rank(), call), *request, group.all_ranks());
+  CallEntry& entry = group.own_entry(call);
+  entry.fingerprint = mine.fingerprint;
+  if (mine.has(Fingerprint::zero_copy)) entry.registered = mine.registered;
+  group.enter(call, progress);
+}
+
+// Waits until every rank of this host has entered the call, whose first run is `run`. Then throws
+// the same std::invalid_argument on every rank if the fingerprints differ.
+Agreement await_entries(Group& group, const CallFingerprint& mine, uint64_t run,
+                        const OpContext& context);
 // Returns true if every rank of this host has published as many requests as this one and none has
 // refused. Every rank must have entered the call.
 bool all_publish_as_many(const Group& group, const CallFingerprint& mine);

@@ -37,7 +37,7 @@ void prefetch_to_write(const void* line) {
 void prefetch_shared(const Group& group, const CollectiveRequest& request, const OpContext& context,
                      uint64_t run) {
   constexpr std::size_t kLine = 64;
-  prefetch_to_write(&group.entry(group.rank(), context.call));
+  prefetch_to_write(&group.own_entry(context.call));
   const auto& data = request.input.segments;
   const std::size_t bytes = data.empty() ? 0 : data[0].count * item_bytes(request.dtype);
   if (bytes > CallEntry::kDataBytes && bytes <= kLine)
@@ -60,23 +60,18 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
   const OpContext context{name(request.called()), call, deadline};
   if (request.tensors == 0)
     return agree_without_data(request, fingerprint_of(request, call), context);
-  group_.update_call();
-  group_.require_run(context);
-  const uint64_t first = group_.run_number();
+  const uint64_t first = group_.begin_call(context);
   prefetch_shared(group_, request, context, first);
   const PreparedRequest& prepared = prepare(request, context);
   CallFingerprint mine = numbered(prepared.common, call);
-  mine.fingerprint.pieces = prepared.in_buffers->pieces.count;
-  mine.set_registered(find_registered(prepared));
+  if (prepared.in_tensors) mine.set_registered(find_registered(request, *prepared.in_tensors));
   await_turn(group_, first, context);
-  describe(group_, mine, &request);
   const bool copies = !mine.has(Fingerprint::zero_copy);
   const int tasks =  // the first task of every run is its entry
       copies ? abort_on_error(group_, context, [&] { return program_.fill(first); }) : 1;
-  enter(group_, mine, at_run(first) + tasks);
+  enter(group_, mine, at_run(first) + tasks, &request);
   const Agreement agreed = agree(mine, first, context, &program_);
-  for (const auto& [ranks, regions] : std::exchange(unmapped_, {}))
-    group_.map_staging(ranks, regions);
+  for (const auto& [ranks, regions] : unmapped_) group_.map_staging(ranks, regions);
   abort_on_error(group_, context, [&] {
     if (agreed.zero_copy) {
       check_exposed(prepared, context);
@@ -86,14 +81,14 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
     }
     program_.run(first, hosts_ ? hosts_->local_context() : context);
   });
-  group_.update_call();
+  group_.end_call(first + program_.pieces().count);
 }
 
 // Every reason to refuse a request is found before the call is published, a lack of memory for the
 // staging buffers, too.
-const PreparedRequest& RankExecutor::prepare(const CollectiveRequest& request,
-                                             const OpContext& context) {
-  unmapped_.clear();  // of a call that has failed: its regions may not exist
+inline const PreparedRequest& RankExecutor::prepare(const CollectiveRequest& request,
+                                                    const OpContext& context) {
+  unmapped_.clear();  // those of the last call are mapped or, if it has failed, may not exist
   try {
     const PreparedRequest& prepared = cache_.find(request);
     if (hosts_) hosts_->begin(context);
@@ -134,21 +129,20 @@ void RankExecutor::reserve(const PreparedRequest& prepared, const BoundProgram& 
 }
 
 // Returns the registered offsets of the exposed buffers if each is contiguous and registered.
-std::optional<RegisteredOffsets> RankExecutor::find_registered(
-    const PreparedRequest& prepared) const {
-  if (!prepared.in_tensors) return {};
-  const RankProgram& program = prepared.in_tensors->program;
+std::optional<RegisteredOffsets> RankExecutor::find_registered(const CollectiveRequest& request,
+                                                               const BoundProgram& bound) const {
+  const RankProgram& program = bound.program;
   RegisteredOffsets registered;
-  const auto find = [&](OperandBuffer where, bool exposed, uint64_t& at) {
+  const auto find = [&](const CallBuffer& buffer, bool exposed, uint64_t& at) {
     if (!exposed) return true;
-    const SegmentList& memory = program_.memory(where);
-    if (!memory.is_contiguous() || memory.base() == nullptr) return false;
-    at = static_cast<uint64_t>(memory.base() - group_.heap(group_.rank()));
+    if (buffer.segments.size() != 1 || buffer.segments[0].base == nullptr) return false;
+    at = static_cast<uint64_t>(buffer.segments[0].base - group_.heap(group_.rank()));
     // An address before the heap wraps around to a large offset.
     return at < group_.layout().sizes.symmetric_heap_bytes;
   };
-  if (!find(OperandBuffer::input, program.exposes_input, registered.input) ||
-      !find(OperandBuffer::output, program.exposes_output, registered.output))
+  if (!find(request.input, program.exposes_input, registered.input) ||
+      !find(request.in_place ? request.input : request.output, program.exposes_output,
+            registered.output))
     return {};
   return registered;
 }
@@ -178,19 +172,19 @@ void RankExecutor::check_exposed(const PreparedRequest& prepared, const OpContex
   }
 }
 
-// Compares the fingerprints of this host's ranks, then those of all hosts, with the data that
-// `data`, if given, can send along. Throws std::invalid_argument on all ranks alike if they differ.
-Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run, const OpContext& context,
-                              ProgramRun* data) {
+// Awaits and compares the fingerprints of this host's ranks, then those of all hosts, with the data
+// that `data`, if given, can send along. Throws std::invalid_argument on all ranks alike if they
+// differ.
+inline Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run,
+                                     const OpContext& context, ProgramRun* data) {
   const auto of_host = [&] {
     try {
-      return compare(group_, mine);
+      return await_entries(group_, mine, run, context);
     } catch (const std::invalid_argument& error) {
       if (hosts_) hosts_->reject(mine, context, error.what());
       throw;
     }
   };
-  await_entries(group_, run, context);
   try {
     return hosts_ ? hosts_->confirm(mine, of_host(), context, data) : of_host();
   } catch (const std::invalid_argument&) {
@@ -202,14 +196,11 @@ Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run, const O
 // The ranks agree in a run of its own that moves no data.
 void RankExecutor::agree_without_data(const CollectiveRequest& request, const CallFingerprint& mine,
                                       const OpContext& context) {
-  group_.update_call();
-  group_.require_run(context);
-  const uint64_t run = group_.run_number();
+  const uint64_t run = group_.begin_call(context);
   await_turn(group_, run, context);
-  describe(group_, mine, &request);
-  enter(group_, mine, at_run(run + 1));
+  enter(group_, mine, at_run(run + 1), &request);
   agree(mine, run, context, nullptr);
-  group_.update_call();
+  group_.end_call(run + 1);
 }
 
 void RankExecutor::check(const CollectiveRequest& request) {
@@ -246,10 +237,10 @@ void RankExecutor::agree_on_all(const std::vector<const CollectiveRequest*>& req
 
 void RankExecutor::publish_refusal(Collective collective, const OpContext& context,
                                    std::string_view why) {
-  const uint64_t run = group_.run_number();
+  const uint64_t run = group_.call_begin();
   const CallFingerprint refusal = refusal_of(collective, context.call);
   await_turn(group_, run, context);
-  describe(group_, refusal, nullptr, why);
+  describe_refusal(group_.fingerprint_details(group_.rank(), context.call), why);
   enter(group_, refusal, at_run(run + 1));
   if (hosts_)
     hosts_->reject(refusal, context,
@@ -259,8 +250,7 @@ void RankExecutor::publish_refusal(Collective collective, const OpContext& conte
 void RankExecutor::refuse(Collective collective, uint64_t call, Deadline deadline,
                           std::string_view why) {
   const OpContext context{name(collective), call, deadline};
-  group_.update_call();
-  group_.require_run(context);
+  group_.begin_call(context);
   publish_refusal(collective, context, why);
 }
 

@@ -41,7 +41,8 @@ class RankExecutor {
  private:
   const PreparedRequest& prepare(const CollectiveRequest& request, const OpContext& context);
   void reserve(const PreparedRequest& prepared, const BoundProgram& program);
-  std::optional<RegisteredOffsets> find_registered(const PreparedRequest& prepared) const;
+  std::optional<RegisteredOffsets> find_registered(const CollectiveRequest& request,
+                                                   const BoundProgram& bound) const;
   void check_exposed(const PreparedRequest& prepared, const OpContext& context) const;
   void publish_refusal(Collective collective, const OpContext& context, std::string_view why);
   Agreement agree(const CallFingerprint& mine, uint64_t run, const OpContext& context,

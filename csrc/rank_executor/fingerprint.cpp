@@ -5,7 +5,6 @@
 #include <cstring>
 #include <string>
 
-#include "../group/hasher.h"
 #include "../plan/error.h"
 
 namespace pycollect::ipc {
@@ -181,16 +180,6 @@ CallFingerprint common_fingerprint(const CollectiveRequest& request) {
                          {.fingerprint_hash = fingerprint_hash(request), .pieces = 1}};
   if (request.irregular) common.fingerprint.flags |= Fingerprint::irregular;
   return common;
-}
-
-CallFingerprint numbered(const CallFingerprint& common, uint64_t call) {
-  CallFingerprint mine = common;
-  mine.description.call = call;
-  Hasher h;
-  h.add(common.fingerprint.fingerprint_hash);
-  h.add(call);
-  mine.fingerprint.fingerprint_hash = h.value();
-  return mine;
 }
 
 CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call) {

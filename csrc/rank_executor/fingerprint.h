@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../group/hasher.h"
 #include "../group/segment_layout.h"
 #include "request.h"
 
@@ -32,7 +33,15 @@ uint64_t fingerprint_hash(const CollectiveRequest& request);
 CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call);
 // The same as two steps: what calls of the same request have in common, and what one call adds.
 CallFingerprint common_fingerprint(const CollectiveRequest& request);
-CallFingerprint numbered(const CallFingerprint& common, uint64_t call);
+inline CallFingerprint numbered(const CallFingerprint& common, uint64_t call) {
+  CallFingerprint mine = common;
+  mine.description.call = call;
+  Hasher h;
+  h.add(common.fingerprint.fingerprint_hash);
+  h.add(call);
+  mine.fingerprint.fingerprint_hash = h.value();
+  return mine;
+}
 // Returns the fingerprint of several requests, which one agreement compares together.
 CallFingerprint fingerprint_of(const std::vector<const CollectiveRequest*>& requests,
                                uint64_t call);

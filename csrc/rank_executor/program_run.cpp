@@ -99,7 +99,7 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
   context_ = &context;
   for (uint32_t k = 0; k < pieces_.count; ++k) {
     if (k > 0 || filled_ == 0) begin_piece(first + k, k * pieces_.elements);
-    if (k > 0 && bound_->stride > 0) await_previous(group_, run_, context);
+    if (k > 0 && bound_->stride > 0) group_.await_peers(at_run(run_ - 1), context);
     if (k > 0 && program.entry_awaited) group_.advance(at_run(run_) + 1);
     if (transfers) post_receives();
     run_piece(std::exchange(filled_, 0));
@@ -108,7 +108,7 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
     if (k + 1 < pieces_.count || awaited)
       group_.advance(end);
     else
-      group_.rank_state(group_.rank()).ended.store(end, std::memory_order_release);
+      group_.own_state().ended.store(end, std::memory_order_release);
   }
 }
 

@@ -257,7 +257,7 @@ void run_impossible_offset() {
     CallFingerprint forged = fingerprint_of(request, 0);
     forged.set_registered(RegisteredOffsets{(64 << 20) - 64, uint64_t{1} << 60});
     enter(group, forged, at_run(1));
-    await_entries(group, 0, {"all_reduce", 0, soon()});
+    group.await_entry(0, at_run(0) + 1, {"all_reduce", 0, soon()});
   });
   expect_part(ends[0].result, "rank 1 exposed a tensor outside its shared memory");
 }
