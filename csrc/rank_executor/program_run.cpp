@@ -22,35 +22,25 @@ constexpr std::size_t kBlock = 16 << 10;  // half of a core's L1 data cache
 constexpr std::size_t kBytesPerPoll = 4 << 20;
 constexpr std::size_t kLine = 64;
 // Operands of a fold over the ranks of one host, in most programs.
-constexpr std::size_t kFewOperands = 32;
+constexpr int kFewOperands = 32;
 
 std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
 }  // namespace
-
-void SegmentList::bind(const CallBuffer& buffer, std::size_t item) {
-  buffer_ = &buffer;
-  base_ = buffer.segments.empty() ? nullptr : buffer.segments[0].base;
-  ends_.clear();
-  if (buffer.segments.size() < 2) return;
-  std::size_t end = 0;
-  for (const BufferSegment& s : buffer.segments) ends_.push_back(end += s.count * item);
-}
-
-std::byte* SegmentList::find(std::size_t position, std::size_t& bytes) const {
-  const auto i = std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin();
-  const std::size_t begin = i == 0 ? 0 : ends_[i - 1];
-  bytes = std::min(bytes, ends_[i] - position);
-  return buffer_->segments[i].base + (position - begin);
-}
 
 void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest& request,
                        const OpContext& context) {
   prepared_ = &prepared;
   bound_ = &*prepared.in_buffers;
   context_ = &context;
-  memories_[OperandPlace::kInput].bind(request.input, prepared.item());
-  memories_[OperandPlace::kOutput].bind(request.output, prepared.item());
+  buffers_ = {&request.input, &request.output};
+  is_scattered_ = request.input.segments.size() > 1 || request.output.segments.size() > 1;
+  for (int i = 0; is_scattered_ && i < 2; ++i) {
+    ends_[i].clear();
+    std::size_t end = 0;
+    for (const BufferSegment& s : buffers_[i]->segments)
+      ends_[i].push_back(end += s.count * prepared.item());
+  }
   pieces_ = bound_->pieces;
   filled_ = 0;
   skips_transfers_ = in_tensors_ = false;
@@ -62,31 +52,35 @@ void ProgramRun::use_tensors() {
   pieces_ = bound_->pieces;
 }
 
-// The pieces become smaller, so that the prologue, if it has run, has filled at least the first.
-void ProgramRun::cut(const Pieces& of_all) {
-  pieces_ = common_pieces(*bound_, of_all, prepared_->item(), prepared_->request.irregular);
-}
-
-void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
+inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
   const std::size_t skipped = from * prepared_->item();
   run_ = run;
   from_ = from;
   for (const uint32_t own : {OperandPlace::kInput, OperandPlace::kOutput})
-    if (std::byte* const base = memories_[own].base()) bases_[own] = base + skipped;
-  for (Rank r = 0; r < group_.world(); ++r) {
-    CallEntry& entry = group_.entry(r, context_->call);
-    std::byte** const of_rank = &bases_[OperandPlace::of_rank(r, OperandBuffer::staging)];
-    of_rank[0] = bound_->in_entry ? entry.data.data() : group_.staging_buffer(r, run);
+    if (const auto& own_segments = buffers_[own]->segments; !own_segments.empty())
+      bases_[own] = own_segments[0].base + skipped;
+  std::byte** of_rank = &bases_[OperandPlace::kOfRanks];
+  std::byte* staging = group_.staging_buffer(0, run);
+  std::size_t step = group_.layout().staging_step();
+  if (bound_->in_entry) {
+    staging = group_.entry(0, context_->call).data.data();
+    step = sizeof(RankState);
+  }
+  const int world = group_.world();
+  for (Rank r = 0; r < world; ++r, staging += step, of_rank += OperandPlace::kBasesOfRank) {
+    of_rank[0] = staging;
     if (!in_tensors_) continue;
-    of_rank[1] = group_.heap(r) + entry.registered.input + skipped;
-    of_rank[2] = group_.heap(r) + entry.registered.output + skipped;
+    const RegisteredOffsets& registered = group_.entry(r, context_->call).registered;
+    of_rank[1] = group_.heap(r) + registered.input + skipped;
+    of_rank[2] = group_.heap(r) + registered.output + skipped;
   }
 }
 
 int ProgramRun::fill(uint64_t run) {
   const RankProgram& program = bound_->program;
   begin_piece(run, 0);
-  while (filled_ < program.prologue) perform(filled_++);
+  for (; filled_ < program.prologue; ++filled_)
+    move(program.instructions[filled_], count_of(filled_));
   return program.tasks_after_prologue();
 }
 
@@ -94,7 +88,6 @@ int ProgramRun::fill(uint64_t run) {
 // the next call's fingerprint signals it, too.
 void ProgramRun::run(uint64_t first, const OpContext& context) {
   const RankProgram& program = bound_->program;
-  const bool awaited = program.instructions.empty() || program.instructions.back().awaited;
   const bool transfers = !program.transfers.empty() && !skips_transfers_;
   context_ = &context;
   for (uint32_t k = 0; k < pieces_.count; ++k) {
@@ -105,42 +98,42 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
     run_piece(std::exchange(filled_, 0));
     if (transfers) hosts_->await_sends();
     const uint64_t end = at_run(run_ + 1);
-    if (k + 1 < pieces_.count || awaited)
+    if (k + 1 < pieces_.count || program.end_awaited)
       group_.advance(end);
     else
       group_.own_state().ended.store(end, std::memory_order_release);
   }
 }
 
-void ProgramRun::run_piece(std::size_t skip) {
+inline void ProgramRun::run_piece(std::size_t skip) {
   const RankProgram& program = bound_->program;
   for (std::size_t i = skip; i < program.instructions.size(); ++i) {
     const Instruction& instruction = program.instructions[i];
     wait(instruction.waits);
-    perform(i);
-    const bool last = i + 1 == program.instructions.size() && program.exit.empty();
-    if (i + 1 == program.prologue || (i >= program.prologue && instruction.awaited && !last))
-      group_.advance(at_run(run_) + instruction.finished_tasks);
+    perform(i, instruction);
+    if (instruction.signals) group_.advance(at_run(run_) + instruction.finished_tasks);
   }
   wait(program.exit);
 }
 
-void ProgramRun::perform(std::size_t i) {
+inline void ProgramRun::perform(std::size_t i, const Instruction& instruction) {
   const std::size_t n = count_of(i);
   if (n == 0) return;
-  const Instruction& instruction = bound_->program.instructions[i];
   if (instruction.transfer) return perform_transfer(i);
-  if (n * prepared_->item() * instruction.operands.size() < kParallelBytes)
-    move(instruction, 0, n);
-  else
-    move_parallel(instruction, n);
+  move(instruction, n);
   std::atomic_thread_fence(std::memory_order_acquire);  // after the reads of peers' memory
   group_.require_run(*context_);
 }
 
+inline void ProgramRun::move(const Instruction& instruction, std::size_t n) const {
+  const std::size_t element = prepared_->item() * instruction.operand_count();
+  if (n * element >= kParallelBytes) return move_parallel(instruction, n, element);
+  move_rows(instruction, 0, n);
+}
+
 // Each thread stops early when the group is aborted; the calling thread throws afterwards.
-void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n) const {
-  const std::size_t element = prepared_->item() * instruction.operands.size();
+void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n,
+                               std::size_t element) const {
   const std::size_t per_line = kLine / prepared_->item(), lines = ceil_div(n, per_line);
   const std::size_t grain =
       std::max<std::size_t>(1, lines / ceil_div(n * element, kParallelBytes / 4));
@@ -148,16 +141,18 @@ void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n) co
   const auto part = [&](int64_t first, int64_t last) {
     const std::size_t end = std::min<std::size_t>(n, last * per_line);
     for (std::size_t at = first * per_line; at < end && group_.can_run(); at += block)
-      move(instruction, at, std::min(end, at + block));
+      move_rows(instruction, at, std::min(end, at + block));
   };
   if (parallel_for_)
     parallel_for_(static_cast<int64_t>(lines), static_cast<int64_t>(grain), part);
   else
     part(0, static_cast<int64_t>(lines));
+  group_.require_run(*context_);
 }
 
-void ProgramRun::move(const Instruction& instruction, std::size_t begin, std::size_t end) const {
-  if (instruction.operands.size() <= kFewOperands)
+inline void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
+                                  std::size_t end) const {
+  if (instruction.operand_count() <= kFewOperands) [[likely]]
     move_rows<kFewOperands>(instruction, begin, end);
   else
     move_rows<kMostOperands>(instruction, begin, end);
@@ -165,45 +160,49 @@ void ProgramRun::move(const Instruction& instruction, std::size_t begin, std::si
 
 // Moves the elements [begin, end) of the instruction's part of the current piece: in rows, each as
 // long as no operand continues in another tensor.
-template <std::size_t kMost>
+template <int kMost>
 void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
                            std::size_t end) const {
   std::array<void*, kMost> at;
   const OperandPlace* const places = bound_->places.data() + instruction.first_operand;
-  const int operands = static_cast<int>(instruction.operands.size());
+  const int operands = instruction.operand_count();
   while (begin < end) {
     std::size_t n = end - begin;
     int i = 0;  // no instruction is without operands
     do at[i] = address(places[i], begin, n);
     while (++i < operands);
-    fold(instruction, at.data(), operands, n);
+    fold(instruction, at.data(), n);
     begin += n;
   }
 }
 
 // Returns the address of the operand's element `at` in the current piece, and limits `n` to the
 // elements before the next tensor.
-std::byte* ProgramRun::address(const OperandPlace& place, std::size_t at, std::size_t& n) const {
-  if (place.is_own() && !memories_[place.base].is_contiguous()) [[unlikely]] {
-    std::size_t bytes = n * place.item;
-    std::byte* const found =
-        memories_[place.base].find(place.offset + (from_ + at) * place.item, bytes);
-    n = bytes / place.item;
-    return found;
-  }
+inline std::byte* ProgramRun::address(const OperandPlace& place, std::size_t at,
+                                      std::size_t& n) const {
+  if (is_scattered_ && place.is_own() && n > 0) [[unlikely]]
+    return find(place, at, n);
   return bases_[place.base] + place.offset + at * place.item;
 }
 
-void ProgramRun::fold(const Instruction& instruction, void* const* at, int operands,
-                      std::size_t count) const {
+std::byte* ProgramRun::find(const OperandPlace& place, std::size_t at, std::size_t& n) const {
+  const std::vector<std::size_t>& ends = ends_[place.base];
+  const std::size_t position = place.offset + (from_ + at) * place.item;
+  const auto i = std::upper_bound(ends.begin(), ends.end(), position) - ends.begin();
+  n = std::min(n, (ends[i] - position) / place.item);
+  return buffers_[place.base]->segments[i].base + (position - (i == 0 ? 0 : ends[i - 1]));
+}
+
+inline void ProgramRun::fold(const Instruction& instruction, void* const* at,
+                             std::size_t count) const {
   const cpu::RowRunner& row = prepared_->row;
   const int dsts = instruction.dsts, staged = instruction.in_staging;
-  const cpu::Pointers to{at, dsts}, from{at + dsts, operands - dsts};
-  if (instruction.partial_dsts || instruction.partial_srcs > 0)
+  const cpu::Pointers to{at, dsts}, from{at + dsts, instruction.srcs};
+  if (instruction.is_plain) [[likely]]
+    row.run(instruction.finishes, to, from, count, prepared_->non_temporal && staged == 0);
+  else if (instruction.partial_dsts || instruction.partial_srcs > 0)
     row.run_accumulators(instruction.finishes, to, instruction.partial_dsts, from,
                          instruction.partial_srcs, count);
-  else if (staged == 0 || staged == dsts || from.n == 1)
-    row.run(instruction.finishes, to, from, count, prepared_->non_temporal && staged == 0);
   else
     fold_and_copy(instruction, to, from, count);
 }

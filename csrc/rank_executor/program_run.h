@@ -12,22 +12,6 @@ namespace pycollect::ipc {
 
 class HostsExchange;
 
-// Memory of one call buffer of this rank, in one segment or several (IoVec). Positions are bytes
-// from the beginning of the buffer.
-class SegmentList {
- public:
-  void bind(const CallBuffer& buffer, std::size_t item);
-  bool is_contiguous() const { return ends_.empty(); }
-  std::byte* base() const { return base_; }
-  // Returns the address of a position, and limits `bytes` to those up to the end of its segment.
-  std::byte* find(std::size_t position, std::size_t& bytes) const;
-
- private:
-  const CallBuffer* buffer_ = nullptr;
-  std::byte* base_ = nullptr;
-  std::vector<std::size_t> ends_ = {};  // [segment], if there are several
-};
-
 class ProgramRun {
  public:
   // `hosts`: for transfers between hosts; null: all ranks are on one host.
@@ -41,17 +25,17 @@ class ProgramRun {
   // context must live until the call has ended.
   void begin(const PreparedRequest& prepared, const CollectiveRequest& request,
              const OpContext& context);
-  // The input or the output; in place, both are the same.
-  const SegmentList& memory(OperandBuffer where) const {
-    const bool is_output = where == OperandBuffer::output && !prepared_->request.in_place;
-    return memories_[is_output ? OperandPlace::kOutput : OperandPlace::kInput];
-  }
   // Runs the prologue of the first run, before the ranks have agreed on the call. Returns the
   // number of finished tasks, to be published.
   int fill(uint64_t run);
-  // Selects the zero-copy program instead, or the pieces into which all ranks cut the data.
+  // Selects the zero-copy program instead, or the pieces into which all ranks cut the data. These
+  // become smaller, so that the prologue, if it has run, has filled at least the first.
   void use_tensors();
-  void cut(const Pieces& of_all);
+  void cut(const Pieces& of_all) {
+    const bool irregular = prepared_->request.irregular;
+    if (irregular || of_all.count > pieces_.count)
+      pieces_ = common_pieces(*bound_, of_all, prepared_->item(), irregular);
+  }
   // Runs all pieces; `context` is that of the waits.
   void run(uint64_t first, const OpContext& context);
 
@@ -68,14 +52,16 @@ class ProgramRun {
  private:
   void begin_piece(uint64_t run, std::size_t from);
   void run_piece(std::size_t skip);
-  void perform(std::size_t i);
-  void move(const Instruction& instruction, std::size_t begin, std::size_t end) const;
-  template <std::size_t kMost>
+  void perform(std::size_t i, const Instruction& instruction);
+  void move(const Instruction& instruction, std::size_t n) const;
+  void move_parallel(const Instruction& instruction, std::size_t n, std::size_t element) const;
   void move_rows(const Instruction& instruction, std::size_t begin, std::size_t end) const;
-  void move_parallel(const Instruction& instruction, std::size_t n) const;
-  void fold(const Instruction& instruction, void* const* at, int operands, std::size_t count) const;
+  template <int kMost>
+  void move_rows(const Instruction& instruction, std::size_t begin, std::size_t end) const;
+  void fold(const Instruction& instruction, void* const* at, std::size_t count) const;
   void fold_and_copy(const Instruction& instruction, cpu::Pointers to, cpu::Pointers from,
                      std::size_t count) const;
+  std::byte* find(const OperandPlace& place, std::size_t at, std::size_t& n) const;
   std::byte* address(const OperandPlace& place, std::size_t at, std::size_t& n) const;
   std::size_t count_of(std::size_t i) const {  // elements in the current piece
     const std::size_t all = bound_->counts[i];
@@ -99,7 +85,10 @@ class ProgramRun {
   const PreparedRequest* prepared_ = nullptr;
   const BoundProgram* bound_ = nullptr;
   const OpContext* context_ = nullptr;
-  std::array<SegmentList, 2> memories_ = {};
+  std::array<const CallBuffer*, 2> buffers_ = {};  // input and output
+  bool is_scattered_ = false;                      // one of them has several segments (IoVec)
+  // [buffer][segment]: bytes from the buffer's beginning to the segment's end, if scattered.
+  std::array<std::vector<std::size_t>, 2> ends_ = {};
   Pieces pieces_ = {};
   uint64_t run_ = 0;
   std::vector<std::byte*> bases_;  // see OperandPlace; of the current piece

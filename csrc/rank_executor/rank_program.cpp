@@ -52,6 +52,7 @@ class RankProgramBuilder {
     rank_program_.exit = tasks.back().waits;
     rank_program_.entry_awaited = waited_[1];
     rank_program_.prologue = prologue_of(me_);
+    set_signals();
     rank_program_.fills_at_entry = fills_at_entry();
     return std::move(rank_program_);
   }
@@ -87,11 +88,12 @@ class RankProgramBuilder {
   void add(const Task& task, int count) {
     const Step& step = plan_.steps[task.step];
     Instruction instruction{.dsts = static_cast<int>(step.dsts.size()),
+                            .srcs = static_cast<int>(step.srcs.size()),
                             .chunk = view_.chunk_of[task.step],
                             .finishes = view_.finishes[task.step],
                             .transfer = view_.transfers[task.step],
-                            .awaited = waited_[count],
                             .finished_tasks = count,
+                            .signals = waited_[count],
                             .waits = task.waits};
     Slices slices = step.dsts;
     const auto first_staged =
@@ -109,10 +111,13 @@ class RankProgramBuilder {
     instruction.partial_dsts = !step.dsts.empty() && is_partial(step.dsts[0]);
     instruction.partial_srcs =
         static_cast<int>(std::count_if(step.srcs.begin(), step.srcs.end(), is_partial));
+    instruction.is_plain = !instruction.partial_dsts && instruction.partial_srcs == 0 &&
+                           (instruction.in_staging == 0 || instruction.srcs == 1 ||
+                            instruction.in_staging == instruction.dsts);
     instruction.first_operand = operands_;
     operands_ += instruction.operands.size();
-    require(instruction.operands.size() <= kMostOperands, "a step has ",
-            instruction.operands.size(), " slices; at most ", kMostOperands,
+    require(instruction.operand_count() <= kMostOperands, "a step has ",
+            instruction.operand_count(), " slices; at most ", kMostOperands,
             " are supported between processes");
     rank_program_.instructions.push_back(std::move(instruction));
   }
@@ -136,6 +141,17 @@ class RankProgramBuilder {
     }
     for (const Instruction& instruction : all)
       rank_program_.sizes_known &= !is_staging(instruction.sized_by);
+  }
+
+  // The prologue signals once, and the end of a run signals its last instruction, too.
+  void set_signals() {
+    auto& all = rank_program_.instructions;
+    if (all.empty()) return;
+    rank_program_.end_awaited = all.back().signals;
+    for (std::size_t i = 0; i < rank_program_.prologue; ++i)
+      all[i].signals = i + 1 == rank_program_.prologue;
+    if (all.size() > rank_program_.prologue && rank_program_.exit.empty())
+      all.back().signals = false;
   }
 
   Operand operand(const Slice& s) const {

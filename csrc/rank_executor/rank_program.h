@@ -28,13 +28,13 @@ struct Operand {
 
 // Maximum number of operands of one instruction, whose addresses are on the stack. A fold over all
 // ranks of a world of 512 hosts with 8 ranks each has the most.
-inline constexpr std::size_t kMostOperands = 4096 + 8;
+inline constexpr int kMostOperands = 4096 + 8;
 
 struct Instruction {
   // Destinations in tensors, then destinations in staging buffers, then sources.
   std::vector<Operand> operands = {};
   std::size_t first_operand = 0;  // its number among the operands of all instructions
-  int dsts = 0;                   // number of all destinations
+  int dsts = 0, srcs = 0;         // numbers of all destinations and of all sources
   int in_staging = 0;             // number of destinations in staging buffers, the last of `dsts`
   // The instruction moves as many elements as chunk `chunk` has in `sized_by`, this rank's input or
   // output that is an operand. `staging`: neither is one, and the chunk's size in either buffer
@@ -45,11 +45,15 @@ struct Instruction {
   int partial_srcs = 0;       // number of sources that are accumulators, the first ones
   bool partial_dsts = false;  // the destinations are accumulators
   std::optional<HostTransfer> transfer = {};  // its only operand is received or sent
-  bool awaited = false;                       // a peer waits until this instruction is finished
   // Number of this rank's tasks in a run that are finished when this one is, the run's entry
-  // included. The rank signals it as its progress.
+  // included. The rank signals it as its progress if `signals`: a peer waits for this instruction,
+  // or it is the last of the prologue.
   int finished_tasks = 0;
+  bool signals = false;
+  bool is_plain = false;         // one fold or copy of `cpu::RowRunner` writes all destinations
   std::vector<Wait> waits = {};  // before the instruction
+
+  int operand_count() const { return dsts + srcs; }
 };
 
 struct RankProgram {
@@ -59,8 +63,9 @@ struct RankProgram {
   // The prologues of all ranks are all that writes staging buffers.
   bool fills_at_entry = false;
   std::vector<Wait> exit = {};  // at the end of a run, before the caller may use its tensors
-  bool entry_awaited = false;   // a peer waits until this rank has entered the run
-  int chunks = 1;               // number of chunks of the plan
+  // A peer waits until this rank has entered the run, or has finished it.
+  bool entry_awaited = false, end_awaited = true;
+  int chunks = 1;  // number of chunks of the plan
   // Number of regions of every staging buffer of this host: as many as the rank with the most
   // needs, so that all its ranks compute the same addresses.
   int regions = 0;
