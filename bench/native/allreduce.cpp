@@ -5,38 +5,13 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
-#include <iterator>
-#include <thread>
 
-#include "../../csrc/bootstrap/store.h"
-#include "../../csrc/plan/error.h"
 #include "../../csrc/rank_executor/executor.h"
+#include "../../tests/native/file_store.h"
 #include "measure.h"
 
 namespace pycollect::ipc {
 namespace {
-
-// A folder, in which a key is a file that gets its name once it is complete.
-struct FolderStore final : Store {
-  std::filesystem::path folder;
-  explicit FolderStore(std::filesystem::path of) : folder(std::move(of)) {
-    std::filesystem::create_directories(folder);
-  }
-  std::string path(std::string key) const {
-    std::replace(key.begin(), key.end(), '/', '_');
-    return folder / key;
-  }
-  void post(const std::string& key, const std::string& value) override {
-    std::ofstream(path(key) + ".part") << value;
-    std::filesystem::rename(path(key) + ".part", path(key));
-  }
-  std::string read(const std::string& key, Deadline deadline) override {
-    for (; Clock::now() < deadline; std::this_thread::sleep_for(std::chrono::microseconds(200)))
-      if (std::ifstream file(path(key)); file) return {std::istreambuf_iterator<char>(file), {}};
-    throw Timeout(text("no value was posted for ", key));
-  }
-};
 
 void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, bool zero_copy) {
   GroupSettings settings;
@@ -87,7 +62,7 @@ int main(int argc, char** argv) {
   for (int rank = 0; rank < world; ++rank)
     if (fork() == 0) {
       bench::pin(rank);
-      pycollect::ipc::FolderStore store(folder);
+      pycollect::ipc::FileStore store(folder);
       pycollect::ipc::run_rank(store, rank, world, largest_bytes, argc > 3);
       std::_Exit(0);
     }

@@ -1,5 +1,5 @@
-// A rendezvous store for tests: a folder, in which a key is a file that gets its final name only
-// once it is complete. It may falsify values, for fault injection.
+// A rendezvous store for tests and benchmarks: a folder, in which a key is a file that gets its
+// final name only once it is complete. It may falsify values, for fault injection.
 #pragma once
 #include <filesystem>
 #include <fstream>
