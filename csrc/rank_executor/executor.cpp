@@ -154,8 +154,8 @@ void RankExecutor::check_exposed(const PreparedRequest& prepared, const OpContex
   const CollectiveRequest& request = prepared.request;
   const std::size_t heap = group_.layout().sizes.symmetric_heap_bytes;
   const auto ranks = static_cast<std::size_t>(group_.world());
-  const Sizes& out = request.output.blocks;
-  const Sizes& blocks = out.size() == ranks ? out : request.input.blocks;
+  const auto out = request.output.blocks;
+  const auto blocks = out.size() == ranks ? out : request.input.blocks;
   const auto inside = [&](Rank r, uint64_t offset, BlockContent holds) {
     const std::size_t block = blocks.size() == ranks ? blocks[r] * prepared.item() : 0;
     const std::size_t exposed = holds == BlockContent::own_block ? block : prepared.bytes;

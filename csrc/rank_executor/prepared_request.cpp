@@ -23,12 +23,12 @@ constexpr std::size_t kLine = 64;
 
 std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
-bool is_even(const Sizes& blocks) {
+bool is_even(std::span<const std::size_t> blocks) {
   return std::adjacent_find(blocks.begin(), blocks.end(), std::not_equal_to<>()) == blocks.end();
 }
 
 // Most have one block or none: a call of memcmp takes longer.
-[[gnu::always_inline]] inline bool are_equal(const Sizes& one, const Sizes& other) {
+[[gnu::always_inline]] inline bool are_equal(const Sizes& one, std::span<const std::size_t> other) {
   if (one.size() != other.size()) return false;
   for (std::size_t i = 0; i < one.size(); ++i)
     if (one[i] != other[i]) return false;
@@ -213,11 +213,12 @@ struct ProgramBinder {
 };
 
 // A copy of the request that refers to nothing of the caller's.
-CollectiveRequest without_data(const CollectiveRequest& request, std::string_view algorithm) {
+CollectiveRequest without_data(const CollectiveRequest& request, std::string_view algorithm,
+                               const Sizes& input_blocks, const Sizes& output_blocks) {
   CollectiveRequest sizes = request;
   sizes.algorithm = algorithm;
-  sizes.input.segments.clear();
-  sizes.output.segments.clear();
+  sizes.input = {{}, input_blocks, request.input.cuts};
+  sizes.output = {{}, output_blocks, request.output.cuts};
   sizes.sparse = nullptr;
   return sizes;
 }
@@ -253,7 +254,9 @@ Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item,
 PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& programs,
                                  const PreparationSettings& settings)
     : algorithm_(r.algorithm),
-      request(without_data(r, algorithm_)),
+      input_blocks_(r.input.blocks.begin(), r.input.blocks.end()),
+      output_blocks_(r.output.blocks.begin(), r.output.blocks.end()),
+      request(without_data(r, algorithm_, input_blocks_, output_blocks_)),
       row(r.dtype, r.op, fold_options(r, programs.member().world)),
       common(common_fingerprint(r)),
       input_elements_(total(r.input)),
@@ -291,13 +294,12 @@ inline bool PreparedRequest::serves(const CollectiveRequest& r, uint64_t propert
   return properties_ == properties && request.root == r.root && request.tensors == r.tensors &&
          r.sparse == nullptr && request.algorithm == r.algorithm &&
          request.input.cuts == r.input.cuts && request.output.cuts == r.output.cuts &&
-         are_equal(request.input.blocks, r.input.blocks) &&
-         are_equal(request.output.blocks, r.output.blocks) &&
+         are_equal(input_blocks_, r.input.blocks) && are_equal(output_blocks_, r.output.blocks) &&
          elements(r.input) == input_elements_ && elements(r.output) == output_elements_;
 }
 
 const PreparedRequest& RequestCache::find(const CollectiveRequest& r) {
-  const Sizes& blocks = r.input.blocks.empty() ? r.output.blocks : r.input.blocks;
+  const auto blocks = r.input.blocks.empty() ? r.output.blocks : r.input.blocks;
   const uint64_t properties = properties_of(r);
   Hasher h;
   h.add(blocks.empty() ? 0 : blocks.front());

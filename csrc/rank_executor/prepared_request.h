@@ -82,6 +82,7 @@ class PreparedRequest {
 
  private:
   const std::string algorithm_;
+  const Sizes input_blocks_, output_blocks_;
 
  public:
   const CollectiveRequest request;  // without segments

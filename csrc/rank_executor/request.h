@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -19,16 +20,23 @@ struct BufferSegment {
 // Input or output buffer of this rank: the elements of the segments, one after the other, cut into
 // blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
 // output) has one per rank; any other (all_gather's input, both buffers of all_reduce) has one
-// block.
+// block. Segments and sizes must live until the call has ended.
 struct CallBuffer {
-  std::vector<BufferSegment> segments = {};
-  Sizes blocks = {};
+  std::span<const BufferSegment> segments = {};
+  std::span<const std::size_t> blocks = {};
   // Fingerprint of where tensors end within the blocks; 0 if each block is one tensor or empty.
   uint64_t cuts = 0;
 };
 inline std::size_t total(const CallBuffer& buffer) {
   return std::reduce(buffer.blocks.begin(), buffer.blocks.end());
 }
+
+// What a CallBuffer refers to, where nothing else has it.
+struct CallBufferMemory {
+  std::vector<BufferSegment> segments = {};
+  Sizes blocks = {};
+  CallBuffer view() const { return {segments, blocks}; }
+};
 
 // The tensors of a sparse all_reduce, whose entries the ranks exchange with all_gather. Ranks agree
 // on these tensors, and messages name them, in place of the bytes that move.

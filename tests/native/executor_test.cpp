@@ -43,7 +43,8 @@ class TestBuffer {
       buffer_.segments.push_back({at, end - begin});
     }
   }
-  const CallBuffer& buffer() const { return buffer_; }
+  CallBuffer buffer() const { return buffer_.view(); }
+  CallBufferMemory& memory() { return buffer_; }
   bool holds(const Bytes& wanted) const {
     const std::byte* at = wanted.data();
     return std::ranges::all_of(buffer_.segments, [&](const BufferSegment& s) {
@@ -54,7 +55,7 @@ class TestBuffer {
  private:
   std::size_t item_;
   std::vector<Bytes> parts_;
-  CallBuffer buffer_;
+  CallBufferMemory buffer_;
 };
 
 // Random plans, registered in this program as the all_reduce algorithms random_plan0 and so on.
@@ -84,16 +85,16 @@ bool is_possible(const Case& c) {
 }
 
 // Puts the buffer of one block inside the other buffer, as torch's callers do, where possible.
-bool place_within(CollectiveRequest& request, Rank r, const Bytes& input) {
-  const bool out = output_of(request.collective, false) == BlockContent::own_block;
-  CallBuffer &own = out ? request.output : request.input,
-             &all = out ? request.input : request.output;
+bool place_within(TestBuffer& in, TestBuffer& out, const CollectiveRequest& request, Rank r,
+                  const Bytes& input) {
+  const bool is_out = output_of(request.collective, false) == BlockContent::own_block;
+  CallBufferMemory &own = (is_out ? out : in).memory(), &all = (is_out ? in : out).memory();
   if (own.blocks.size() != 1 || all.blocks.size() < 2) return false;
   std::byte*& base = own.segments[0].base;
   base = all.segments[0].base;
   for (Rank before = 0; before < r; ++before)
     base += all.blocks[before] * item_bytes(request.dtype);
-  if (!out) std::copy(input.begin(), input.end(), base);
+  if (!is_out) std::copy(input.begin(), input.end(), base);
   return true;
 }
 
@@ -110,7 +111,7 @@ void run_case(Member& me, const Case& c) {
                             .output = c.in_place ? CallBuffer{} : out.buffer(),
                             .irregular = c.irregular,
                             .tensors = static_cast<uint64_t>(c.tensors)};
-  const bool within = c.within && place_within(request, r, initial(c, r, false));
+  const bool within = c.within && place_within(in, out, request, r, initial(c, r, false));
   me.run(request);
   // Any algorithm that keeps the contract has the same result, bit for bit, as the selector's.
   const Outcome want = expected(c, !c.algorithm.empty()                     ? c.algorithm
@@ -134,13 +135,18 @@ void run_cases(Member& me, int cases, uint64_t seed) {
 // A request on ones, whose output is full of -1.
 struct FloatRequest {
   std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
+  CallBufferMemory in_memory, out_memory;
   CollectiveRequest request;
   FloatRequest(const Sizes& sent, const Sizes& received)
-      : request{.collective = Collective::all_reduce,
+      : in_memory(memory(in, sent)),
+        out_memory(memory(out, received)),
+        request{.collective = Collective::all_reduce,
                 .dtype = DType::f32,
-                .input = buffer(in, sent),
-                .output = buffer(out, received)} {}
-  static CallBuffer buffer(std::vector<float>& at, const Sizes& blocks) {
+                .input = in_memory.view(),
+                .output = out_memory.view()} {}
+  FloatRequest(const FloatRequest&) = delete;
+  FloatRequest& operator=(const FloatRequest&) = delete;
+  static CallBufferMemory memory(std::vector<float>& at, const Sizes& blocks) {
     const std::size_t count = std::reduce(blocks.begin(), blocks.end());
     return {{{reinterpret_cast<std::byte*>(at.data()), count}}, blocks};
   }
@@ -162,11 +168,12 @@ void expect_refused(Member& me, const FloatRequest& it, const std::string& part)
 void run_differences(Member& me) {
   const int world = me.group.world();
   const Rank r = me.group.rank();
+  static const Sizes kSeven{7};
   const std::pair<const char*, void (*)(CollectiveRequest&)> differences[] = {
       {"with different algorithms", [](CollectiveRequest& it) { it.algorithm = "chain"; }},
       {"in 7 tensors, rank 0 called", [](CollectiveRequest& it) { it.tensors = 7; }},
       {"bor is not defined for float32", [](CollectiveRequest& it) { it.op = ReduceOp::bor; }},
-      {"but its blocks have 7", [](CollectiveRequest& it) { it.output.blocks = {7}; }}};
+      {"but its blocks have 7", [](CollectiveRequest& it) { it.output.blocks = kSeven; }}};
   for (const auto& [part, change] : differences) {
     FloatRequest it({100}, {100});
     if (r == world - 1) change(it.request);
@@ -224,10 +231,11 @@ std::vector<RankExit> run_in_heap(
     Group group(me.store, me.rank, 2, me.settings);
     group.segment()->commit(group.layout().heap(me.rank), count * sizeof(float));
     std::fill_n(reinterpret_cast<float*>(group.heap(me.rank)), count, 1.0F);
+    const CallBufferMemory memory{{{group.heap(me.rank), count}}, {count}};
     body(group, {.collective = Collective::all_reduce,
                  .dtype = DType::f32,
                  .in_place = true,
-                 .input = {{{group.heap(me.rank), count}}, {count}}});
+                 .input = memory.view()});
     return std::string("nothing");
   });
 }

@@ -137,34 +137,38 @@ void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
 }
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
-void Binder::join(Side side, std::size_t request, std::size_t blocks, ipc::CallBuffer& into) const {
-  if (blocks == 0) return;
+ipc::CallBuffer Binder::join(Side side, std::size_t request, std::size_t blocks) {
   const std::size_t item = item_bytes(call_.requests[request].dtype);
-  into.blocks.assign(blocks, 0);
+  auto& [segments, sizes] = call_.memory;
+  const std::size_t first = segments.size(), block = sizes.size();
+  sizes.resize(block + blocks);
   ipc::Hasher cuts;
   for (const Piece& piece : pieces_[static_cast<int>(side)]) {
     if (piece.request != request) continue;
     const auto [base, count] = piece.memory;
     cuts.add(piece.block);
     cuts.add(count);
-    into.blocks[piece.block] += count;
+    sizes[block + piece.block] += count;
     if (count == 0) continue;
-    if (!into.segments.empty() &&
-        into.segments.back().base + into.segments.back().count * item == base)
-      into.segments.back().count += count;
+    if (segments.size() > first && segments.back().base + segments.back().count * item == base)
+      segments.back().count += count;
     else
-      into.segments.push_back(piece.memory);
+      segments.push_back(piece.memory);
   }
-  if (call_.requests[request].tensors > 1) into.cuts = cuts.value();
+  return {std::span(segments).subspan(first), std::span(sizes).subspan(block),
+          call_.requests[request].tensors > 1 ? cuts.value() : 0};
 }
 
 void Binder::finish() {
   for (Pieces& pieces : pieces_)
     if (!std::ranges::is_sorted(pieces, {}, &Piece::block))
       std::ranges::stable_sort(pieces, {}, &Piece::block);
+  // So that the memory of one buffer does not move when the next one is added.
+  call_.memory.segments.reserve(pieces_[0].size() + pieces_[1].size());
+  call_.memory.blocks.reserve(call_.requests.size() * (form_.input_blocks + form_.output_blocks));
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
-    join(Side::input, i, form_.input_blocks, call_.requests[i].input);
-    join(Side::output, i, form_.output_blocks, call_.requests[i].output);
+    call_.requests[i].input = join(Side::input, i, form_.input_blocks);
+    call_.requests[i].output = join(Side::output, i, form_.output_blocks);
   }
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();

@@ -68,7 +68,7 @@ class Binder {
   };
   // Inline storage for the most common call, with one tensor and one block.
   using Pieces = c10::SmallVector<Piece, 1>;
-  void join(Side side, std::size_t request, std::size_t blocks, ipc::CallBuffer& into) const;
+  ipc::CallBuffer join(Side side, std::size_t request, std::size_t blocks);
   ipc::BufferSegment stage(const at::Tensor& tensor, bool reads, bool writes);
   ipc::BufferSegment keep(at::Tensor tensor);
   bool touches_written() const;

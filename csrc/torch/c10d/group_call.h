@@ -41,7 +41,11 @@ struct GroupCall {
   Connection* connection = nullptr;  // of the group
   std::chrono::milliseconds timeout{};
   c10::SmallVector<ipc::CollectiveRequest, 1> requests = {};  // run in this order, one per dtype
-  std::shared_ptr<CoalescedRequests> coalesced = {};          // null: the call is not coalesced
+  struct {  // to which the requests' buffers refer
+    c10::SmallVector<ipc::BufferSegment, 1> segments = {};
+    c10::SmallVector<std::size_t, 1> blocks = {};
+  } memory = {};
+  std::shared_ptr<CoalescedRequests> coalesced = {};  // null: the call is not coalesced
   std::string refusal = {};  // if not empty, published to the peers; the call does not run
   c10::SmallVector<at::Tensor, 2> held = {};      // into which the requests' addresses point
   std::vector<std::function<void()>> fills = {};  // run first: compute temporary inputs

@@ -118,12 +118,16 @@ void SparseSums::describe_form(ReduceOp op) {
 }
 
 ipc::CollectiveRequest SparseSums::counting() {
-  const auto bytes = [](std::vector<int64_t>& v) { return reinterpret_cast<std::byte*>(v.data()); };
+  const auto segment = [](std::vector<int64_t>& v) {
+    return ipc::BufferSegment{reinterpret_cast<std::byte*>(v.data()), v.size()};
+  };
+  own_counts_memory_ = {{segment(own_counts_)}, {own_counts_.size()}};
+  counts_memory_ = {{segment(counts_)}, Sizes(me_.world, own_counts_.size())};
   return {.collective = Collective::all_gather,
           .dtype = DType::i64,
           .options = options_,
-          .input = {{{bytes(own_counts_), own_counts_.size()}}, {own_counts_.size()}},
-          .output = {{{bytes(counts_), counts_.size()}}, Sizes(me_.world, own_counts_.size())},
+          .input = own_counts_memory_.view(),
+          .output = counts_memory_.view(),
           .tensors = operands_.size(),
           .sparse = &form_};
 }
@@ -162,9 +166,10 @@ void SparseSums::coalesce() {
 
 // The block of a rank has the indices and the values of its entries, tensor after tensor.
 ipc::CollectiveRequest SparseSums::exchange() {
-  ipc::CallBuffer input{{}, Sizes(1)}, output{{}, Sizes(me_.world)};
-  const auto add = [](ipc::CallBuffer& buffer, std::size_t block, const SparseOperand& operand,
-                      const cpu::EntryList& list) {
+  own_memory_ = {{}, Sizes(1)};
+  all_memory_ = {{}, Sizes(me_.world)};
+  const auto add = [](ipc::CallBufferMemory& buffer, std::size_t block,
+                      const SparseOperand& operand, const cpu::EntryList& list) {
     const auto count = static_cast<std::size_t>(list.count);
     const auto segment = [&](const void* base, std::size_t bytes) {
       buffer.blocks[block] += bytes;
@@ -180,18 +185,19 @@ ipc::CollectiveRequest SparseSums::exchange() {
     int64_t all = 0;
     for (Rank r = 0; r < me_.world; ++r) all += count(r, i);
     operand.all = operand.empty(all);
-    add(input, 0, operand, operand.list(operand.own, 0, own_counts_[i]));
+    add(own_memory_, 0, operand, operand.list(operand.own, 0, own_counts_[i]));
   }
   for (Rank r = 0; r < me_.world; ++r)
     for (std::size_t i = 0; i < operands_.size(); ++i) {
-      add(output, r, operands_[i], operands_[i].list(operands_[i].all, places[i], count(r, i)));
+      add(all_memory_, r, operands_[i],
+          operands_[i].list(operands_[i].all, places[i], count(r, i)));
       places[i] += count(r, i);
     }
   return {.collective = Collective::all_gather,
           .dtype = DType::u8,
           .options = options_,
-          .input = std::move(input),
-          .output = std::move(output),
+          .input = own_memory_.view(),
+          .output = all_memory_.view(),
           .tensors = operands_.size(),
           .sparse = &form_};
 }

@@ -61,6 +61,8 @@ class SparseSums {
   std::vector<SparseOperand> operands_;
   ipc::SparseForm form_{};
   std::vector<int64_t> own_counts_, counts_;  // [operand]; [rank][operand]
+  // Memory of the requests.
+  ipc::CallBufferMemory own_counts_memory_, counts_memory_, own_memory_, all_memory_;
 };
 
 }  // namespace pycollect::dist
