@@ -116,13 +116,16 @@ def test_a_device_failure_of_one_end_affects_no_peer(job, faulty_rank, pools):
 
 
 def late_sender_fails(me: RankContext) -> Caught:
-    """The sender's device fails when the receiver waits already."""
+    """The sender's device fails when the receiver waits already, and a message is behind."""
     if me.rank == 1:
-        return caught(dist.recv, torch.zeros(SMALL), 0)
+        return caught(dist.recv, me.site.host(torch.zeros(SMALL)), 0)
     me.site.stall()
-    work = dist.isend(torch.ones(SMALL), 1)
+    first = dist.isend(torch.ones(SMALL), 1)
+    second = dist.isend(me.site.host(torch.full((SMALL,), 2.0)), 1)
     me.fake.cuda.inject("fail", after=0)
-    return caught(work.wait)
+    error = caught(first.wait)
+    assert caught(second.wait).kind == "PeerLost"
+    return error
 
 
 def test_the_receiver_learns_that_the_device_of_its_sender_has_failed():

@@ -142,7 +142,7 @@ struct alignas(64) LivenessLock {
 // to the others. There are two, used alternately like a rank's entries.
 struct HostsAgreement {
   std::atomic<uint64_t> calls{0};  // number of the call, + 1
-  uint64_t piece = 0;              // see Agreement
+  uint64_t piece = 0;              // see Pieces
   uint32_t pieces = 0;
   uint32_t as_many = 0;            // 1: all ranks make equally many requests, and none refuses
   uint32_t packed = 0;             // 1: the data went along with the agreement

@@ -33,7 +33,7 @@ struct HostsExchange::Header {
   uint64_t magic = kMagic, call = 0, fingerprint_hash = 0;
   MessageKind kind = MessageKind::fingerprint;
   uint32_t pieces = 0, as_many = 0, packs = 0, bytes = 0;  // `bytes`: of the data behind the header
-  uint64_t piece = Agreement().piece;
+  uint64_t piece = Pieces().elements;
   FingerprintDetails details = {};
 };
 
@@ -107,7 +107,7 @@ Agreement HostsExchange::confirm(const CallFingerprint& mine, const Agreement& o
   const std::string why = read_text(agreed.why);
   if (!why.empty()) throw std::invalid_argument(why);
   if (data != nullptr && agreed.packed != 0) data->skip_transfers();
-  return {agreed.pieces, false, agreed.piece};
+  return {{agreed.pieces, agreed.piece}, false};
 }
 
 bool HostsExchange::all_publish_as_many(const CallFingerprint& mine) const {
@@ -304,8 +304,8 @@ void HostsExchange::lead(const CallFingerprint& mine, const Agreement& of_host,
   HostsAgreement& agreed = group_.hosts_agreement(mine.description.call);
   const bool irregular = mine.has(Fingerprint::irregular);
   Header own = header(mine, MessageKind::fingerprint);
-  own.pieces = of_host.pieces;
-  own.piece = data != nullptr ? data->pieces().elements : of_host.piece;
+  own.pieces = of_host.pieces.count;
+  own.piece = data != nullptr ? data->pieces().elements : of_host.pieces.elements;
   own.packs = packs;
   own.as_many = ipc::all_publish_as_many(group_, mine);
   post(own, context);

@@ -28,8 +28,7 @@ namespace {
 
 Agreement await_entries(Group& group, const CallFingerprint& mine, uint64_t run,
                         const OpContext& context) {
-  Agreement agreed{.pieces = mine.fingerprint.pieces,
-                   .zero_copy = mine.has(Fingerprint::zero_copy)};
+  Agreement agreed{{mine.fingerprint.pieces}, mine.has(Fingerprint::zero_copy)};
   const uint64_t hash = mine.fingerprint.fingerprint_hash;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {
@@ -38,7 +37,7 @@ Agreement await_entries(Group& group, const CallFingerprint& mine, uint64_t run,
     __builtin_prefetch(group.staging_buffer(r, run));
     const Fingerprint& theirs = group.await_entry(r, at_run(run) + 1, context).fingerprint;
     alike &= is_same(theirs, hash);
-    agreed.pieces = std::max(agreed.pieces, theirs.pieces);
+    agreed.pieces.count = std::max(agreed.pieces.count, theirs.pieces);
     agreed.zero_copy &= (theirs.flags & Fingerprint::zero_copy) != 0;
   }
   if (!alike || mine.has(Fingerprint::irregular)) [[unlikely]]

@@ -2,7 +2,6 @@
 // is written.
 #pragma once
 #include <limits>
-#include <string_view>
 
 #include "../group/group.h"
 #include "../plan/error.h"
@@ -10,11 +9,15 @@
 
 namespace pycollect::ipc {
 
+// All ranks must cut the data into the same pieces, each as much of every chunk as one run moves.
+struct Pieces {
+  uint32_t count = 1;
+  std::size_t elements = std::numeric_limits<std::size_t>::max();  // most of a chunk in a piece
+};
+
 struct Agreement {
-  uint32_t pieces = 0;    // maximum over all ranks
-  bool zero_copy = true;  // true if all ranks have published registered offsets
-  // Most elements of a chunk in a piece: as many as a region holds on every host.
-  std::size_t piece = std::numeric_limits<std::size_t>::max();
+  Pieces pieces;   // the most that a rank needs, each no larger than a region on any host
+  bool zero_copy;  // all ranks have published registered offsets
 };
 
 // Returns the counts that a rank of this host has published for an irregular call.

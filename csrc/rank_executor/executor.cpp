@@ -77,7 +77,7 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
       check_exposed(prepared, context);
       program_.use_tensors();
     } else {
-      program_.cut({agreed.pieces, agreed.piece});
+      program_.cut(agreed.pieces);
     }
     program_.run(first, hosts_ ? hosts_->local_context() : context);
   });

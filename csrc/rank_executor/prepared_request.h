@@ -10,16 +10,10 @@
 #include "../cpu/step_runner.h"
 #include "../group/group.h"
 #include "../plan/select.h"
-#include "fingerprint.h"
+#include "agreement.h"
 #include "rank_program.h"
 
 namespace pycollect::ipc {
-
-// All ranks must cut the data into the same pieces, each as much of every chunk as one run moves.
-struct Pieces {
-  uint32_t count = 1;
-  std::size_t elements = std::numeric_limits<std::size_t>::max();  // most of a chunk in a piece
-};
 
 // Where an operand of an instruction is, on the first run: `offset` bytes behind a base, which is
 // the beginning of a tensor or of a rank's staging buffer.

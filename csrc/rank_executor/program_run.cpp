@@ -57,8 +57,8 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
   run_ = run;
   from_ = from;
   for (const uint32_t own : {OperandPlace::kInput, OperandPlace::kOutput})
-    if (const auto& own_segments = buffers_[own]->segments; !own_segments.empty())
-      bases_[own] = own_segments[0].base + skipped;
+    if (const auto& of = buffers_[own]->segments; !of.empty() && of[0].base != nullptr)
+      bases_[own] = of[0].base + skipped;
   std::byte** of_rank = &bases_[OperandPlace::kOfRanks];
   std::byte* staging = group_.staging_buffer(0, run);
   std::size_t step = group_.layout().staging_step();
@@ -81,6 +81,7 @@ int ProgramRun::fill(uint64_t run) {
   begin_piece(run, 0);
   for (; filled_ < program.prologue; ++filled_)
     move(program.instructions[filled_], count_of(filled_));
+  group_.require_run(*context_);  // a call may consist of a prologue alone
   return program.tasks_after_prologue();
 }
 

@@ -44,6 +44,7 @@ void Mailbox::post(const TransferPtr& transfer) {
       remote_ && transfer->receives && !group_.is_healthy() && !fork_guard_.forked();
   if (!may_have_arrived) group_.require_healthy(context);
   Locked locked(mutex_);
+  if (!may_have_arrived) group_.require_healthy(context);  // a send before this one may have failed
   const Rank peer = transfer->peer();
   open(peer);
   ++pending_;

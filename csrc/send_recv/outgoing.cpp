@@ -22,9 +22,10 @@ void Mailbox::send_now(MailPeer& peer, const TransferPtr& transfer) {
 
 // Sends the messages whose data has arrived, in order: a message must not overtake an earlier one
 // to the same rank. A device error aborts the group, because the peer may already wait for the
-// message.
+// message, and those behind it are not sent in its place.
 void Mailbox::send_ready(MailPeer& peer) {
   for (; !peer.unready.empty(); peer.unready.pop_front(), --unready_) {
+    if (!group_.is_healthy()) return;
     const TransferPtr& transfer = peer.unready.front();
     try {
       if (transfer->is_ready && !transfer->is_ready()) return;

@@ -258,6 +258,34 @@ void run_late_writer() {
   expect(0 < changed && changed <= kCount / 32, text(changed, " elements were written"));
 }
 
+// Broadcasts by an algorithm whose plan a rank's thread can hold up.
+thread_local std::function<void()> while_planning;
+const RegisterAlgorithm kHeldUp({.name = "held_up",
+                                 .collective = Collective::broadcast,
+                                 .make =
+                                     [](const AlgorithmParams& params) {
+                                       if (while_planning) while_planning();
+                                       return find(Collective::broadcast, "direct")(params);
+                                     },
+                                 .cost = ""});
+
+// Rank 1 gives up before the root, which only fills its own staging buffer, enters the call.
+void run_late_root() {
+  std::atomic<bool> gave_up{false};
+  const auto ends = run_in_heap(16, [&](Group& group, CollectiveRequest request) {
+    request.collective = Collective::broadcast;
+    request.algorithm = "held_up";
+    if (group.rank() == 0) while_planning = [&] { gave_up.wait(false); };
+    const Deadline deadline =
+        group.rank() == 0 ? soon() : Clock::now() + std::chrono::milliseconds(50);
+    const std::string error = refusal([&] { RankExecutor(group, {}).run(request, 0, deadline); });
+    gave_up = true;
+    gave_up.notify_all();
+    throw Timeout(error);
+  });
+  expect_each_part(ends, "rank 0 did not arrive");
+}
+
 // Rank 1 publishes a registered offset far beyond its symmetric heap.
 void run_impossible_offset() {
   const auto ends = run_in_heap(1 << 20, [](Group& group, const CollectiveRequest& request) {
@@ -274,6 +302,7 @@ void run_impossible_offset() {
 
 void test(int cases, const std::vector<int>& worlds) {
   run_late_writer();
+  run_late_root();
   run_impossible_offset();
   for (const int world : worlds) {
     // Staging buffers so small that most calls take several pieces, and of the usual size.
