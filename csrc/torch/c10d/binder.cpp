@@ -138,6 +138,7 @@ void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
 ipc::CallBuffer Binder::join(Side side, std::size_t request, std::size_t blocks) {
+  if (blocks == 0) return {};
   const std::size_t item = item_bytes(call_.requests[request].dtype);
   auto& [segments, sizes] = call_.memory;
   const std::size_t first = segments.size(), block = sizes.size();
