@@ -248,9 +248,10 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
-  return collective(
-      {Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
-      [&](GroupCall& call) { all_gather(call, me_, {"input", inputs, "output_list", &outputs}); });
+  return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp, inputs},
+                    [&](GroupCall& call) {
+                      dist::all_gather(call, me_, {"input", inputs, "output_list", &outputs});
+                    });
 }
 
 // The output lists of allgather_coalesced are indexed [rank][tensor].
@@ -269,22 +270,25 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                         for (std::size_t i = 0; i < inputs.size(); ++i)
                           by_tensor[i].push_back(of_rank[i]);
                       }
-                      all_gather(call, me_, {"input", inputs, "output_list", &by_tensor});
+                      dist::all_gather(call, me_, {"input", inputs, "output_list", &by_tensor});
                     });
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& o) {
-  return collective(
-      {Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input},
-      [&](GroupCall& call) { all_gather(call, me_, {"input", input, "output", {}, output}); });
+  return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp, input},
+                    [&](GroupCall& call) {
+                      dist::all_gather(call, me_, {"input", input, "output", {}, output});
+                    });
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& o) {
   return collective(
       {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp, inputs},
-      [&](GroupCall& call) { all_gather(call, me_, {"input", inputs, "output", {}, outputs}); });
+      [&](GroupCall& call) {
+        dist::all_gather(call, me_, {"input", inputs, "output", {}, outputs});
+      });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -339,7 +343,7 @@ WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::Scat
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp, inputs},
-                    [&](GroupCall& call) { all_to_all(call, me_, outputs, inputs); });
+                    [&](GroupCall& call) { dist::all_to_all(call, me_, outputs, inputs); });
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -347,7 +351,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
   return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp, input},
                     [&](GroupCall& call) {
-                      all_to_all_single(call, me_, output, input, {output_sizes, input_sizes});
+                      dist::all_to_all_single(call, me_, output, input,
+                                              {output_sizes, input_sizes});
                     });
 }
 
