@@ -159,7 +159,7 @@ struct alignas(128) Control {
 
 struct SegmentSizes {
   int world;
-  std::size_t buffer_bytes;   // one of a rank's two staging buffers
+  std::size_t buffer_bytes;   // most that a run stages in one of a rank's two staging buffers
   std::size_t mailbox_bytes;  // mailboxes of all ranks
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
@@ -178,6 +178,15 @@ struct SegmentLayout {
   // mostly a power of two, and copies between buffers would be a third slower.
   static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
 
+  // Bytes of a staging buffer whose slots consecutive runs of the same size use in turn: a store to
+  // a line that is still in a peer's L2 cache takes four times as long as one to a line that both
+  // ranks have evicted. With two buffers this is twice the L2 cache of Zen 4, where it made an
+  // all_reduce of 16 to 128 KiB by two ranks 1.5 to 2.7 times as fast. Larger runs fill the caches
+  // themselves.
+  static constexpr std::size_t slots_bytes(std::size_t buffer_bytes) {
+    return std::min<std::size_t>(2 * buffer_bytes, 1 << 20);
+  }
+
   explicit constexpr SegmentLayout(const SegmentSizes& s)
       : sizes(s),
         rank_states(up(sizeof(Control))),
@@ -187,7 +196,7 @@ struct SegmentLayout {
             up_to_line(2 * std::max(s.world, s.all_ranks) * sizeof(uint64_t))),
         mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
         staging_buffers(mailboxes + up(s.mailbox_bytes)),
-        buffer_stride(up_to_line(s.buffer_bytes) + kStagger),
+        buffer_stride(up_to_line(std::max(s.buffer_bytes, slots_bytes(s.buffer_bytes))) + kStagger),
         heaps(staging_buffers + up(2 * s.world * buffer_stride)),
         heap_stride(up(s.symmetric_heap_bytes)),
         total(heaps + s.world * heap_stride) {}

@@ -120,6 +120,8 @@ void RankExecutor::reserve(const PreparedRequest& prepared, const BoundProgram& 
     if (group_.reserve_staging(program.fills, wanted) && !irregular)
       unmapped_.emplace_back(program.filled, wanted);
   };
+  const std::size_t in_slots = bound.slots * bound.slot_bytes;
+  if (in_slots > 0) return commit({.count = 1, .stride = in_slots, .bytes = in_slots});
   commit({.count = regions, .stride = stride, .bytes = bytes});
   if (partial == 0) return;
   commit({.begin = regions * stride,

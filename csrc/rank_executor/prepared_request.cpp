@@ -18,6 +18,9 @@ constexpr std::size_t kZeroCopyBytes = 512;
 // An output of at least this many bytes does not stay in the caches anyway, and non-temporal stores
 // are up to twice as fast.
 constexpr std::size_t kStreamedBytes = 16 << 20;
+// Regions of at most so many bytes do not use slots: most of their stores wait in the core's store
+// buffer, and take longer to other lines each time. Nor do small calls commit memory for slots.
+constexpr std::size_t kUnwaitedBytes = 2 << 10;
 // Alignment of regions and chunks: a cache line, so that no SIMD vector is split between chunks.
 constexpr std::size_t kLine = 64;
 
@@ -41,10 +44,15 @@ std::size_t elements(const CallBuffer& buffer) {
   return all;
 }
 
+// Number of regions of a staging buffer, where a region of accumulators counts as `widening`.
+std::size_t regions_of(const RankProgram& program, std::size_t widening) {
+  return std::max<std::size_t>(program.regions + program.partial_regions * widening, 1);
+}
+
 // Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
 std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& program,
                          std::size_t widening) {
-  const auto n = std::max<std::size_t>(program.regions + program.partial_regions * widening, 1);
+  const std::size_t n = regions_of(program, widening);
   if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
   require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
           " bytes are too small for ", n, " chunks; set buffer_bytes to at least ", n * kLine);
@@ -188,27 +196,49 @@ struct ProgramBinder {
   // `may_use_entry`: the entry has no registered offsets, which take the same place.
   BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular,
                     bool may_use_entry) const {
-    std::size_t stride = region_bytes(buffer_bytes, program, prepared.widening());
     buffers.divide(program.chunks);
     const std::size_t least = buffers.largest() * prepared.item();
-    const bool in_entry = may_use_entry && program.fills_at_entry && !irregular &&
-                          program.regions * least <= CallEntry::kDataBytes;
-    if (in_entry) stride = least;
-    BoundProgram bound{program, uses_regions && !in_entry ? stride : 0, buffers.largest(),
-                       in_entry};
+    std::size_t stride = region_bytes(buffer_bytes, program, prepared.widening());
+    BoundProgram bound{.program = program, .largest = buffers.largest()};
+    bound.in_entry = may_use_entry && program.fills_at_entry && !irregular &&
+                     program.regions * least <= CallEntry::kDataBytes;
+    if (bound.in_entry)
+      stride = least;
+    else if (uses_regions && !irregular)
+      stride = divide_in_slots(bound, least, stride);
+    if (uses_regions && !bound.in_entry) bound.stride = stride;
     for (const Instruction& instruction : program.instructions) {
       bound.counts.push_back(buffers.size(instruction));
       for (const Operand& o : instruction.operands)
         bound.places.push_back(place(program, stride, o));
     }
-    if (bound.stride == 0) return bound;
-    const std::size_t most = stride / prepared.item();
+    if (bound.stride > 0) cut(bound, irregular);
+    return bound;
+  }
+
+  // Divides the staging buffers into slots, if two or more fit. Returns the stride of regions,
+  // which are then no larger than `least` bytes need.
+  std::size_t divide_in_slots(BoundProgram& bound, std::size_t least, std::size_t stride) const {
+    const std::size_t region = ceil_div(least, kLine) * kLine;
+    if (region <= kUnwaitedBytes) return stride;
+    const std::size_t slot = region * regions_of(bound.program, prepared.widening());
+    const std::size_t slots = SegmentLayout::slots_bytes(buffer_bytes) / slot;
+    if (slots < 2) return stride;
+    bound.slots = slots;
+    bound.slot_bytes = slot;
+    return region;
+  }
+
+  // Cuts the data into pieces that fit into the regions.
+  void cut(BoundProgram& bound, bool irregular) const {
+    const std::size_t most = bound.stride / prepared.item();
     bound.pieces.elements = most;
     if (bound.largest > most)
       bound.pieces =
           common_pieces(bound, {static_cast<uint32_t>(ceil_div(bound.largest, most)), most},
                         prepared.item(), irregular);
-    return bound;
+    for (std::size_t i = 0; i < bound.program.prologue; ++i)
+      bound.fill_bytes += std::min(bound.counts[i], bound.pieces.elements) * prepared.item();
   }
 };
 

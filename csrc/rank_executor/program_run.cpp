@@ -43,12 +43,18 @@ void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest&
   }
   pieces_ = bound_->pieces;
   filled_ = 0;
-  skips_transfers_ = in_tensors_ = false;
+  skips_transfers_ = in_tensors_ = non_temporal_ = is_trial_ = false;
+  if (bound_->fill_bytes >= StoreChoice::kLeastBytes && bound_->program.transfers.empty()) {
+    non_temporal_ = prepared.stores.begin();
+    is_trial_ = prepared.stores.is_trial();
+    took_ = {};
+  }
 }
 
 void ProgramRun::use_tensors() {
   bound_ = &*prepared_->in_tensors;
   in_tensors_ = true;
+  is_trial_ = false;
   pieces_ = bound_->pieces;
 }
 
@@ -60,7 +66,9 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
     if (const auto& of = buffers_[own]->segments; !of.empty() && of[0].base != nullptr)
       bases_[own] = of[0].base + skipped;
   std::byte** of_rank = &bases_[OperandPlace::kOfRanks];
-  std::byte* staging = group_.staging_buffer(0, run);
+  // Consecutive runs use different buffers, and so two runs later another slot.
+  std::byte* staging =
+      group_.staging_buffer(0, run) + (run / 2) % bound_->slots * bound_->slot_bytes;
   std::size_t step = group_.layout().staging_step();
   if (bound_->in_entry) {
     staging = group_.entry(0, context_->call).data.data();
@@ -79,8 +87,13 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
 int ProgramRun::fill(uint64_t run) {
   const RankProgram& program = bound_->program;
   begin_piece(run, 0);
+  const Clock::time_point begun = is_trial_ ? Clock::now() : Clock::time_point();
   for (; filled_ < program.prologue; ++filled_)
     move(program.instructions[filled_], count_of(filled_));
+  if (is_trial_) [[unlikely]] {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // the stores have left the core
+    took_ += Clock::now() - begun;
+  }
   group_.require_run(*context_);  // a call may consist of a prologue alone
   return program.tasks_after_prologue();
 }
@@ -91,6 +104,7 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
   const RankProgram& program = bound_->program;
   const bool transfers = !program.transfers.empty() && !skips_transfers_;
   context_ = &context;
+  const Clock::time_point begun = is_trial_ ? Clock::now() : Clock::time_point();
   for (uint32_t k = 0; k < pieces_.count; ++k) {
     if (k > 0 || filled_ == 0) begin_piece(first + k, k * pieces_.elements);
     if (k > 0 && bound_->stride > 0) group_.await_peers(at_run(run_ - 1), context);
@@ -104,6 +118,8 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
     else
       group_.own_state().ended.store(end, std::memory_order_release);
   }
+  if (is_trial_) [[unlikely]]
+    prepared_->stores.measured(non_temporal_, took_ + (Clock::now() - begun));
 }
 
 inline void ProgramRun::run_piece(std::size_t skip) {
@@ -200,7 +216,8 @@ inline void ProgramRun::fold(const Instruction& instruction, void* const* at,
   const int dsts = instruction.dsts, staged = instruction.in_staging;
   const cpu::Pointers to{at, dsts}, from{at + dsts, instruction.srcs};
   if (instruction.is_plain) [[likely]]
-    row.run(instruction.finishes, to, from, count, prepared_->non_temporal && staged == 0);
+    row.run(instruction.finishes, to, from, count,
+            staged == 0 ? prepared_->non_temporal : staged == dsts && non_temporal_);
   else if (instruction.partial_dsts || instruction.partial_srcs > 0)
     row.run_accumulators(instruction.finishes, to, instruction.partial_dsts, from,
                          instruction.partial_srcs, count);
@@ -222,7 +239,7 @@ void ProgramRun::fold_and_copy(const Instruction& instruction, cpu::Pointers to,
     for (int i = 0; i < to.n + from.n; ++i)
       part[i] = static_cast<std::byte*>(to.at[i]) + done * item;
     row.run(instruction.finishes, {part.data(), first}, {part.data() + to.n, from.n}, some, false);
-    for (int d = first; d < to.n; ++d) std::memcpy(part[d], part[0], some * item);
+    cpu::copy({part.data() + first, to.n - first}, part[0], some * item, non_temporal_);
   }
 }
 

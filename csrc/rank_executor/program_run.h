@@ -95,6 +95,9 @@ class ProgramRun {
   std::size_t from_ = 0;           // element of each chunk at which the current piece begins
   std::size_t filled_ = 0;         // number of instructions of the first run that `fill` has run
   bool skips_transfers_ = false, in_tensors_ = false;
+  bool non_temporal_ = false;  // the stores into staging buffers
+  bool is_trial_ = false;      // the call is measured for StoreChoice
+  Clock::duration took_ = {};  // by a trial so far
 };
 
 }  // namespace pycollect::ipc

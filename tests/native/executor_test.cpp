@@ -126,9 +126,10 @@ void run_case(Member& me, const Case& c) {
   expect(c.in_place || out.holds(want.out[r]), what + ": the output");
 }
 
+// Twice each: the second call of a request uses non-temporal stores, see StoreChoice.
 void run_cases(Member& me, int cases, uint64_t seed) {
-  for (int i = 0; i < cases; ++i)
-    if (const Case c = random_case(me.group.world(), seed + i); is_possible(c)) run_case(me, c);
+  for (int i = 0; i < 2 * cases; ++i)
+    if (const Case c = random_case(me.group.world(), seed + i / 2); is_possible(c)) run_case(me, c);
   me.run({.collective = Collective::barrier, .tensors = 0});
 }
 
@@ -206,6 +207,52 @@ void run_refusals(Member& me) {
   run_sparse_form(me);
   for (int i = 0; i < 3; ++i) run_differences(me);
   run_cases(me, 20, 7);
+}
+
+// Calls of sizes that use one, some and many slots of the staging buffers, and several pieces, in
+// turn, until each has used all of its slots: no call writes what a peer still reads.
+void run_in_slots(Member& me) {
+  Case c{};
+  c.collective = Collective::all_reduce, c.dtype = DType::f32, c.op = ReduceOp::sum;
+  c.world = me.group.world(), c.tensors = 1;
+  for (uint64_t i = 0; i < 400; ++i) {
+    c.seed = i, c.in_place = i % 3 == 0;
+    c.sizes = {
+        {std::array<std::size_t, 5>{700, 2100, 9000, 90000, 300000}[i % 16 < 12 ? i % 3 : i % 5]}};
+    run_case(me, c);
+  }
+}
+
+// A choice whose calls take `cached` or `non_temporal` nanoseconds; some fail or are held up.
+struct ChoiceRun {
+  StoreChoice choice;
+  std::array<int, 2> calls = {};  // of each kind
+  void run(int n, int cached, int non_temporal) {
+    calls = {};
+    for (int i = 0; i < n; ++i) {
+      const bool kind = choice.begin();
+      ++calls[kind];
+      if (!choice.is_trial() || i % 7 == 0) continue;
+      choice.measured(
+          kind, std::chrono::nanoseconds((kind ? non_temporal : cached) * (i % 5 == 0 ? 9 : 1)));
+    }
+  }
+};
+
+void run_store_choice() {
+  ChoiceRun it;
+  it.run(1024, 100, 200);
+  expect(it.calls[true] == 5 * 3, text(it.calls[true], " calls with the slower stores"));
+  it.run(512, 200, 100);  // the ranks have changed cores
+  it.run(512, 200, 100);
+  expect(it.calls[false] == 3, text(it.calls[false], " calls with stores that became slower"));
+  it.run(512, 100, 95);  // hardly faster
+  it.run(512, 100, 95);
+  expect(it.calls[true] == 3, text(it.calls[true], " calls with stores that are hardly faster"));
+  ChoiceRun failing;
+  for (int i = 0; i < 1000; ++i) failing.choice.begin();
+  failing.run(5, 100, 50);
+  expect(failing.calls[true] == 0, "chose the stores that no trial has measured");
 }
 
 GroupSettings settings_of(std::size_t buffer_bytes, std::size_t heap_bytes) {
@@ -301,6 +348,7 @@ void run_impossible_offset() {
 }  // namespace
 
 void test(int cases, const std::vector<int>& worlds) {
+  run_store_choice();
   run_late_writer();
   run_late_root();
   run_impossible_offset();
@@ -316,6 +364,9 @@ void test(int cases, const std::vector<int>& worlds) {
     }
     if (world > 1)
       expect_each(run_threads(world, settings_of(4096, kArena), with_member(run_refusals)),
+                  "right");
+    if (world == 2 || world == 3)
+      expect_each(run_threads(world, settings_of(512 << 10, kArena), with_member(run_in_slots)),
                   "right");
     std::printf("world %d: right\n", world);
     std::fflush(stdout);

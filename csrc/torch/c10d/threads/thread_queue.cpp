@@ -1,8 +1,6 @@
 // See thread_queue.h.
 #include "thread_queue.h"
 
-#include <algorithm>
-
 #include "../../../plan/error.h"
 #include "../gil.h"
 
