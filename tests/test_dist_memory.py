@@ -228,8 +228,8 @@ def test_buckets_of_ddp(pools):
 
 
 def memory_of_groups(me: RankContext) -> list[list[int]]:
-    """Bytes of shared memory of a group that is new, has made small calls, and a large one; and of
-    another after a broadcast, in which only the root has staging buffers."""
+    """Bytes of shared memory of a group that is new, has made small calls, one of 64 KiB, and a
+    large one; and of another after a broadcast, in which only the root has staging buffers."""
     found = []
     for _ in range(2):
         before = shared_bytes()
@@ -249,10 +249,11 @@ def memory_of_groups(me: RankContext) -> list[list[int]]:
         dist.barrier()
         sizes.append(shared_bytes() - before)
         dist.barrier()
-        dist.all_reduce(torch.ones(MIB), group=group)
-        dist.barrier()
-        sizes.append(shared_bytes() - before)
-        dist.barrier()
+        for count in (16384, MIB):
+            dist.all_reduce(torch.ones(count), group=group)
+            dist.barrier()
+            sizes.append(shared_bytes() - before)
+            dist.barrier()
         before = shared_bytes()
         dist.broadcast(torch.ones(MIB), 0, group=dist.new_group())
         dist.barrier()
@@ -278,11 +279,16 @@ def target(link: Path) -> str:
 def test_memory_is_committed_when_it_is_used(world, pools):
     with pools.fresh(world) as pool:
         for sizes in pool.run(memory_of_groups, seconds=60):
-            for new, small, large, broadcast in sizes:
+            for new, small, medium, large, broadcast in sizes:
                 assert new < MIB / 4, sizes
                 assert small <= MIB, sizes
                 assert large > 2 * small, sizes
                 assert broadcast < (1.5 if pools.ranks_as == PROCESSES else 20) * MIB, sizes
+                if pools.ranks_as != PROCESSES:
+                    continue
+                # All slots of each rank's two staging buffers, before the first call uses one.
+                assert 1.9 * MIB < (medium - small) / world < 2.1 * MIB, sizes
+                assert large < medium + MIB, sizes
 
 
 def invalid_arguments(me: RankContext) -> list[Caught]:

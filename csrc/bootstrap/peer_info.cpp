@@ -20,7 +20,7 @@ namespace pycollect::ipc {
 namespace {
 
 // First line of an encoded PeerInfo. Ranks with different versions are incompatible.
-constexpr char kVersion[] = "pycollect-6";
+constexpr char kVersion[] = "pycollect-7";
 
 std::string host_name() {
   std::array<char, 256> name = {};

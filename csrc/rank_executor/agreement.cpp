@@ -27,14 +27,14 @@ namespace {
 }  // namespace
 
 Agreement await_entries(Group& group, const CallFingerprint& mine, uint64_t run,
-                        const OpContext& context) {
+                        const std::byte* staged, const OpContext& context) {
   Agreement agreed{{mine.fingerprint.pieces}, mine.has(Fingerprint::zero_copy)};
   const uint64_t hash = mine.fingerprint.fingerprint_hash;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {
     if (r == group.rank()) continue;
-    // The peer's staging buffer is read next; the peer may have written it already.
-    __builtin_prefetch(group.staging_buffer(r, run));
+    // The peer may have written already what is read next.
+    if (staged != nullptr) __builtin_prefetch(staged + r * group.layout().staging_step());
     const Fingerprint& theirs = group.await_entry(r, at_run(run) + 1, context).fingerprint;
     alike &= is_same(theirs, hash);
     agreed.pieces.count = std::max(agreed.pieces.count, theirs.pieces);

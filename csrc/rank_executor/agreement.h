@@ -49,9 +49,10 @@ inline void enter(Group& group, const CallFingerprint& mine, uint64_t progress,
 }
 
 // Waits until every rank of this host has entered the call, whose first run is `run`. Then throws
-// the same std::invalid_argument on every rank if the fingerprints differ.
+// the same std::invalid_argument on every rank if the fingerprints differ. `staged`: the run's data
+// in rank 0's staging buffer; null: there is none.
 Agreement await_entries(Group& group, const CallFingerprint& mine, uint64_t run,
-                        const OpContext& context);
+                        const std::byte* staged, const OpContext& context);
 // Returns true if every rank of this host has published as many requests as this one and none has
 // refused. Every rank must have entered the call.
 bool all_publish_as_many(const Group& group, const CallFingerprint& mine);

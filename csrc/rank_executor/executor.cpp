@@ -181,7 +181,7 @@ inline Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run,
                                      const OpContext& context, ProgramRun* data) {
   const auto of_host = [&] {
     try {
-      return await_entries(group_, mine, run, context);
+      return await_entries(group_, mine, run, data != nullptr ? data->staged() : nullptr, context);
     } catch (const std::invalid_argument& error) {
       if (hosts_) hosts_->reject(mine, context, error.what());
       throw;

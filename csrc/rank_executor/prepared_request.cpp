@@ -237,8 +237,6 @@ struct ProgramBinder {
       bound.pieces =
           common_pieces(bound, {static_cast<uint32_t>(ceil_div(bound.largest, most)), most},
                         prepared.item(), irregular);
-    for (std::size_t i = 0; i < bound.program.prologue; ++i)
-      bound.fill_bytes += std::min(bound.counts[i], bound.pieces.elements) * prepared.item();
   }
 };
 
@@ -314,6 +312,8 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
   in_buffers.emplace(binder.bind(staged, staged.stages() || (r.irregular && several_hosts),
                                  r.irregular, !zero_copy));
   common.fingerprint.pieces = in_buffers->pieces.count;
+  // Between hosts, transfers take most of a call's time.
+  chooses_stores = !several_hosts && in_buffers->largest * item() >= StoreChoice::kLeastBytes;
   if (!zero_copy) return;
   const RankProgram& direct = program(Topology::shm_symmetric);
   in_tensors.emplace(binder.bind(direct, direct.stages(), false, false));

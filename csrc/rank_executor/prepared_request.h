@@ -43,7 +43,6 @@ struct BoundProgram {
   std::size_t largest = 0;                // elements of the largest chunk
   bool in_entry = false;                  // the staging buffers lie in the ranks' CallEntries
   std::size_t slots = 1, slot_bytes = 0;  // of a staging buffer, which runs use in turn
-  std::size_t fill_bytes = 0;             // that the prologue writes in the first run
   Pieces pieces = {};                     // of this rank; peers may need more
   std::vector<std::size_t> counts = {};   // [instruction]: elements that it moves in all pieces
   std::vector<OperandPlace> places = {};  // [operand, see Instruction::first_operand]
@@ -55,7 +54,7 @@ Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item,
 
 // What of a group determines how its requests are prepared.
 struct PreparationSettings {
-  std::size_t buffer_bytes;  // of one staging buffer
+  std::size_t buffer_bytes;  // as in SegmentSizes
   bool has_symmetric_heap;   // ranks may access tensors in place
   bool keeps_order;          // see SelectionKey
 };
@@ -65,36 +64,38 @@ struct PreparationSettings {
 // Elsewhere they wait for each line that a peer has read: to write and to read 64 KiB on Zen 4, 31
 // us between cores with different L3 caches, where the non-temporal ones take 6 us, but 3 and 9 us
 // between cores with one. A virtual machine does not show this, and ranks change cores. So a series
-// of calls now and then compares both, one of each kind in turn, on all ranks alike, as these count
-// the same calls. The first series finds memory that no peer has read, so the second follows soon.
+// of calls now and then compares both, the same kind on all ranks, as these count the same calls.
+// The first series may find memory that no peer has read, so the next ones follow soon.
 class StoreChoice {
  public:
-  static constexpr std::size_t kLeastBytes = 1 << 10;  // of a fill; smaller ones use the caches
-  // Begins a call. Returns true if its stores are non-temporal.
-  bool begin() {
-    const uint32_t at = calls_++ - series_;  // very large before the next series
-    if (at == kSeries) end_series();
-    is_trial_ = at < kSeries;
-    return is_trial_ ? at % 2 != 0 : non_temporal_;
-  }
-  bool is_trial() const { return is_trial_; }
+  static constexpr std::size_t kLeastBytes = 512;  // of a chunk; smaller ones use the caches
+  bool is_trial() const { return at() < kSeries; }
+  // Returns true if the stores of this call are to be non-temporal.
+  bool is_non_temporal() const { return is_trial() ? kKinds >> at() & 1 : non_temporal_; }
   // Takes the time of a trial without the wait for the ranks to enter the call. Other waits, for a
   // core or a peer, only make a call slower: the fastest of each kind counts.
   void measured(bool non_temporal, Clock::duration took) {
     least_[non_temporal] = std::min(least_[non_temporal], took);
   }
+  // Ends a call on which all ranks have agreed: others are not counted by all.
+  void next() {
+    ++calls_;
+    if (at() == kSeries) end_series();
+  }
 
  private:
   static constexpr uint32_t kSeries = 6, kFirstPause = 64, kPause = 512;
+  static constexpr uint32_t kKinds = 0b100110;  // no kind meets only every second call
+  static constexpr auto kNone = Clock::duration::max();
+  uint32_t at() const { return calls_ - series_; }  // very large before the next series
   void end_series() {
     series_ += std::clamp(series_, kFirstPause, kPause);
-    if (least_[true] < Clock::duration::max())
-      non_temporal_ = least_[true] < least_[false] / 10 * 9;
-    least_.fill(Clock::duration::max());
+    if (std::max(least_[0], least_[1]) < kNone) non_temporal_ = least_[1] < least_[0] / 10 * 9;
+    least_.fill(kNone);
   }
-  bool is_trial_ = false, non_temporal_ = false;
+  bool non_temporal_ = false;
   uint32_t calls_ = 0, series_ = 0;  // the call at which the next or current series begins
-  std::array<Clock::duration, 2> least_ = {Clock::duration::max(), Clock::duration::max()};
+  std::array<Clock::duration, 2> least_ = {kNone, kNone};
 };
 
 class PreparedRequest {
@@ -127,6 +128,7 @@ class PreparedRequest {
   std::optional<BoundProgram> in_buffers;  // its ranks access only each other's staging buffers
   std::optional<BoundProgram> in_tensors;  // zero-copy; none: too slow, or impossible
   mutable bool reserved = false;           // its regions of the staging buffers are committed
+  bool chooses_stores = false;             // for the staging buffers; else through the caches
   mutable StoreChoice stores = {};
 
  private:

@@ -43,18 +43,19 @@ void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest&
   }
   pieces_ = bound_->pieces;
   filled_ = 0;
-  skips_transfers_ = in_tensors_ = non_temporal_ = is_trial_ = false;
-  if (bound_->fill_bytes >= StoreChoice::kLeastBytes && bound_->program.transfers.empty()) {
-    non_temporal_ = prepared.stores.begin();
-    is_trial_ = prepared.stores.is_trial();
-    took_ = {};
-  }
+  skips_transfers_ = in_tensors_ = false;
+  staged_ = nullptr;
+  is_trial_ = non_temporal_ = false;
+  if (!prepared.chooses_stores) return;
+  is_trial_ = prepared.stores.is_trial();
+  non_temporal_ = prepared.stores.is_non_temporal();
+  took_ = {};
 }
 
 void ProgramRun::use_tensors() {
   bound_ = &*prepared_->in_tensors;
   in_tensors_ = true;
-  is_trial_ = false;
+  is_trial_ = non_temporal_ = false;
   pieces_ = bound_->pieces;
 }
 
@@ -66,13 +67,14 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
     if (const auto& of = buffers_[own]->segments; !of.empty() && of[0].base != nullptr)
       bases_[own] = of[0].base + skipped;
   std::byte** of_rank = &bases_[OperandPlace::kOfRanks];
-  // Consecutive runs use different buffers, and so two runs later another slot.
-  std::byte* staging =
-      group_.staging_buffer(0, run) + (run / 2) % bound_->slots * bound_->slot_bytes;
-  std::size_t step = group_.layout().staging_step();
-  if (bound_->in_entry) {
-    staging = group_.entry(0, context_->call).data.data();
-    step = sizeof(RankState);
+  std::byte* staging = group_.entry(0, context_->call).data.data();
+  std::size_t step = sizeof(RankState);
+  if (!bound_->in_entry) {
+    staging = group_.staging_buffer(0, run);
+    step = group_.layout().staging_step();
+    // Consecutive runs use different buffers, so a run and the next but one use different slots.
+    if (bound_->slots > 1) staging += run / 2 % bound_->slots * bound_->slot_bytes;
+    staged_ = staging;
   }
   const int world = group_.world();
   for (Rank r = 0; r < world; ++r, staging += step, of_rank += OperandPlace::kBasesOfRank) {
@@ -87,12 +89,13 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
 int ProgramRun::fill(uint64_t run) {
   const RankProgram& program = bound_->program;
   begin_piece(run, 0);
-  const Clock::time_point begun = is_trial_ ? Clock::now() : Clock::time_point();
+  if (is_trial_) [[unlikely]]
+    took_ -= Clock::now().time_since_epoch();
   for (; filled_ < program.prologue; ++filled_)
     move(program.instructions[filled_], count_of(filled_));
   if (is_trial_) [[unlikely]] {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // the stores have left the core
-    took_ += Clock::now() - begun;
+    took_ += Clock::now().time_since_epoch();
   }
   group_.require_run(*context_);  // a call may consist of a prologue alone
   return program.tasks_after_prologue();
@@ -104,7 +107,8 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
   const RankProgram& program = bound_->program;
   const bool transfers = !program.transfers.empty() && !skips_transfers_;
   context_ = &context;
-  const Clock::time_point begun = is_trial_ ? Clock::now() : Clock::time_point();
+  if (is_trial_) [[unlikely]]
+    took_ -= Clock::now().time_since_epoch();
   for (uint32_t k = 0; k < pieces_.count; ++k) {
     if (k > 0 || filled_ == 0) begin_piece(first + k, k * pieces_.elements);
     if (k > 0 && bound_->stride > 0) group_.await_peers(at_run(run_ - 1), context);
@@ -119,7 +123,8 @@ void ProgramRun::run(uint64_t first, const OpContext& context) {
       group_.own_state().ended.store(end, std::memory_order_release);
   }
   if (is_trial_) [[unlikely]]
-    prepared_->stores.measured(non_temporal_, took_ + (Clock::now() - begun));
+    prepared_->stores.measured(non_temporal_, took_ + Clock::now().time_since_epoch());
+  if (prepared_->chooses_stores) prepared_->stores.next();
 }
 
 inline void ProgramRun::run_piece(std::size_t skip) {

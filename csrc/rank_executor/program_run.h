@@ -42,6 +42,8 @@ class ProgramRun {
   // Returns true if all data for other hosts is ready when the prologue has run.
   bool packs() const { return bound_->program.packs && pieces_.count == 1; }
   const Pieces& pieces() const { return pieces_; }
+  // The current piece in rank 0's staging buffer; null: it is elsewhere.
+  const std::byte* staged() const { return staged_; }
   // The data that the rank program's only run sends to another host's rank, or receives from it, in
   // the order of the transfers. `unpack` throws std::invalid_argument if the size differs. After
   // `skip_transfers`, the run makes none.
@@ -95,8 +97,9 @@ class ProgramRun {
   std::size_t from_ = 0;           // element of each chunk at which the current piece begins
   std::size_t filled_ = 0;         // number of instructions of the first run that `fill` has run
   bool skips_transfers_ = false, in_tensors_ = false;
+  const std::byte* staged_ = nullptr;
   bool non_temporal_ = false;  // the stores into staging buffers
-  bool is_trial_ = false;      // the call is measured for StoreChoice
+  bool is_trial_ = false;      // see StoreChoice
   Clock::duration took_ = {};  // by a trial so far
 };
 

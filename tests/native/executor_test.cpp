@@ -126,7 +126,7 @@ void run_case(Member& me, const Case& c) {
   expect(c.in_place || out.holds(want.out[r]), what + ": the output");
 }
 
-// Twice each: the second call of a request uses non-temporal stores, see StoreChoice.
+// Twice each: the second call of a staged request tries non-temporal stores, see StoreChoice.
 void run_cases(Member& me, int cases, uint64_t seed) {
   for (int i = 0; i < 2 * cases; ++i)
     if (const Case c = random_case(me.group.world(), seed + i / 2); is_possible(c)) run_case(me, c);
@@ -135,7 +135,8 @@ void run_cases(Member& me, int cases, uint64_t seed) {
 
 // A request on ones, whose output is full of -1.
 struct FloatRequest {
-  std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
+  static constexpr std::size_t kMost = 6000;
+  std::vector<float> in = std::vector<float>(kMost, 1), out = std::vector<float>(kMost, -1);
   CallBufferMemory in_memory, out_memory;
   CollectiveRequest request;
   FloatRequest(const Sizes& sent, const Sizes& received)
@@ -154,19 +155,21 @@ struct FloatRequest {
 };
 
 // Every rank's message contains `part`, no output is written, and the group stays usable.
-void expect_refused(Member& me, const FloatRequest& it, const std::string& part) {
+void expect_refused(Member& me, const FloatRequest& it, const std::string& part,
+                    std::size_t count) {
   const std::string message = refusal([&] { me.run(it.request); });
   expect_part(message, "invalid_argument: ");
   expect_part(message, part);
-  expect(it.out == std::vector<float>(512, -1), "an output was written before all agreed");
-  FloatRequest after({100}, {100});
+  expect(it.out == std::vector<float>(it.kMost, -1), "an output was written before all agreed");
+  FloatRequest after({count}, {count});
   me.run(after.request);
-  expect(after.out[99] == static_cast<float>(me.group.world()) && after.out[100] == -1,
-         "the group does not work after: " + part);
+  std::vector<float> sums(it.kMost, -1);
+  std::fill_n(sums.begin(), count, static_cast<float>(me.group.world()));
+  expect(after.out == sums, "the group does not work after: " + part);
 }
 
 // The last rank's call differs; tests/test_dist_disagreements.py has more differences.
-void run_differences(Member& me) {
+void run_differences(Member& me, std::size_t count) {
   const int world = me.group.world();
   const Rank r = me.group.rank();
   static const Sizes kSeven{7};
@@ -176,17 +179,17 @@ void run_differences(Member& me) {
       {"bor is not defined for float32", [](CollectiveRequest& it) { it.op = ReduceOp::bor; }},
       {"but its blocks have 7", [](CollectiveRequest& it) { it.output.blocks = kSeven; }}};
   for (const auto& [part, change] : differences) {
-    FloatRequest it({100}, {100});
+    FloatRequest it({count}, {count});
     if (r == world - 1) change(it.request);
-    expect_refused(me, it, part);
+    expect_refused(me, it, part, count);
   }
   Sizes sent(world, 3), received(world, 3), uneven(world, 5);
   if (r == 1) received[0] = 4, uneven[1] = 4, uneven[0] = 6;
   FloatRequest exchanged(sent, received), reduced(uneven, {uneven[r]});
   exchanged.request.collective = Collective::all_to_all, exchanged.request.irregular = true;
   reduced.request.collective = Collective::reduce_scatter;
-  expect_refused(me, exchanged, "rank 0 sends 3 elements to rank 1, which has room for 4");
-  expect_refused(me, reduced, "tensors of different sizes");
+  expect_refused(me, exchanged, "rank 0 sends 3 elements to rank 1, which has room for 4", count);
+  expect_refused(me, reduced, "tensors of different sizes", count);
 }
 
 // A request that differs from an earlier one only in its sparse form is another one, also where an
@@ -205,12 +208,12 @@ void run_sparse_form(Member& me) {
 
 void run_refusals(Member& me) {
   run_sparse_form(me);
-  for (int i = 0; i < 3; ++i) run_differences(me);
+  for (const std::size_t count : {100, 6000, 100}) run_differences(me, count);
   run_cases(me, 20, 7);
 }
 
-// Calls of sizes that use one, some and many slots of the staging buffers, and several pieces, in
-// turn, until each has used all of its slots: no call writes what a peer still reads.
+// Calls in turn of sizes of which one, two or more fit into the staging buffers, or a part of one:
+// no call writes what a peer still reads.
 void run_in_slots(Member& me) {
   Case c{};
   c.collective = Collective::all_reduce, c.dtype = DType::f32, c.op = ReduceOp::sum;
@@ -223,19 +226,21 @@ void run_in_slots(Member& me) {
   }
 }
 
-// A choice whose calls take `cached` or `non_temporal` nanoseconds; some fail or are held up.
+// The calls of a StoreChoice that take `cached` or `non_temporal` nanoseconds, or longer: one in
+// five is held up, one in seven fails.
 struct ChoiceRun {
   StoreChoice choice;
   std::array<int, 2> calls = {};  // of each kind
   void run(int n, int cached, int non_temporal) {
     calls = {};
-    for (int i = 0; i < n; ++i) {
-      const bool kind = choice.begin();
-      ++calls[kind];
-      if (!choice.is_trial() || i % 7 == 0) continue;
-      choice.measured(
-          kind, std::chrono::nanoseconds((kind ? non_temporal : cached) * (i % 5 == 0 ? 9 : 1)));
-    }
+    for (int i = 0; i < n; ++i) call(i % 7 != 0, (i % 5 == 0 ? 9 : 1), cached, non_temporal);
+  }
+  void call(bool works, int slower, int cached, int non_temporal) {
+    const bool kind = choice.is_non_temporal();
+    ++calls[kind];
+    if (works && choice.is_trial())
+      choice.measured(kind, std::chrono::nanoseconds(slower * (kind ? non_temporal : cached)));
+    choice.next();
   }
 };
 
@@ -249,10 +254,20 @@ void run_store_choice() {
   it.run(512, 100, 95);  // hardly faster
   it.run(512, 100, 95);
   expect(it.calls[true] == 3, text(it.calls[true], " calls with stores that are hardly faster"));
-  ChoiceRun failing;
-  for (int i = 0; i < 1000; ++i) failing.choice.begin();
-  failing.run(5, 100, 50);
-  expect(failing.calls[true] == 0, "chose the stores that no trial has measured");
+  // Every second call, or the rest, is one that this rank does not measure, or is slow by itself.
+  for (const int other : {0, 1})
+    for (const bool measured : {false, true}) {
+      ChoiceRun turns;
+      for (int i = 0; i < 1000; ++i)
+        turns.call(measured || i % 2 != other, i % 2 == other ? 3 : 1, 100, 200);
+      expect(turns.calls[true] == 5 * 3, text(turns.calls[true], " calls in turn with others"));
+    }
+  for (const bool kind : {false, true}) {
+    ChoiceRun one_kind;
+    for (int i = 0; i < 1000; ++i)
+      one_kind.call(one_kind.choice.is_non_temporal() == kind, 1, 100, 50);
+    expect(one_kind.calls[true] == 5 * 3, "chose stores that no trial compared with others");
+  }
 }
 
 GroupSettings settings_of(std::size_t buffer_bytes, std::size_t heap_bytes) {
@@ -363,8 +378,10 @@ void test(int cases, const std::vector<int>& worlds) {
       expect_each(run_threads(world, settings, calls), "right");
     }
     if (world > 1)
-      expect_each(run_threads(world, settings_of(4096, kArena), with_member(run_refusals)),
-                  "right");
+      for (const std::size_t buffer_bytes : {4 << 10, 512 << 10})
+        expect_each(
+            run_threads(world, settings_of(buffer_bytes, kArena), with_member(run_refusals)),
+            "right");
     if (world == 2 || world == 3)
       expect_each(run_threads(world, settings_of(512 << 10, kArena), with_member(run_in_slots)),
                   "right");
