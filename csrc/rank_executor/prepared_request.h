@@ -61,11 +61,12 @@ struct PreparationSettings {
 
 // Decides whether a rank writes to staging buffers through its caches or with non-temporal stores.
 // The former are faster where the ranks' cores share a cache, because peers read the data from it.
-// Elsewhere they wait for each line that a peer has read: to write and to read 64 KiB on Zen 4, 31
-// us between cores with different L3 caches, where the non-temporal ones take 6 us, but 3 and 9 us
-// between cores with one. A virtual machine does not show this, and ranks change cores. So a series
-// of calls now and then compares both, the same kind on all ranks, as these count the same calls.
-// The first series may find memory that no peer has read, so the next ones follow soon.
+// Elsewhere they wait for each line that a peer has read: to write and to read 64 KiB took 31 us on
+// a Zen 4, where the non-temporal ones took 6 us. It was 3 and 9 us when the same virtual machine
+// had cores whose signals took a third of the time, which seem to have shared their L3 cache. It
+// does not say so, and ranks change cores. So a series of calls now and then compares both, the
+// same kind on all ranks, as these count the same calls. The first series may find memory that no
+// peer has read, so the next ones follow soon.
 class StoreChoice {
  public:
   static constexpr std::size_t kLeastBytes = 512;  // of a chunk; smaller ones use the caches
