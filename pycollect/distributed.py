@@ -60,8 +60,8 @@ def options(
     `symmetric_heap_bytes` bytes of address space for CPU tensors in shared memory (at least 0,
     which means no heap). The heap's default for W ranks is the host's memory, rounded up to a power
     of two, but at most 4 TiB / W, and at most 1/8 of the limit of `ulimit -v`, if there is one,
-    divided by W. File descriptors of the shared memory are sent through a Unix
-    socket, so containers must share a network namespace.
+    divided by W. File descriptors of the shared memory are sent through a Unix socket, so
+    containers must share a network namespace.
 
     CUDA tensors go through pinned host memory, in collectives and messages alike: `wait()` blocks
     the host until the ranks have exchanged their data, then the current stream. For a process per

@@ -64,9 +64,9 @@ struct PreparationSettings {
 // Elsewhere they wait for each line that a peer has read: to write and to read 64 KiB took 31 us on
 // a Zen 4, where the non-temporal ones took 6 us. It was 3 and 9 us when the same virtual machine
 // had cores whose signals took a third of the time, which seem to have shared their L3 cache. It
-// does not say so, and ranks change cores. So a series of calls now and then compares both, the
-// same kind on all ranks, as these count the same calls. The first series may find memory that no
-// peer has read, so the next ones follow soon.
+// does not say so, and ranks change cores. So a series of calls now and then compares both. All
+// ranks try the same kind, as they count the same calls; only in irregular calls they may not. The
+// first series may find memory that no peer has read, so the next ones follow soon.
 class StoreChoice {
  public:
   static constexpr std::size_t kLeastBytes = 512;  // of a chunk; smaller ones use the caches
