@@ -57,7 +57,10 @@ def group(process):
 
 def receives_ctrl_c(pid):
     """Python would print a traceback on Ctrl-C, also while it starts."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # has ended since the group was listed
     masks = re.findall(r"^Sig(?:Blk|Ign):\t(\w+)$", status, re.MULTILINE)
     return not any(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
 
