@@ -8,16 +8,14 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry of algorithms, and the analysis of plans (csrc/torch/bind_plan.cpp).
-SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host | acc, first, count
+SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host, first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end
 Devices: TypeAlias = Sequence[torch.device]
-OneHostModelTuple: TypeAlias = tuple[float, float, float, float]  # alpha, port, memory, bridge
-ModelTuple: TypeAlias = tuple[float, float, float, float, float, float]  # ..., network, latency
+ModelTuple: TypeAlias = tuple[float, float, float, float]  # alpha, port, memory, bridge
 
 COLLECTIVES: tuple[str, ...]
-HOSTS_BUFFER_BYTES: int  # of a staging buffer of ranks on several hosts, by default
 
 class Plan:
     def __init__(
@@ -70,28 +68,6 @@ class Algorithm:
     def keeps_contract(self, dtype: str) -> bool: ...
     def plan(self, world: int, root: int = 0, pieces: int = 4) -> Plan: ...
 
-class WorldView:
-    """A plan over several hosts (csrc/torch/bind_world_view.cpp)."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        hosts: Sequence[int],
-        root: int,
-        in_place: bool,
-        choice: tuple[int, bool],  # pieces, and whether only the first ranks of hosts send
-    ) -> None: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def chunks(self) -> int: ...
-    def verify(self, collective: str, root: int) -> tuple[str | None, str]: ...
-    def runs(self, bytes: float, buffer_bytes: float) -> int: ...
-    def predict(self, bytes: float, buffer_bytes: float, model: ModelTuple) -> float: ...
-    def timeline(
-        self, bytes: float, buffer_bytes: float, model: ModelTuple
-    ) -> tuple[float, list[SpanTuple]]: ...
-
 class RaceReport:
     @property
     def defect(self) -> str | None: ...
@@ -109,13 +85,7 @@ def find_algorithm(collective: str, name: str) -> Algorithm: ...
 def default_algorithm(collective: str, world: int, nbytes: int) -> str: ...
 def verify(collective: str, plan: Plan, root: int, in_place: bool) -> tuple[str | None, str]: ...
 def find_races(program: Program) -> RaceReport: ...
-def predict(
-    program: Program, bytes: float, model: OneHostModelTuple
-) -> tuple[float, list[SpanTuple]]: ...
-def find_fold_between_hosts(plan: Plan, hosts: Sequence[int]) -> str: ...
-def select_over_hosts(
-    collective: str, hosts: Sequence[int], nbytes: int, algorithm: str
-) -> tuple[str, int, bool]: ...  # algorithm, and WorldView's choice
+def predict(program: Program, bytes: float, model: ModelTuple) -> tuple[float, list[SpanTuple]]: ...
 def models() -> dict[str, ModelTuple]: ...
 
 # Conversion of a caller's objects (csrc/torch/from_python.cpp); TypeErrors such as "plan: world is

@@ -1,4 +1,4 @@
-"""The speed of a machine or of machines on a network, from which plans predict times."""
+"""The speed of a machine, from which plans predict times."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from pycollect.errors import shown
 
 @dataclass(frozen=True)
 class CostModel:
-    """Describe the speed of a machine, or of machines on a network, for ``Plan.predict``.
+    """Describe the speed of a machine for ``Plan.predict``.
 
     alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
     and as many out of it. memory: bytes per second of a device's memory, reads and writes
     together. bridge: bytes per second between the two halves of the world, each way; 0 (default)
     for no such limit. The machine has one device per rank.
 
-    Over several hosts, ranks are processes on CPUs that share their host's memory: port is in bytes
-    per second that one rank copies, and memory those that all ranks of a host read and write
-    together. network: bytes per second from a host to the network, and as many from it, which its
-    ranks share. latency: seconds that a message between hosts takes besides its bytes.
-
     Raises TypeError for a value that is not a number, and ValueError for one that is infinite, NaN
-    or negative, and for a port, memory or network of zero.
+    or negative, and for a port or memory of zero.
 
     The named models are "nvlink", CostModel(1.5e-6, 400e9, 3000e9), for eight GPUs behind a switch,
-    "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each, and "ethernet",
-    CostModel(5e-7, 8e9, 60e9), for hosts on a network of 10 Gbit/s. For another machine,
-    ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs, and memory
-    twice that within a GPU, as a copy reads and writes. It does not measure alpha.
+    and "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each. For another
+    machine, ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs,
+    and memory twice that within a GPU, as a copy reads and writes. It does not measure alpha.
 
     >>> import pycollect as pc
     >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
@@ -43,8 +37,6 @@ class CostModel:
     port: float
     memory: float
     bridge: float = 0.0
-    network: float = 1.25e9
-    latency: float = 50e-6
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -52,12 +44,11 @@ class CostModel:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number:
                 raise TypeError(f"CostModel: {item.name} is {shown(value)}; pass a number")
-            may_be_zero = item.name in ("alpha", "bridge", "latency")
+            may_be_zero = item.name in ("alpha", "bridge")
             least = "not negative" if may_be_zero else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0
             if not (in_range and value <= sys.float_info.max):
-                is_time = item.name in ("alpha", "latency")
-                unit = "seconds" if is_time else "bytes per second"
+                unit = "seconds" if item.name == "alpha" else "bytes per second"
                 raise ValueError(
                     f"CostModel: {item.name} is {value}; pass {unit}, finite and {least}"
                 )
@@ -72,8 +63,7 @@ def figures_of(model: str | CostModel) -> _C.ModelTuple:
         return known[model]
     if not isinstance(model, CostModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
-    alpha, port, memory = float(model.alpha), float(model.port), float(model.memory)
-    return (alpha, port, memory, float(model.bridge), float(model.network), float(model.latency))
+    return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
 
 
 def label_of(model: str | CostModel) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycollect._files import check_output_path, write_picture
-from pycollect._plan_text import between_hosts, bytes_text
+from pycollect._plan_text import bytes_text
 
 if TYPE_CHECKING:
     from pycollect._C import SpanTuple, StepTuple
@@ -24,12 +24,11 @@ _WIDTH_INCHES = 10.0
 _MOST_INCHES = 14.0
 _DPI = 150
 _BAR = 0.72  # height of a bar as a fraction of its lane
-_MESSAGE_BAR = 0.18  # that of a copy between hosts, which is at the lane's lower edge
 _EDGED_INCHES = 0.05  # a narrower bar gets no edge, which would cover it
 _LABELLED_INCHES = 0.16  # a lower lane has no room for digits
 _DIGIT_INCHES = 0.075  # the width of a digit at the size of a label
-# Okabe and Ito's blue, orange and purple: distinct for colour-blind readers, and in grey too.
-_COLOURS = {"reduce": "#0072B2", "copy": "#E69F00", "copy between hosts": "#CC79A7"}
+# Okabe and Ito's blue and orange: distinct for colour-blind readers, and in grey too.
+_COLOURS = {"reduce": "#0072B2", "copy": "#E69F00"}
 _TEXT = {"reduce": "white", "copy": "black"}
 
 
@@ -47,13 +46,10 @@ def draw(
     axes = figure.add_subplot()
     end = _microseconds(seconds)
     _lanes(axes, plan.world, end)
-    _host_borders(axes, plan.hosts)
     _bars(axes, plan, spans, end, (height - 1.5) / plan.world)
     _leaving(axes, spans)
     size = "" if plan.collective == "barrier" else f", {bytes_text(plan.nbytes)}"
     ranks = f"{plan.world} rank{'s' * (plan.world != 1)}"
-    if len(plan.hosts) > 1:
-        ranks += f" on {len(plan.hosts)} hosts"
     axes.set_title(f"{plan.collective} by {plan.algorithm}, {ranks}{size}", loc="left")
     axes.set_title(f"{end:.4g} µs predicted on {model}", loc="right", fontsize="medium")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -90,23 +86,11 @@ def _lanes(axes: Any, world: int, end: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _host_borders(axes: Any, hosts: tuple[int, ...]) -> None:
-    """Draw a line between the lanes of different hosts, and write the hosts' numbers beside."""
-    first = 0
-    for host, ranks in enumerate(hosts):
-        if host > 0:
-            axes.axhline(first - 0.5, color="0.35", linewidth=1.0, zorder=1.5)
-        if 1 < len(hosts) <= _MOST_LANES // 8:
-            at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
-            axes.annotate(f"host {host}", (1.005, first + (ranks - 1) / 2), fontsize=8, **at)
-        first += ranks
-
-
 def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float) -> None:
     from matplotlib.collections import PolyCollection
 
     steps = plan.steps
-    kinds = [_kind(step, plan.host_of) for step in steps]
+    kinds = ["reduce" if len(step[1]) > 1 else "copy" for step in steps]
     # One object for all bars of a kind: thousands of patches would take minutes.
     inches = (_WIDTH_INCHES - 1.0) / (end or 1.0)  # per microsecond
     for kind, colour in _COLOURS.items():
@@ -115,15 +99,15 @@ def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float
             continue
         wide = [_microseconds(s[3] - s[2]) * inches for s in drawn]
         bars = PolyCollection(
-            [_corners(s, kind) for s in drawn],
+            [_corners(s) for s in drawn],
             facecolors=colour,
             edgecolors=["white" if w > _EDGED_INCHES and lane > 0.1 else colour for w in wide],
             linewidths=0.5,
-            label=f"{kind} (label: chunk)" if kind in _TEXT else kind,
+            label=f"{kind} (label: chunk)",
             zorder=2,
         )
         axes.add_collection(bars)
-        for span, width in zip(drawn, wide, strict=True) if kind in _TEXT else ():
+        for span, width in zip(drawn, wide, strict=True):
             label = _chunks(steps[span[1]])
             if width > _DIGIT_INCHES * (len(label) + 1) and lane > _LABELLED_INCHES:
                 middle = _microseconds(span[2] + span[3]) / 2
@@ -143,12 +127,10 @@ def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float
         )
 
 
-def _corners(span: SpanTuple, kind: str) -> list[tuple[float, float]]:
+def _corners(span: SpanTuple) -> list[tuple[float, float]]:
     rank, _, start, end = span
     left, right, half = _microseconds(start), _microseconds(end), _BAR / 2
     low, high = rank - half, rank + half
-    if kind not in _TEXT:  # at the lane's lower edge, as time on other steps may pass meanwhile
-        low, high = high - _MESSAGE_BAR / 2, high + _MESSAGE_BAR / 2
     return [(left, low), (right, low), (right, high), (left, high)]
 
 
@@ -165,12 +147,6 @@ def _leaving(axes: Any, spans: list[SpanTuple]) -> None:
         clip_on=False,
         label="rank has left",
     )
-
-
-def _kind(step: StepTuple, host_of: tuple[int, ...]) -> str:
-    if between_hosts(step, host_of) is not None:
-        return "copy between hosts"
-    return "reduce" if len(step[1]) > 1 else "copy"
 
 
 def _chunks(step: StepTuple) -> str:

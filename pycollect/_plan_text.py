@@ -69,36 +69,6 @@ def step_text(step: StepTuple) -> str:
     return to + " <- " + fold + " and ".join(f"{what} from {r}" for what, r in _grouped(srcs))
 
 
-def hosts_text(hosts: Sequence[int]) -> str:
-    """Return which ranks are on which host, from the number of ranks on each.
-
-    >>> hosts_text((2, 2, 1))
-    'host 0: ranks 0,1; host 1: ranks 2,3; host 2: rank 4'
-    >>> hosts_text((8,) * 100)
-    'host 0: ranks 0..7; host 1: ranks 8..15; host 2: ranks 16..23; ... host 99: ranks 792..799'
-    """
-    shown: list[str] = []
-    first = 0
-    for host, count in enumerate(hosts):
-        if len(hosts) <= _SHOWN_RUNS or host < _SHOWN_RUNS // 2 or host + 1 == len(hosts):
-            some = "s" * (count != 1)
-            shown.append(f"host {host}: rank{some} {ranks_text(range(first, first + count))}")
-        first += count
-    if len(shown) < len(hosts):
-        shown[-1] = f"... {shown[-1]}"
-    return "; ".join(shown)
-
-
-def between_hosts(step: StepTuple, host_of: Sequence[int]) -> tuple[int, int] | None:
-    """Return from which host to which a step copies, or None if it stays on one.
-
-    >>> between_hosts((((1, "host", 0, 1),), ((0, "out", 0, 1),), -1), (0, 1))
-    (0, 1)
-    """
-    here, there = host_of[executor(step)], host_of[step[1][0][0]]
-    return None if here == there else (there, here)
-
-
 def executor(step: StepTuple) -> int:
     """Return the rank that executes a step."""
     dsts, _, by = step
@@ -117,12 +87,7 @@ def _header(plan: Plan) -> Iterator[str]:
     chunks = f"{plan.chunks} chunks of" if plan.chunks != 1 else "1 chunk of"
     where = "in place" if plan.in_place else "out of place"
     size = bytes_text(plan.nbytes / plan.chunks)
-    if len(plan.hosts) > 1:
-        ranks += f" on {len(plan.hosts)} hosts"
     yield f"{plan.collective} by '{plan.algorithm}', {ranks}{root}, {chunks} {size}, {where}"
-    if len(plan.hosts) > 1:
-        yield hosts_text(plan.hosts)
-        yield _network_traffic(plan)
     count = len(plan.levels)
     levels = f"{count} level{'s' * (count != 1)}"
     yield f"order {plan.order}, {levels}; {_traffic(plan)}"
@@ -141,23 +106,12 @@ def _traffic(plan: Plan) -> str:
     return f"a rank reads {_span(reads)} and writes {_span(writes)}"
 
 
-def _network_traffic(plan: Plan) -> str:
-    chunk = plan.nbytes / plan.chunks
-    sends, receives = [0.0] * len(plan.hosts), [0.0] * len(plan.hosts)
-    for step in plan.steps:
-        hosts = between_hosts(step, plan.host_of)
-        if hosts is not None:
-            sends[hosts[0]] += chunk * step[0][0][3]
-            receives[hosts[1]] += chunk * step[0][0][3]
-    return f"a host sends {_span(sends, 'host')} and receives {_span(receives, 'host')}"
-
-
-def _span(counts: list[float], noun: str = "rank") -> str:
+def _span(counts: list[float]) -> str:
     least, most = bytes_text(min(counts)), bytes_text(max(counts))
     if least == most:
         return least
     busiest = [rank for rank, count in enumerate(counts) if count == max(counts)]
-    return f"{least} to {most} ({noun}{'s' * (len(busiest) != 1)} {ranks_text(busiest)})"
+    return f"{least} to {most} (rank{'s' * (len(busiest) != 1)} {ranks_text(busiest)})"
 
 
 def _body(plan: Plan) -> Iterator[str]:
@@ -170,8 +124,6 @@ def _body(plan: Plan) -> Iterator[str]:
         shown = len(level) if len(steps) <= _WHOLE_STEPS else _LEVEL_STEPS
         for place, step in enumerate(level[:shown]):
             head = f"level {number}" if place == 0 else ""
-            way = between_hosts(steps[step], plan.host_of)
-            note = "" if way is None else f", from host {way[0]} to host {way[1]}"
-            yield f"{head:<{width}}rank {executor(steps[step])}: {step_text(steps[step])}{note}"
+            yield f"{head:<{width}}rank {executor(steps[step])}: {step_text(steps[step])}"
         if len(level) > shown:
             yield f"{'':<{width}}... and {len(level) - shown} more steps"

@@ -5,36 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pycollect._C import Algorithm, Options, Plan
-
-# Plans over several hosts as their ranks run them (bind_host_views.cpp).
-TransferTuple: TypeAlias = tuple[str, int, int, bool]  # "send" | "receive", peer, number, early
-
-class HostsCase:
-    """An algorithm on hosts of which each rank names one, consecutive or not."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        host_of: Sequence[int],
-        root: int,
-        pieces: int,
-        in_place: bool,
-        first_ranks_send: bool,
-    ) -> None: ...
-    def transfers(self, rank: int) -> list[TransferTuple]:
-        """Return the rank's transfers, in the order of its instructions."""
-
-    def difference_of_views(self, host: int) -> str:
-        """Return in what the host's view differs from that of the world's plan; "" if it is it."""
-
-    def slices(self, host: int) -> int:
-        """Return the number of slices of the plan from which the host's view is made."""
-
-def transfers_of_plan(
-    plan: Plan, in_place: bool, host_of: Sequence[int], rank: int
-) -> list[TransferTuple]:
-    """Return the rank's transfers with any plan, in the order of its instructions."""
+from pycollect._C import Options, Plan
 
 # The CUDA executor on emulated devices (bind_emulated_run.cpp).
 

@@ -30,11 +30,9 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    one_host = len(args.world) == 1
     plan = pycollect.plan(
         args.collective,
-        args.world[0] if one_host else None,
-        hosts=None if one_host else args.world,
+        args.world,
         algorithm=args.algorithm,
         nbytes=args.bytes,
         root=args.root,
@@ -46,11 +44,10 @@ def _plan(args: argparse.Namespace) -> int:
     print(plan)
     defect = plan.verify()
     print(f"verify   {defect or 'correct, no race, no deadlock'}")
-    what = "one device per rank" if one_host else "one process per rank"
-    for model in [args.model] if args.model else ["nvlink", "pcie"] if one_host else ["ethernet"]:
-        print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, {what}")
+    for model in [args.model] if args.model else _C.models():
+        print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, one device per rank")
     if args.plot:
-        plan.plot(args.plot, args.model)
+        plan.plot(args.plot, args.model or "nvlink")
         print(f"plot     {args.plot}")
     return 0 if defect is None else 1
 
@@ -94,12 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add("plan", _plan, "Print, verify and predict the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)
-    option("world", type=_ranks, help="number of ranks, or numbers on each host, such as 8,8,4")
+    option("world", type=int, help="number of ranks")
     option("-a", "--algorithm", help="its name (default: as pycollect.plan selects)")
     about = "of a rank's largest buffer, such as 64K (default: 1M)"
     option("-b", "--bytes", type=size_argument, default=1 << 20, help=about)
     option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")
-    option("--pieces", type=int, help="pieces of a pipeline (4; over hosts: as a group selects)")
+    option("--pieces", type=int, default=4, help="pieces of a pipeline (4)")
     option("--out-of-place", action="store_true", help="outputs have memory of their own")
     option("--model", choices=list(_C.models()), help="machine to predict for")
     option("--plot", metavar="FILE", help="draw ranks against predicted time, as PNG or SVG")
@@ -108,17 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help=about, description=about)
     _add_bench(command)
     return parser
-
-
-def _ranks(text: str) -> list[int]:
-    """Return the number of ranks on each host."""
-    numbers = text.split(",")
-    for number in numbers:
-        try:
-            int(number)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"invalid int value: {number!r}") from None
-    return [int(number) for number in numbers]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from .plans import algorithms
 __all__ = ["options"]
 
 NAME = "pycollect"
-HOSTS = ("exact", "fast", "one")  # values of the option `hosts`
+HOSTS = ("exact", "one")  # values of the option `hosts`
 # Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
 # left the group, and must fit into its clock.
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
@@ -51,7 +51,8 @@ def options(
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
     `algorithm` replaces the selected algorithm in all collectives that have one of this name (see
-    `pycollect.algorithms`); None (default) leaves the selection to the library.
+    `pycollect.algorithms`); None (default) leaves the selection to the library. Ranks on several
+    hosts have one way for each collective, and refuse another.
 
     Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
     buffers in shared memory, through which its data moves in pieces of at most `buffer_bytes` bytes
@@ -68,14 +69,10 @@ def options(
     GPU there is NCCL, in the same group: `init_process_group("cpu:pycollect,cuda:nccl")`.
 
     `hosts` says how ranks on several hosts work together. "exact" (default): they exchange data
-    through a Gloo process group of torch, and reductions have the same bits as on one host. "fast":
-    the same, but a reduction of more than 32 KiB of a host (between two hosts: from 512 KiB of a
-    rank) adds up each host's ranks and then the hosts' sums, both in order, and rounds once; so the
-    bits depend on the placement of the ranks.
-    Fewer bytes go between hosts, and at the same time in both directions. "one": a group over
-    several hosts raises ValueError. Ranks are on one host if they run on the same boot of a machine
-    in the same network namespace; the environment variable PYCOLLECT_HOST replaces this test by a
-    name of the host. Ranks of one host must be able to share memory.
+    through a Gloo process group of torch, and reductions have the same bits as on one host. "one":
+    a group over several hosts raises ValueError. Ranks are on one host if they run on the same boot
+    of a machine in the same network namespace; the environment variable PYCOLLECT_HOST replaces
+    this test by a name of the host. Ranks of one host must be able to share memory.
 
     All options must be the same on all ranks; a group has at most 64 ranks on a host. Raises
     ValueError for an unknown algorithm or other name and for a size out of range,

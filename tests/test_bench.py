@@ -48,8 +48,8 @@ ALONE = {
     "processes": (PROCESSES, f"pycollect|zero-copy|operator|gloo|memory{ALL_COLLECTIVES}"),
     "decoding": (f"{DECODING} --targets",
                  "alone|dtensor:gloo|dtensor:pycollect|plain:gloo|plain:direct|plain:zero-copy"),
-    "hosts": (HOSTS, "gloo|hsdp|pycollect|fast|link"),
-    "hosts' maxima": (f"{HOSTS} -d int16,float32 -o max", "# hsdp not run: Invalid|hsdp|fast"),
+    "hosts": (HOSTS, "gloo|hsdp|pycollect|link"),
+    "hosts' maxima": (f"{HOSTS} -d int16,float32 -o max", "# hsdp not run: Invalid|hsdp|pycollect"),
     "executor": ("executor_bandwidth --world 2 -e 1M -n 1 --targets", "copy|zero-copy|barrier"),
 }  # fmt: skip
 ON_DEVICE = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
-from sites import HOSTS, PROCESSES, THREADS, only_on
+from sites import HOSTS, PROCESSES, THREADS, not_on, only_on
 
 import pycollect as pc
 from pycollect import _C
@@ -242,6 +242,12 @@ def test_names_that_are_not_strings_are_refused():
             pc.distributed.options(algorithm=value)
 
 
+@pytest.mark.parametrize("word", ["fast", "Exact", ""])
+def test_other_words_for_hosts_are_refused(word):
+    with pytest.raises(ValueError, match=f"hosts is '{word}'; {ALLOWED_HOSTS}$"):
+        pc.distributed.options(hosts=word)
+
+
 IN_ANOTHER_ORDER = (1e8, 1.0, -1e8)  # one value per rank; the sum depends on the order
 
 
@@ -257,22 +263,27 @@ def with_an_algorithm(me: RankContext, name: str) -> torch.Tensor:
     return summed
 
 
-@pytest.mark.parametrize("name", ["fused", "ring", "host_chain"])
+@not_on(HOSTS, "they have one way for each collective")
+@pytest.mark.parametrize("name", ["fused", "ring"])
 def test_an_algorithm_is_for_the_collectives_that_have_it(name, pools):
-    """With the order of its sums, which shows on one host."""
+    """With the order of its sums."""
     wanted = [torch.full((9,), value) for value in IN_ANOTHER_ORDER]
     pc.all_reduce(wanted, algorithm=name)
     assert torch.equal(wanted[0], torch.zeros(9)) == (name != "ring")
     with pools.fresh(3) as pool:
         found = pool.run(with_an_algorithm, name)
-    if pools.ranks_as != HOSTS:
-        assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
+    assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
+
+
+ALLOWED_HOSTS = "allowed are 'exact', 'one'"
+VERSIONS = ["0.0.1", "0.0.2", "0.0.2"]
+SET_ONLY = ("exactly", *VERSIONS)
 
 
 def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, float]:
     value, start = values[me.rank], time.monotonic()
-    options = pc.distributed.options(**({} if value == "exactly" else {name: value}))
-    setattr(options, name, value)  # a word that the function above would refuse
+    options = pc.distributed.options(**({} if value in SET_ONLY else {name: value}))
+    setattr(options, name, value)  # also what the function above would refuse
 
     def use() -> None:
         me.init("bootstrap", timeout=datetime.timedelta(seconds=3), pg_options=options)
@@ -283,17 +294,24 @@ def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, 
 
 
 # Option, value of each rank, words of the error, and where the ranks are. Ranks with different
-# algorithms would add in different orders; threads have no buffers.
+# algorithms would add in different orders; threads have no buffers. Other versions may select other
+# algorithms, and so exchange other messages.
 ALGORITHMS, DIFFERENT = ["ring", "ring", "fused"], "different algorithms"
 HEAPS = f"symmetric_heap_bytes={1 << 20}.*symmetric_heap_bytes={1 << 21}"
+OF_ONE_HOST = "is for ranks on one host; ranks on several hosts have one way"
+MIXED_HOSTS = "rank 0 has .* hosts=exact .*, rank 2 has .* hosts=one "
+MIXED_VERSIONS = "rank 0 has .* pycollect=0.0.1, rank 1 has .* pycollect=0.0.2"
 NOT_ONE = "hosts='one', but ranks 0, 1 are on a, rank 2 is on b"
 REFUSED: list[tuple[str, list[Any], str, dict[str, str]]] = [
     ("buffer_bytes", [8192, 8192, 4096], "buffer_bytes=8192.*buffer_bytes=4096", {}),
     ("symmetric_heap_bytes", [1 << 20, 1 << 20, 1 << 21], HEAPS, {}),
     ("algorithm", ALGORITHMS, DIFFERENT, {}),
-    ("algorithm", ALGORITHMS, DIFFERENT, {"ranks_as": HOSTS}),
+    ("algorithm", ALGORITHMS, OF_ONE_HOST, {"ranks_as": HOSTS}),
+    ("algorithm", ["fused"] * 3, OF_ONE_HOST, {"ranks_as": HOSTS}),
     ("algorithm", ALGORITHMS, "same options", {"ranks_as": THREADS}),
-    ("hosts", ["exactly"] * 3, "hosts is 'exactly'; allowed are ", {}),
+    ("hosts", ["exactly"] * 3, f"hosts is 'exactly'; {ALLOWED_HOSTS}", {}),
+    ("hosts", ["exact", "exact", "one"], MIXED_HOSTS, {"placement": "aab"}),
+    ("_version", VERSIONS, MIXED_VERSIONS, {"placement": "aab"}),
     ("hosts", ["one"] * 3, NOT_ONE, {"placement": "aab"}),
 ]
 

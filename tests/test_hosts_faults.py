@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -114,6 +115,72 @@ def test_the_end_of_a_host_is_noticed_by_all():
         (
             (n, placed(p, group=not serves), one_dies, (dead, late, call, serves))
             for n, (p, dead, late, call, serves) in enumerate(DEATHS)
+        ),
+        check,
+    )
+
+
+def one_does_not_call(me: RankContext, missing: int) -> str:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    publish(me, "ready")
+    wait_published(me, "ready", range(me.world))
+    if me.rank == missing:
+        wait_published(me, "waited", others(me))
+        return ""
+    error = caught(dist.all_reduce(x, async_op=True).wait, datetime.timedelta(seconds=1))
+    publish(me, "waited")
+    return error.text
+
+
+def test_a_wait_that_times_out_names_nobody_who_has_begun():
+    def check(key: Any, pool: JobPool) -> None:
+        placement, missing = key
+        for rank, text in enumerate(pool.results()):
+            if rank == missing:
+                continue
+            named = f"which rank {missing} has not begun"
+            assert ("has not begun" in text) == (named in text), text
+            assert (named in text) == (placement[rank] == placement[missing]), text
+
+    check_side_by_side(
+        (
+            ((placement, missing), placed(placement), one_does_not_call, (missing,))
+            for placement, missing in (("aab", 2), ("aabb", 3), ("abb", 0), ("abab", 2))
+        ),
+        check,
+    )
+
+
+def one_aborts(me: RankContext, aborts: int, late: int) -> float:
+    """Seconds from the abort to this rank's error. Others wait for the late rank then."""
+    x = torch.ones(3)
+    for _ in range(40):  # between hosts, the ranks of the root's host have more to do
+        dist.broadcast(x, aborts)
+    publish(me, "ready")
+    wait_published(me, "ready", range(me.world))
+    if me.rank == late:
+        time.sleep(LATE)
+    work = None if me.rank == late else dist.all_reduce(x, async_op=True)
+    if me.rank == aborts:
+        time.sleep(0.3)  # until the others wait
+        backend_of().abort()
+        publish(me, "aborted")
+    error = caught(dist.all_reduce, x) if work is None else caught(work.wait)
+    assert error.kind == "PeerLost", error
+    assert f"rank {aborts}" in error.text, error
+    return 0 if me.rank == late else error.when - wait_published(me, "aborted", [aborts])
+
+
+def test_an_abort_on_one_host_ends_the_waits_on_all():
+    def check(_: object, pool: JobPool) -> None:
+        for seconds in pool.results():
+            assert seconds < NOTICE_SECONDS
+
+    check_side_by_side(
+        (
+            ((placement, aborts), placed(placement), one_aborts, (aborts, late))
+            for placement, aborts, late in (("abbc", 3, 1), ("abb", 0, 2), ("aabb", 2, 1))
         ),
         check,
     )
@@ -261,13 +328,38 @@ def test_a_host_that_leaves_after_a_refused_call_is_no_failure():
     assert "expanded" in found[2]
 
 
+def one_lacks_memory(me: RankContext) -> tuple[Caught, Caught]:
+    x, unlimited = torch.ones(2**24), resource.getrlimit(resource.RLIMIT_AS)
+    out = torch.zeros_like(x)
+    dist.all_reduce(x)
+    taken = []
+    if me.rank == 2:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), unlimited[1]))
+        for size in (2**24, 2**20):  # the memory that the allocator keeps
+            while not caught(lambda n=size: taken.append(torch.empty(n))).kind:
+                pass
+    error = caught(dist.all_to_all_single, out, x)
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    return error, caught(dist.all_reduce, torch.ones(3))
+
+
+def test_lack_of_memory_on_one_host_is_an_error_on_all():
+    """Within a host such a call is refused; between hosts other ranks may have begun with it."""
+    with fresh(4, placement="aabc") as pool:
+        for errors in pool.run(one_lacks_memory, seconds=30):
+            for error in errors:
+                assert "std::bad_alloc" in error.text, error
+                assert "rank 2" in error.text or error.kind == "MemoryError", error
+
+
 def aborts_after_a_gather(me: RankContext) -> tuple[float, Caught]:
     """Rank 1 aborts the group when it has finished, while its peers send and receive."""
     import pycollect
 
     options = pycollect.distributed.options(buffer_bytes=2**29)
     group = dist.new_group(pg_options=options, timeout=datetime.timedelta(seconds=20))
-    x = torch.full((48 * 2**20,), float(me.rank))
+    x = torch.full((24 * 2**20,), float(me.rank))
     of_all = [torch.empty_like(x) for _ in range(me.world)] if me.rank == 2 else None
     dist.barrier()
     start = time.monotonic()

@@ -1,10 +1,9 @@
 """Collectives between hosts: network namespaces of this machine, joined by limited links.
 
-gloo and pycollect are one call on a group of all ranks; `fast` is pycollect's with
-`options(hosts="fast")`. `hsdp` is the all_reduce that torch's HSDP composes: reduce_scatter in the
-group of the host, all_reduce of the shard over gloo among the ranks in the same place of each host,
-all_gather in the group of the host. The limit, `link`, is one send of the same bytes by gloo, from
-the first rank of the first host to the first rank of the second.
+gloo and pycollect are one call on a group of all ranks. `hsdp` is the all_reduce that torch's HSDP
+composes: reduce_scatter in the group of the host, all_reduce of the shard over gloo among the ranks
+in the same place of each host, all_gather in the group of the host. The limit, `link`, is one send
+of the same bytes by gloo, from the first rank of the first host to the first rank of the second.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-import pycollect as pc
 from pycollect._sizes import size_range
 
 from . import options, report
 from .cases import CPU, Case, sized_case
 from .namespaces import MOST_HOSTS, Namespaces, why_no_namespaces
-from .rank_work import FAST, GLOO, HSDP, LINK, PROGRAM, Task
+from .rank_work import GLOO, HSDP, LINK, PROGRAM, Task
 from .ranks import Ranks
 from .report import Column, Table
 from .runner import OURS, Result
@@ -37,17 +33,12 @@ _LEGEND = """\
 # host to the second. %limit: relative to link. xgloo: gloo's time divided by this candidate's.
 # first: the first call of this size. out/S, in/S: bytes of a call on the link, with headers, that a
 # host sends and receives, on the host with most, divided by the size; least/S: the lower bound.
-# model: the seconds that pycollect.plan(...).predict() says, divided by the time.
 # #wrong: elements that differ from the exact result; of pycollect's reductions also those that
 # differ in a bit from the fold of random values in rank order."""
 # Share of the rate by which the sends may miss it before a warning. Headers take 4 %.
 _MOST_MISSED = 0.12
 # Least size in bytes of a send that measures the rate: for fewer the token bucket is too large.
 _LEAST_FOR_RATE = 1 << 20
-# Of a machine with fewer cores than ranks, which therefore take turns: fitted to one of two cores,
-# on which every wait takes a turn and sends reach four fifths of the rate of a link.
-_MODEL = pc.CostModel(alpha=100e-6, port=8e9, memory=10e9, latency=500e-6)
-_SHARE_OF_RATE, _LEAST_FOR_MODEL = 0.8, 1 << 20  # bytes
 # Bytes of a call that cross the link of the busiest host in its busier direction, at least, divided
 # by the size, for this number of hosts and ranks of a host. Hosts reduce before they send.
 LEAST: dict[str, Callable[[int, int], float]] = {
@@ -104,7 +95,6 @@ _TABLE = Table(
         report.of_row("out/S", "sent", width=6),
         report.of_row("in/S", "received", width=6),
         report.of_row("least/S", "least", width=7),
-        report.of_row("model", "model", width=6),
         report.wrong(),
     ),
 )
@@ -122,7 +112,7 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
     """Measure world by world, each on links of each rate."""
     sizes = size_range(args.minbytes, args.maxbytes, args.stepfactor)
-    names = (*(PEERS if args.peers is None else args.peers), OURS, FAST)
+    names = (*(PEERS if args.peers is None else args.peers), OURS)
     for hosts, ranks in args.hosts:
         on = (CPU,) * hosts * ranks
         make = partial(sized_case, args.collective, op=args.op, devices=on, of_group=True)
@@ -144,29 +134,10 @@ def _completed(task: Task, case: Case, result: Result) -> Result:
     for row in result.rows:
         least = LEAST[case.collective](task.hosts, task.ranks_per_host)
         numbers = row.numbers | {"least": 1 if row.name == LINK else least}
-        if seconds := _predicted(task, case, row.name):
-            numbers["model"] = seconds / row.seconds
         rows.append(replace(row, numbers=numbers))
     link = next(row.seconds for row in rows if row.name == LINK)
     notes = _notes(task, case.nbytes, link)
     return replace(result, about=result.about | about, rows=rows, notes=notes)
-
-
-def _predicted(task: Task, case: Case, name: str) -> float | None:
-    """Return the seconds that the model predicts, where it is of use."""
-    is_planned = name in (OURS, FAST) and case.collective != "send_recv"
-    if not is_planned or case.dtype != torch.float32 or case.nbytes < _LEAST_FOR_MODEL:
-        return None
-    if not task.rate:
-        return None
-    fast = name == FAST and case.spec.reduces
-    plan = pc.plan(
-        case.collective,
-        hosts=(task.ranks_per_host,) * task.hosts,
-        nbytes=case.nbytes,
-        algorithm="host_direct" if fast else None,
-    )
-    return plan.predict(replace(_MODEL, network=_SHARE_OF_RATE * task.rate / 8))
 
 
 def _notes(task: Task, nbytes: int, seconds: float) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from .ranks import Rank
 from .runner import GPU, LIMIT, OURS, PEER, RETURN, WALL, Result, Row, clocked
 
 PROGRAM = "pycollect_bench.rank_work:work"
-ZERO_COPY, OPERATOR, FAST = "zero-copy", "operator", "fast"
+ZERO_COPY, OPERATOR = "zero-copy", "operator"
 GLOO, MPI, DEEPSPEED, HSDP = "gloo", "mpi", "deepspeed", "hsdp"
 PEERS = (GLOO, MPI, DEEPSPEED)
 LINK = "link"
@@ -117,10 +117,10 @@ def work(rank: Rank, task: Task) -> None:
         rank.send(measurement.result(case, number))
 
 
-def _group(backend: str, timeout: timedelta, how: Any = None) -> Any:
+def _group(backend: str, timeout: timedelta) -> Any:
     if not dist.is_backend_available(backend):
         raise ValueError(f"torch.distributed has no backend {backend!r}")
-    return dist.new_group(backend=backend, timeout=timeout, pg_options=how)
+    return dist.new_group(backend=backend, timeout=timeout)
 
 
 def _mpi(no_mpi: str) -> Any:
@@ -158,7 +158,6 @@ class Measurement:
             MPI: partial(_mpi, task.no_mpi),
             DEEPSPEED: partial(_deepspeed, rank),
             HSDP: partial(host_calls.hsdp_groups, task.hosts, task.ranks_per_host),
-            FAST: partial(_group, OURS, rank.timeout, pycollect.distributed.options(hosts="fast")),
         }
         self.groups = {n: self._tries(n, makers[n]) for n in task.names if n in makers}
 

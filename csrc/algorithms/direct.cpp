@@ -22,14 +22,14 @@ Plan reduce(const AlgorithmParams& params) {
 
 Plan all_gather(const AlgorithmParams& params) {
   Plan p{params.world, params.world};
-  for (Rank c = 0; c < params.world; ++c) p.fold(params.everyone_seen(out(0, c), c), {in(c, c)}, c);
+  for (Rank c = 0; c < params.world; ++c) p.fold(everyone(out(0, c), params.world), {in(c, c)}, c);
   return p;
 }
 
 Plan reduce_scatter(const AlgorithmParams& params) {
   Plan p{params.world, params.world};
   for (Rank me = 0; me < params.world; ++me)
-    p.fold({out(me, me)}, params.everyone_seen(in(0, me), me));
+    p.fold({out(me, me)}, everyone(in(0, me), params.world));
   return p;
 }
 
@@ -41,7 +41,7 @@ Plan all_to_all(const AlgorithmParams& params) {
   for (int shift = 0; shift < params.world; ++shift)
     for (Rank me = 0; me < params.world; ++me) {
       const Rank from = (me + shift) % params.world;
-      if (params.sees(me) || params.sees(from)) p.copy(out(me, from), in(from, me));
+      p.copy(out(me, from), in(from, me));
     }
   return p;
 }

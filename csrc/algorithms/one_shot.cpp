@@ -10,7 +10,7 @@ Plan one_shot(const AlgorithmParams& params) {
   Plan p{params.world, 1};
   for (Rank me = 0; me < params.world; ++me) p.copy(tmp(me, 0), in(me, 0));
   for (Rank me = 0; me < params.world; ++me)
-    p.fold({out(me, 0)}, params.everyone_seen(tmp(0, 0), me));
+    p.fold({out(me, 0)}, everyone(tmp(0, 0), params.world));
   return p;
 }
 

@@ -108,19 +108,13 @@ void check_model(double bytes, const CostModel& m) {
           "bridge is in bytes per second, or 0 where there is none, not ", m.bridge);
   require(std::isfinite(m.host) && m.host >= 0, "host is in seconds, finite and not negative, not ",
           m.host);
-  require(std::isfinite(m.network) && m.network > 0,
-          "network is in bytes per second, finite and above zero, not ", m.network);
-  require(std::isfinite(m.latency) && m.latency >= 0,
-          "latency is in seconds, finite and not negative, not ", m.latency);
 }
 
-// "nvlink" models eight GPUs of the 2020s behind a switch; "pcie", two sockets with four GPUs each;
-// "ethernet", servers whose ranks are processes with a core each, on a network of 10 Gbit/s.
+// "nvlink" models eight GPUs of the 2020s behind a switch; "pcie", two sockets with four GPUs each.
 const std::vector<NamedCostModel>& models() {
   static const std::vector<NamedCostModel> all{
       {"nvlink", {.alpha = 1.5e-6, .port = 400e9, .memory = 3000e9, .bridge = 0}},
-      {"pcie", {.alpha = 3e-6, .port = 24e9, .memory = 800e9, .bridge = 20e9}},
-      {"ethernet", {.alpha = 0.5e-6, .port = 8e9, .memory = 60e9, .bridge = 0}}};
+      {"pcie", {.alpha = 3e-6, .port = 24e9, .memory = 800e9, .bridge = 20e9}}};
   return all;
 }
 

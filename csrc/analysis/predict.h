@@ -17,9 +17,6 @@ struct CostModel {
   double memory;  // bytes per second of a device's memory, reads and writes together
   double bridge;  // bytes per second between the two halves of the world, each way; 0: no bridge
   double host = 2.5e-6;  // seconds to issue a launch, a copy or an event; used for one process only
-  // Of several hosts: bytes per second from a host to the network, and as many from it, for all
-  // ranks of the host together (10 Gbit/s); seconds of a message's way besides its bytes.
-  double network = 1.25e9, latency = 50e-6;
 };
 
 // Throws ValueError for an invalid model or number of bytes.

@@ -9,7 +9,7 @@
 
 #include "../group/group_settings.h"
 #include "../group/numa_nodes.h"
-#include "../plan/hosts.h"
+#include "hosts.h"
 
 namespace pycollect::ipc {
 

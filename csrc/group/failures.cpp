@@ -30,18 +30,18 @@ int register_locks(robust_list_head* list) {
 }  // namespace
 
 std::string AbortState::name(const OpContext& context) const {
-  return text(context.operation, " #", context.call, " of group '", group_, "'");
+  return text(context.operation, " #", context.shown, " of group '", group_, "'");
 }
 
 void AbortState::set(const AbortCause& cause, const OpContext* found_in) {
-  uint64_t first = record_.first_run.load();
-  while ((first == 0 || cause.first_run + 1 < first) &&
-         !record_.first_run.compare_exchange_weak(first, cause.first_run + 1)) {
+  uint64_t first = record_.first_call.load();
+  while ((first == 0 || cause.first_call + 1 < first) &&
+         !record_.first_call.compare_exchange_weak(first, cause.first_call + 1)) {
   }
   uint32_t healthy = AbortRecord::healthy;
   if (!record_.state.compare_exchange_strong(healthy, AbortRecord::being_written)) return;
   if (found_in != nullptr) {
-    record_.call = found_in->call;
+    record_.call = found_in->shown;
     write(record_.operation, found_in->operation);
   }
   write(record_.cause, cause.text);
@@ -51,7 +51,7 @@ void AbortState::set(const AbortCause& cause, const OpContext* found_in) {
 void AbortState::rethrow(const OpContext& context) const {
   const AbortCause why = cause();
   const std::string found_in = read_text(record_.operation);
-  const bool here = found_in == context.operation && record_.call == context.call;
+  const bool here = found_in == context.operation && record_.call == context.shown;
   const std::string since =
       here || found_in.empty() ? "" : text("broken since ", found_in, " #", record_.call, ": ");
   throw_failure(why.kind, text(name(context), ": ", since, why.text));
@@ -70,7 +70,7 @@ AbortCause AbortState::cause() const {
       return {AbortRecord::lost, "a rank died while it published why it aborted the group"};
     sched_yield();
   }
-  return {state, read_text(record_.cause), record_.first_run.load() - 1};
+  return {state, read_text(record_.cause), record_.first_call.load() - 1};
 }
 
 void throw_failure(uint32_t kind, const std::string& why) {

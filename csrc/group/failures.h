@@ -18,7 +18,7 @@ namespace pycollect::ipc {
 struct AbortCause {
   uint32_t kind = AbortRecord::lost;  // or timed_out
   std::string text = {};
-  uint64_t first_run = 0;  // the calls before this run are spared
+  uint64_t first_call = 0;  // the calls before it are spared
 };
 
 // Throws Timeout or PeerLost. `kind`: as AbortCause::kind.
@@ -32,11 +32,11 @@ class AbortState {
   bool is_aborted() const {
     return record_.state.load(std::memory_order_acquire) != AbortRecord::healthy;
   }
-  // Whether the group's abort ends the call that begins with this run.
-  bool ends(uint64_t run) const {
-    return is_aborted() && run + 1 >= record_.first_run.load(std::memory_order_acquire);
+  // Whether the group's abort ends the call with this number.
+  bool ends(uint64_t call) const {
+    return is_aborted() && call + 1 >= record_.first_call.load(std::memory_order_acquire);
   }
-  // Aborts the group; if it is aborted already, keeps that cause, with the lower first run.
+  // Aborts the group; if it is aborted already, keeps that cause, with the lower first call.
   // `found_in` is the operation that detected the failure, or null.
   void set(const AbortCause& cause, const OpContext* found_in);
   // Throws the published cause as PeerLost or Timeout.

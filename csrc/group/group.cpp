@@ -29,7 +29,7 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
       world_(world),
       settings_(std::move(settings)),
       layout_({world, settings_.buffer_bytes, settings_.mailbox_bytes,
-               settings_.symmetric_heap_bytes, all_ranks()}) {
+               settings_.symmetric_heap_bytes}) {
   require(world >= 1 && (world <= kMaxRanks || !settings_.one_host), "a pycollect group has 1 to ",
           kMaxRanks, " ranks on one host, not ", world);
   require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
@@ -115,8 +115,7 @@ void Group::require_healthy(const OpContext& context) const {
 
 void Group::abort(const std::string& why) {
   if (fork_guard_.forked()) return;
-  abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why),
-         call_begin()});
+  abort({AbortRecord::lost, text("rank ", world_rank(rank_), " aborted the group: ", why), call()});
 }
 
 void Group::abort(const AbortCause& cause) {
@@ -126,7 +125,7 @@ void Group::abort(const AbortCause& cause) {
 
 void Group::leave_call() {
   if (fork_guard_.forked() || is_healthy()) return;
-  abort({.first_run = call_begin()});  // keeps the cause
+  abort({.first_call = call()});  // keeps the cause
 }
 
 void Group::abort_if_died() {
@@ -141,7 +140,7 @@ std::string Group::named(uint64_t mask, const char* singular, const char* plural
 }
 
 void Group::fail(uint32_t kind, const std::string& cause, const OpContext& context) {
-  abort_state_->set({kind, cause, call_begin()}, &context);
+  abort_state_->set({kind, cause, call()}, &context);
   wake_all();
   abort_state_->rethrow(context);
 }

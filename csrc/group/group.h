@@ -33,9 +33,6 @@ class Group {
   int all_ranks() const { return std::max<int>(world_, settings_.world_ranks.size()); }
   // With how many threads this rank should fold: its share of the cores of its NUMA nodes.
   int fold_threads() const { return fold_threads_; }
-  HostsAgreement& hosts_agreement(uint64_t call) const {
-    return reinterpret_cast<Control*>(base_)->hosts[call & 1];
-  }
   // The rank's number in the world, of which this group may be the part on one host.
   Rank world_rank(Rank r) const {
     return settings_.world_ranks.empty() ? r : settings_.world_ranks[r];
@@ -127,18 +124,21 @@ class Group {
     const uint64_t ended = own_state_->ended.load(std::memory_order_acquire);
     return (reached(ended, progress) ? ended : progress) >> kTaskBits;
   }
-  // Called when this rank begins a call: returns the call's first run. Throws as require_run.
-  uint64_t begin_call(const OpContext& context) {
-    end_call(run_number());
+  // Called when this rank begins a call. Throws as require_run.
+  void begin_call(const OpContext& context) {
+    end_call(context.shown, run_number());
     require_run(context);
-    return call_begin();
   }
-  // Called when this rank has finished a call, all runs before `next`.
-  void end_call(uint64_t next) { call_begin_.store(next, std::memory_order_relaxed); }
-  // First run of the call that this rank is in, or of its next one.
+  // Called when this rank has finished a call. Its next one has this number, and begins with `run`.
+  void end_call(uint64_t next, uint64_t run) {
+    call_.store(next, std::memory_order_relaxed);
+    call_begin_.store(run, std::memory_order_relaxed);
+  }
+  // The call that this rank is in, or its next one: its number and its first run.
+  uint64_t call() const { return call_.load(std::memory_order_relaxed); }
   uint64_t call_begin() const { return call_begin_.load(std::memory_order_relaxed); }
   // Whether this rank can finish its call: an abort spares the calls that all ranks can finish.
-  bool can_run() const { return is_healthy() || !abort_state_->ends(call_begin()); }
+  bool can_run() const { return is_healthy() || !abort_state_->ends(call()); }
   AbortCause abort_cause() const { return abort_state_->cause(); }  // of an aborted group
   // Throws the abort cause if the group is aborted, or CollectiveError in a forked child of a rank.
   void require_healthy(const OpContext& context) const;
@@ -184,7 +184,7 @@ class Group {
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
   RankState *rank_states_ = nullptr, *own_state_ = nullptr;
-  std::atomic<uint64_t> call_begin_{0};
+  std::atomic<uint64_t> call_{0}, call_begin_{0};
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter

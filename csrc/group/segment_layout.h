@@ -104,7 +104,7 @@ struct CallDescription {
   enum : uint8_t { in_place = 1, sparse = 2 };
 };
 
-// In the segment, two counts for each rank of the world follow the details, for irregular calls:
+// In the segment, two counts for each rank follow the details, for irregular calls:
 // the numbers of elements that this rank sends to each, then the numbers that it receives from
 // each.
 struct alignas(64) FingerprintDetails : CallDescription {
@@ -113,12 +113,12 @@ struct alignas(64) FingerprintDetails : CallDescription {
 
 // Abort state of the group. The first rank that detects a failure sets `being_written`, writes
 // the cause, and then sets `lost` or `timed_out`. Every rank that aborts the group lowers
-// `first_run` to the first run of the first call that it has not finished itself, + 1 (0: none has
+// `first_call` to the number of the first call that it has not finished itself, + 1 (0: none has
 // aborted it): all ranks finish the calls before, because nothing that these need is missing.
 struct AbortRecord {
   enum : uint32_t { healthy, being_written, lost, timed_out };
   std::atomic<uint32_t> state{healthy};
-  std::atomic<uint64_t> first_run{0};
+  std::atomic<uint64_t> first_call{0};
   uint64_t call = 0;
   std::array<char, 48> operation = {};  // operation that detected the failure; may be empty
   std::array<char, 512> cause = {};
@@ -138,23 +138,11 @@ struct alignas(64) LivenessLock {
   std::atomic<int32_t> pid{0};  // pid in the process's own pid namespace; 0: not arrived yet
 };
 
-// The result of the agreement between hosts on a call, which the first rank of this host publishes
-// to the others. There are two, used alternately like a rank's entries.
-struct HostsAgreement {
-  std::atomic<uint64_t> calls{0};  // number of the call, + 1
-  uint64_t piece = 0;              // see Pieces
-  uint32_t pieces = 0;
-  uint32_t as_many = 0;            // 1: all ranks make equally many requests, and none refuses
-  uint32_t packed = 0;             // 1: the data went along with the agreement
-  std::array<char, 480> why = {};  // the hosts' calls differ: in what; empty: they agree
-};
-
 // Control block of the group, at the beginning of the segment.
 struct alignas(128) Control {
   AbortRecord record;
   std::array<std::atomic<uint64_t>, kMaxRanks> nonces = {};
   std::array<LivenessLock, kMaxRanks> liveness = {};
-  std::array<HostsAgreement, 2> hosts = {};  // [call & 1]
 };
 
 struct SegmentSizes {
@@ -163,7 +151,6 @@ struct SegmentSizes {
   std::size_t mailbox_bytes;  // mailboxes of all ranks
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
-  int all_ranks = 0;  // ranks of a world of several hosts; 0: the group is the world
 };
 
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
@@ -191,9 +178,8 @@ struct SegmentLayout {
       : sizes(s),
         rank_states(up(sizeof(Control))),
         fingerprint_details_begin(rank_states + up(s.world * sizeof(RankState))),
-        fingerprint_details_bytes(
-            sizeof(FingerprintDetails) +
-            up_to_line(2 * std::max(s.world, s.all_ranks) * sizeof(uint64_t))),
+        fingerprint_details_bytes(sizeof(FingerprintDetails) +
+                                  up_to_line(2 * s.world * sizeof(uint64_t))),
         mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
         staging_buffers(mailboxes + up(s.mailbox_bytes)),
         buffer_stride(up_to_line(std::max(s.buffer_bytes, slots_bytes(s.buffer_bytes))) + kStagger),

@@ -20,9 +20,10 @@ namespace pycollect::ipc {
 // Operation context of a wait: its deadline, and the operation that error messages name.
 struct OpContext {
   const char* operation;  // "all_reduce"
-  uint64_t call;          // its sequence number
+  uint64_t call;          // its sequence number in the group
   Deadline deadline;
   Deadline begun = Deadline::max();  // when the operation began, if its waits may begin later
+  uint64_t shown = call;  // its number in messages: of the user's call, of which it may be a part
 };
 
 // A base of what GroupSettings::check_signals throws. It passes through all handlers of errors.

@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
+#include "../bootstrap/hosts.h"
 #include "../group/format_ranks.h"
 #include "../group/group.h"
-#include "../plan/hosts.h"
-#include "../rank_executor/wire.h"
+#include "wire.h"
 
 namespace pycollect::ipc {
 
@@ -19,12 +19,11 @@ namespace pycollect::ipc {
 inline constexpr std::chrono::milliseconds kCauseTime{500};
 
 struct HostsLink {
-  const Hosts* hosts;              // never freed
+  std::shared_ptr<const Hosts> hosts;
   std::vector<std::string> names;  // [host], for messages
   std::shared_ptr<Wire> wire;
   // Returns why ranks of another host have aborted the group, if they have told it.
   std::function<std::optional<AbortCause>()> find_cause;
-  bool keeps_order = true;  // see SelectionKey
 
   std::string describe(Rank rank) const {
     const int host = hosts->of(rank);

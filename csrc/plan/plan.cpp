@@ -37,7 +37,6 @@ class Checking {
         for (const Slice& s : *side) inside(s, step.dsts.front().count);
       for (const Slice& d : step.dsts) destination(d);
       for (const Slice& s : step.srcs) source(s);
-      accumulators(step);
     }
   }
 
@@ -75,19 +74,6 @@ class Checking {
         refuse("reads ", words(s), ", which overlaps one of its destinations without being it");
       ++position;
     });
-  }
-
-  // All destinations of a step have one type. A fold may read accumulators before other sources,
-  // whose sum with them it then continues.
-  void accumulators(const Step& step) const {
-    const auto is_partial = [](const Slice& s) { return s.buffer == Buffer::partial; };
-    const auto dsts = std::count_if(step.dsts.begin(), step.dsts.end(), is_partial);
-    if (dsts != 0 && dsts != static_cast<std::ptrdiff_t>(step.dsts.size()))
-      refuse("writes accumulators and other buffers; all destinations must be of one kind");
-    if (dsts == 0 && step.srcs.size() == 1 && is_partial(step.srcs[0]))
-      refuse("copies accumulators to another buffer, without a fold that rounds them");
-    if (!std::is_partitioned(step.srcs.begin(), step.srcs.end(), is_partial))
-      refuse("reads accumulators after other sources; they must come first");
   }
 
   template <class... Parts>

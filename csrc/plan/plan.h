@@ -10,12 +10,11 @@
 namespace pycollect {
 
 using Rank = int;
-// `partial` is scratch that holds accumulators: a fold that writes it does not round. `host` is
-// memory of the rank's host, which every rank reaches. Plans are written without it; `stage` adds
-// it where ranks do not reach each other.
-enum class Buffer : uint8_t { input, output, scratch, host, partial };
-inline constexpr int kBuffers = 5;
-inline constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host", "acc"};
+// `host` is memory of the rank's host, which every rank reaches. Plans are written without it;
+// `stage` adds it where ranks do not reach each other.
+enum class Buffer : uint8_t { input, output, scratch, host };
+inline constexpr int kBuffers = 4;
+inline constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host"};
 
 // Chunks [first, first + count) of one buffer of one rank. `PlanOffsets` binds the number of
 // elements of a chunk per call.
@@ -51,7 +50,6 @@ struct Plan {
 inline Slice in(Rank r, int chunk, int count = 1) { return {r, Buffer::input, chunk, count}; }
 inline Slice out(Rank r, int chunk, int count = 1) { return {r, Buffer::output, chunk, count}; }
 inline Slice tmp(Rank r, int chunk, int count = 1) { return {r, Buffer::scratch, chunk, count}; }
-inline Slice acc(Rank r, int chunk, int count = 1) { return {r, Buffer::partial, chunk, count}; }
 inline Slice host(Rank r, int chunk, int count = 1) { return {r, Buffer::host, chunk, count}; }
 
 // The same chunks on every rank, in rank order.

@@ -55,8 +55,7 @@ inline const Slices& reads(const Plan& p, const Task& t) {
 inline Slices writes(const Plan& p, const Task& t, Rank r) {
   if (t.step >= 0) return p.steps[t.step].dsts;
   Slices all{in(r, 0, p.chunks), out(r, 0, p.chunks)};
-  if (t.step == kAllBuffers)
-    all.insert(all.end(), {tmp(r, 0, p.chunks), host(r, 0, p.chunks), acc(r, 0, p.chunks)});
+  if (t.step == kAllBuffers) all.insert(all.end(), {tmp(r, 0, p.chunks), host(r, 0, p.chunks)});
   return all;
 }
 

@@ -84,25 +84,10 @@ Collective collective_of(std::string_view wanted) {
   throw std::invalid_argument(text("there is no collective '", wanted, "'; choose one of ", names));
 }
 
-Slices AlgorithmParams::everyone_seen(Slice s, Rank me) const {
-  if (sees(me)) return everyone(s, world);
-  Slices seen;
-  for (const Rank r : hosts->ranks(host)) seen.push_back({r, s.buffer, s.first, s.count});
-  const auto place = std::find_if(seen.begin(), seen.end(), [me](Slice o) { return o.rank > me; });
-  seen.insert(place, {me, s.buffer, s.first, s.count});
-  return seen;
-}
-
 Plan Algorithm::operator()(const AlgorithmParams& params) const {
   require(params.world >= 1, "a world has at least one rank, not ", params.world);
   require(params.root >= 0 && params.root < params.world, "root ", params.root,
           " is not a rank of a world of ", params.world);
-  require(params.hosts == nullptr || params.hosts->world() == params.world, "the hosts have ",
-          params.hosts == nullptr ? 0 : params.hosts->world(), " ranks, and the world has ",
-          params.world);
-  require(params.host == kAllHosts ||
-              (params.hosts != nullptr && params.host >= 0 && params.host < params.hosts->count()),
-          "there is no host ", params.host);
   require(params.pieces >= 1, "a pipeline has at least one piece, not ", params.pieces);
   if (params.world > 1) return make(params);
   Plan alone{1, 1};

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "dtype.h"
-#include "hosts.h"
 #include "plan.h"
 
 namespace pycollect {
@@ -43,18 +42,7 @@ constexpr const char* name(Order o) { return kOrderNames[static_cast<std::size_t
 struct AlgorithmParams {
   int world;
   Rank root = 0;
-  int pieces = 4;                // number of pieces, for algorithms with a pipeline
-  const Hosts* hosts = nullptr;  // null: all ranks are on one host
-  // The host whose view is wanted. The plan must have all steps that use its memory, and those that
-  // write what its ranks read, in the order of the world's plan. Other steps may be left out, and
-  // slices of other hosts of a step that its ranks do not run if a fold remains one. So the work
-  // for a host need not grow with the square of the ranks.
-  int host = kAllHosts;
-
-  bool sees(Rank r) const { return host == kAllHosts || hosts->of(r) == host; }
-  // Returns the slice on every rank, for a step on data of `me`; on `me` and on the host's ranks if
-  // `me` is on another host.
-  Slices everyone_seen(Slice s, Rank me) const;
+  int pieces = 4;  // number of pieces, for algorithms with a pipeline
 };
 
 struct Algorithm {

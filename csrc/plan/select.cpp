@@ -11,17 +11,8 @@ namespace {
 constexpr std::size_t kPieceBytes = 256 * 1024;
 constexpr std::size_t kMostPieces = 16;
 
-// Between hosts a piece of a rail is a message: it must be so large that the work for a message is
-// little beside the time that its bytes take. A pipeline over more hosts needs more of them.
-constexpr std::size_t kHostPieceBytes = 128 * 1024;
-constexpr int kMostPiecesPerHost = 8;
-
 int pieces_for(const SelectionKey& s) {
-  const bool one_host = s.hosts == nullptr;
-  const std::size_t bytes = one_host ? s.bytes : std::min(s.bytes, s.run_bytes);
-  const std::size_t least = one_host ? kPieceBytes : kHostPieceBytes * s.hosts->rails();
-  const int most = one_host ? kMostPieces : kMostPiecesPerHost * s.hosts->count();
-  return static_cast<int>(std::clamp<std::size_t>(bytes / least, 1, most));
+  return static_cast<int>(std::clamp<std::size_t>(s.bytes / kPieceBytes, 1, kMostPieces));
 }
 
 struct Default {
@@ -67,42 +58,7 @@ Default all_reduce_on(const SelectionKey& s) {
   return {"two_shot", "staged through the host, and a chain would round at every hop"};
 }
 
-// Whether the data of all ranks of a host fits into one message between hosts, which then goes
-// along with the agreement on the call. A call with sizes that only some ranks know has 0 bytes.
-bool fits_message(const SelectionKey& s) {
-  if (s.hosts == nullptr || s.bytes == 0) return false;
-  std::size_t most = 0;
-  for (int h = 0; h < s.hosts->count(); ++h) most = std::max(most, s.hosts->ranks(h).size());
-  return s.bytes * most <= kMessageBetweenHosts;
-}
-
-// Between two hosts, a chain has as few hops as an exchange of sums, and fewer waits within the
-// hosts: with 2 x 4 ranks on two cores, an all_reduce of 256 KiB took half of the time at 10
-// Gbit/s. The exchange, whose links are busy from the start, is 1.1 to 1.2 times as fast from 1 MiB
-// on.
-constexpr std::size_t kSumsOfTwoHostsBytes = 512 * 1024;
-
-// Whether hosts exchange their sums: if the order of addition is free.
-bool prefers_sums(const SelectionKey& s) {
-  if (s.keeps_order && !is_integer(s.dtype)) return false;
-  return s.hosts->count() > 2 || !s.hosts->in_rank_order() || s.bytes >= kSumsOfTwoHostsBytes;
-}
-
-Default reduction_between_hosts(const SelectionKey& s) {
-  if (!fits_message(s) && prefers_sums(s))
-    return {"host_direct", "hosts exchange their sums, as the order of addition is free"};
-  if (!fits_message(s) && s.hosts->in_rank_order())
-    return {"host_chain", "each host goes on with the sum of the hosts before it"};
-  if (s.collective != Collective::all_reduce) return {"direct", "one hop between hosts"};
-  if (fits_message(s)) return {"one_shot", "small: one message from host to host"};
-  return {"two_shot", "hosts exchange all data, because their ranks are not consecutive"};
-}
-
 Default default_of(const SelectionKey& s) {
-  const bool reduces = s.collective == Collective::all_reduce ||
-                       s.collective == Collective::reduce ||
-                       s.collective == Collective::reduce_scatter;
-  if (s.topology == Topology::hosts && reduces) return reduction_between_hosts(s);
   if (s.collective == Collective::all_reduce) return all_reduce_on(s);
   if (s.collective == Collective::barrier) return {"barrier", "the only barrier algorithm"};
   return {"direct", "one hop"};
@@ -115,8 +71,7 @@ Choice choose(const SelectionKey& s, std::string_view named, bool explain) {
   const Algorithm& algorithm = find(s.collective, named.empty() ? by_default.name : named);
   require(algorithm.in_place || !s.in_place, name(s.collective), ": algorithm '", algorithm.name,
           "' cannot run in place; give it an output of its own");
-  const bool first_sends = named.empty() && fits_message(s);
-  Choice choice{&algorithm, pieces_for(s), first_sends ? HostSenders::first : HostSenders::all, {}};
+  Choice choice{&algorithm, pieces_for(s), {}};
   if (!explain) return choice;
   const bool keeps_contract = algorithm.keeps_contract(s.dtype);
   choice.reason = named.empty() ? by_default.reason

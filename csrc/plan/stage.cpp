@@ -247,7 +247,7 @@ void check(const Plan& plan, const MemoryReach& reach, int pieces) {
 }  // namespace
 
 MemoryReach MemoryReach::processes(int world, bool input, bool output) {
-  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true, true}};
+  MemoryReach reach{std::vector<bool>(world), {}, {input, output, true, true}};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }

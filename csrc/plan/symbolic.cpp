@@ -29,13 +29,11 @@ void SymbolicRun::run(const Step& step, int i) {
   std::vector<TermId> srcs;
   srcs.reserve(step.srcs.size());
   for (const Slice& s : step.srcs) srcs.push_back(at(part(s)));
-  const bool rounds = std::any_of(step.dsts.begin(), step.dsts.end(),
-                                  [](const Slice& d) { return d.buffer != Buffer::partial; });
-  const TermId result = combine(std::move(srcs), rounds);
+  const TermId result = combine(std::move(srcs));
   for (const Slice& d : step.dsts) memory_[cell(part(d))] = result;
 }
 
-TermId SymbolicRun::combine(std::vector<TermId> srcs, bool rounds) {
+TermId SymbolicRun::combine(std::vector<TermId> srcs) {
   if (srcs.size() == 1) return srcs.front();
   Term sum;
   for (std::size_t i = 0; i < srcs.size(); ++i) {
@@ -45,7 +43,7 @@ TermId SymbolicRun::combine(std::vector<TermId> srcs, bool rounds) {
     sum.roundings = std::max(sum.roundings, src.roundings);
     sum.leaves = std::min(sum.leaves + src.leaves, plan_.world + 1);
   }
-  sum.roundings += rounds ? 1 : 0;
+  ++sum.roundings;
   sum.parts = std::move(srcs);
   terms_.push_back(std::move(sum));
   return static_cast<TermId>(terms_.size()) - 1;

@@ -49,7 +49,7 @@ class SymbolicRun {
  private:
   int cell(const Slice& s) const;
   void run(const Step& step, int i);
-  TermId combine(std::vector<TermId> srcs, bool rounds);
+  TermId combine(std::vector<TermId> srcs);
 
   const Plan& plan_;
   bool in_place_;

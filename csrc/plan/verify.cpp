@@ -69,11 +69,9 @@ std::string words(const Leaves& leaves) {
 
 class OrderCheck {
  public:
-  // `chunks`: of the caller's buffers. A plan over several hosts has more, for what it receives.
-  OrderCheck(Collective collective, const Plan& plan, int chunks, Rank root, bool in_place)
+  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place)
       : collective_(collective),
         plan_(plan),
-        chunks_(chunks),
         root_(root),
         in_place_(in_place),
         run_(plan, in_place, Buffer::input),
@@ -81,7 +79,7 @@ class OrderCheck {
 
   Verification run() {
     for (Rank r = 0; r < plan_.world && verification_.right(); ++r)
-      for (int c = 0; c < chunks_ && verification_.right(); ++c) {
+      for (int c = 0; c < plan_.chunks && verification_.right(); ++c) {
         output(out(r, c));
         if (!in_place_) input(in(r, c));
       }
@@ -95,7 +93,7 @@ class OrderCheck {
   };
 
   void output(const Slice& at) {
-    ExpectedChunk want = wanted(collective_, std::max(1, chunks_ / plan_.world), root_, at);
+    ExpectedChunk want = wanted(collective_, std::max(1, plan_.chunks / plan_.world), root_, at);
     const TermId got = run_.at(at);
     if (want.kind == ExpectedChunk::kept && !in_place_) {
       if (got != kUnwritten)
@@ -147,7 +145,6 @@ class OrderCheck {
 
   Collective collective_;
   const Plan& plan_;
-  int chunks_;
   Rank root_;
   bool in_place_;
   SymbolicRun run_;
@@ -170,10 +167,23 @@ Verification verify_barrier(const Plan& plan, bool in_place) {
   return {};
 }
 
-// Returns for each step whether it is a fold of as many leaves as there are ranks. Counts leaves
+}  // namespace
+
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+  check(plan, in_place);
+  require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
+          plan.world);
+  if (collective == Collective::barrier) return verify_barrier(plan, in_place);
+  if (has_blocks(collective) && plan.chunks % plan.world != 0)
+    return {text(name(collective), " has one block per rank, and ", plan.chunks,
+                 " chunks cannot be divided evenly among ", plan.world, " blocks")};
+  return OrderCheck(collective, plan, root, in_place).run();
+}
+
+// Finds the folds of as many leaves as there are ranks. Counts leaves
 // instead of naming them: in a plan that `verify` accepts no leaf is added twice, so a term with as
 // many leaves as ranks has one of each rank.
-std::vector<bool> complete_sums(const Plan& plan, bool in_place) {
+std::vector<bool> finishes(const Plan& plan, bool in_place) {
   CellMap<int> leaves(plan, kNone);
   const auto is_input = [&](int c) { return c / plan.chunks % kBuffers == 0; };
   const auto count = [&](int c) { return leaves[c] == kNone ? is_input(c) : leaves[c]; };
@@ -191,73 +201,6 @@ std::vector<bool> complete_sums(const Plan& plan, bool in_place) {
     result[n] = step.srcs.size() > 1 &&
                 std::all_of(sums.begin(), sums.end(), [&](int sum) { return sum == plan.world; });
   }
-  return result;
-}
-
-// Returns whether the step reads accumulators and writes other buffers.
-bool rounds_accumulators(const Step& step) {
-  return step.srcs.front().buffer == Buffer::partial && step.dsts.front().buffer != Buffer::partial;
-}
-
-// Accumulators may be rounded only when they are complete. So a plan that lacks the steps of other
-// hosts also shows which fold is the last one.
-std::string find_early_rounding(const Plan& plan, bool in_place) {
-  const std::vector<bool> complete = complete_sums(plan, in_place);
-  for (std::size_t n = 0; n < plan.steps.size(); ++n)
-    if (rounds_accumulators(plan.steps[n]) && !complete[n])
-      return text("step ", n, " rounds accumulators that are not the sum of all ranks");
-  return {};
-}
-
-Verification verify_chunks(Collective collective, const Plan& plan, int chunks, Rank root,
-                           bool in_place) {
-  check(plan, in_place);
-  require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
-          plan.world);
-  const std::string defect = find_early_rounding(plan, in_place);
-  if (!defect.empty()) return {defect};
-  if (collective == Collective::barrier) return verify_barrier(plan, in_place);
-  if (has_blocks(collective) && chunks % plan.world != 0)
-    return {text(name(collective), " has one block per rank, and ", chunks,
-                 " chunks cannot be divided evenly among ", plan.world, " blocks")};
-  return OrderCheck(collective, plan, chunks, root, in_place).run();
-}
-
-}  // namespace
-
-std::string find_fold_between_hosts(const Plan& plan, const Hosts& hosts) {
-  for (std::size_t i = 0; i < plan.steps.size(); ++i) {
-    const Step& step = plan.steps[i];
-    const int host = hosts.of(step.owner());
-    const auto away = [&](const Slice& s) { return hosts.of(s.rank) != host; };
-    const bool copies = step.srcs.size() == 1 && step.dsts.size() == 1;
-    if (std::any_of(step.dsts.begin(), step.dsts.end(), away) ||
-        (!copies && std::any_of(step.srcs.begin(), step.srcs.end(), away)))
-      return text("step ", i, " by rank ", step.owner(), " on host ", host,
-                  " uses memory of another host; between hosts a step may only copy, to the rank ",
-                  "that runs it");
-  }
-  return {};
-}
-
-Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
-  return verify_chunks(collective, plan, plan.chunks, root, in_place);
-}
-
-Verification verify(Collective collective, const HostView& view, const Hosts& hosts, Rank root,
-                    bool in_place) {
-  require(hosts.world() == view.plan.world, "the hosts have ", hosts.world(),
-          " ranks, and the plan has ", view.plan.world);
-  const std::string defect = find_fold_between_hosts(view.plan, hosts);
-  if (!defect.empty()) return {defect};
-  return verify_chunks(collective, view.plan, view.chunks, root, in_place);
-}
-
-std::vector<bool> finishes(const Plan& plan, bool in_place) {
-  const std::vector<bool> complete = complete_sums(plan, in_place);
-  std::vector<bool> result(plan.steps.size());
-  for (std::size_t n = 0; n < plan.steps.size(); ++n)
-    result[n] = complete[n] || rounds_accumulators(plan.steps[n]);
   return result;
 }
 

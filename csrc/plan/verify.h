@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "host_view.h"
 #include "registry.h"
 
 namespace pycollect {
@@ -17,15 +16,6 @@ struct Verification {
 
 // Checks that the plan does what the collective promises, and finds the order of its additions.
 Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place);
-
-// Describes the first step that does more between hosts than to copy to the rank that runs it;
-// returns an empty text if there is none.
-std::string find_fold_between_hosts(const Plan& plan, const Hosts& hosts);
-
-// Checks the view of a world of several hosts (see world_view), and also that every step stays on
-// one host, except for copies, which are all that passes between hosts.
-Verification verify(Collective collective, const HostView& view, const Hosts& hosts, Rank root,
-                    bool in_place);
 
 // Returns, per step, whether it is a fold whose result contains every rank's data, so that nothing
 // is added to it afterwards.

@@ -8,7 +8,7 @@ namespace pycollect::ipc {
 // The counts are stored behind the rank's FingerprintDetails.
 ElementCounts counts_of(const Group& group, Rank r, uint64_t call) {
   auto* sent = reinterpret_cast<uint64_t*>(&group.fingerprint_details(r, call) + 1);
-  return {sent, sent + group.all_ranks()};
+  return {sent, sent + group.world()};
 }
 
 namespace {

@@ -41,7 +41,7 @@ inline void enter(Group& group, const CallFingerprint& mine, uint64_t progress,
   const uint64_t call = mine.description.call;
   describe(group.fingerprint_details(group.rank(), call), mine);
   if (request != nullptr && request->irregular)
-    write_counts(counts_of(group, group.rank(), call), *request, group.all_ranks());
+    write_counts(counts_of(group, group.rank(), call), *request, group.world());
   CallEntry& entry = group.own_entry(call);
   entry.fingerprint = mine.fingerprint;
   if (mine.has(Fingerprint::zero_copy)) entry.registered = mine.registered;

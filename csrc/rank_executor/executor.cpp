@@ -9,14 +9,9 @@
 namespace pycollect::ipc {
 namespace {
 
-WorldMember member_of(const Group& group, const Hosts* hosts) {
-  return {group.world_rank(group.rank()), hosts != nullptr ? hosts->world() : group.world(), hosts};
-}
-
-PreparationSettings settings_of(const Group& group, const HostsExchange* hosts) {
+PreparationSettings settings_of(const Group& group) {
   const SegmentSizes& sizes = group.layout().sizes;
-  return {sizes.buffer_bytes, sizes.symmetric_heap_bytes > 0,
-          hosts == nullptr || hosts->keeps_order()};
+  return {sizes.buffer_bytes, sizes.symmetric_heap_bytes > 0};
 }
 
 // Fetches a cache line that this core is going to write. The compiler's own prefetch for writing is
@@ -46,21 +41,22 @@ void prefetch_shared(const Group& group, const CollectiveRequest& request, const
 
 }  // namespace
 
-RankExecutor::RankExecutor(Group& group, cpu::ParallelFor parallel_for,
-                           std::unique_ptr<HostsExchange> hosts)
+RankExecutor::RankExecutor(Group& group, cpu::ParallelFor parallel_for)
     : group_(group),
-      hosts_(std::move(hosts)),
-      cache_(member_of(group, hosts_ ? hosts_->hosts() : nullptr),
-             settings_of(group, hosts_.get())),
-      program_(group, std::move(parallel_for), hosts_.get()) {}
+      cache_({group.rank(), group.world()}, settings_of(group)),
+      program_(group, std::move(parallel_for)) {}
 
 // Without zero-copy, this rank copies the first piece into its staging buffer before the ranks have
 // agreed, so that one signal publishes both the fingerprint and the data.
 void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline deadline) {
-  const OpContext context{name(request.called()), call, deadline};
-  if (request.tensors == 0)
-    return agree_without_data(request, fingerprint_of(request, call), context);
-  const uint64_t first = group_.begin_call(context);
+  const uint64_t shown = request.part_of ? request.part_of->number : call;
+  const OpContext context{name(request.called()), call, deadline, Deadline::max(), shown};
+  if (request.tensors == 0) return agree(request, fingerprint_of(request, call), deadline);
+  if (request.part_of)
+    group_.require_run(context);
+  else
+    group_.begin_call(context);
+  const uint64_t first = group_.run_number();
   prefetch_shared(group_, request, context, first);
   const PreparedRequest& prepared = prepare(request, context);
   CallFingerprint mine = numbered(prepared.common, call);
@@ -70,7 +66,7 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
   const int tasks =  // the first task of every run is its entry
       copies ? abort_on_error(group_, context, [&] { return program_.fill(first); }) : 1;
   enter(group_, mine, at_run(first) + tasks, &request);
-  const Agreement agreed = agree(mine, first, context, &program_);
+  const Agreement agreed = await_agreement(mine, first, context, &program_);
   for (const auto& [ranks, regions] : unmapped_) group_.map_staging(ranks, regions);
   abort_on_error(group_, context, [&] {
     if (agreed.zero_copy) {
@@ -79,9 +75,9 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
     } else {
       program_.cut(agreed.pieces);
     }
-    program_.run(first, hosts_ ? hosts_->local_context() : context);
+    program_.run(first);
   });
-  group_.end_call(first + program_.pieces().count);
+  if (!request.part_of) group_.end_call(call + 1, first + program_.pieces().count);
 }
 
 // Every reason to refuse a request is found before the call is published, a lack of memory for the
@@ -91,7 +87,6 @@ inline const PreparedRequest& RankExecutor::prepare(const CollectiveRequest& req
   unmapped_.clear();  // those of the last call are mapped or, if it has failed, may not exist
   try {
     const PreparedRequest& prepared = cache_.find(request);
-    if (hosts_) hosts_->begin(context);
     if (!prepared.reserved) {
       if (prepared.in_tensors) reserve(prepared, *prepared.in_tensors);
       reserve(prepared, *prepared.in_buffers);
@@ -111,9 +106,8 @@ void RankExecutor::reserve(const PreparedRequest& prepared, const BoundProgram& 
   if (bound.stride == 0) return;
   const RankProgram& program = bound.program;
   const bool irregular = prepared.request.irregular && &bound == &*prepared.in_buffers;
-  const auto regions = static_cast<std::size_t>(program.regions),
-             partial = static_cast<std::size_t>(program.partial_regions);
-  const std::size_t widening = prepared.widening(), stride = bound.stride;
+  const auto regions = static_cast<std::size_t>(program.regions);
+  const std::size_t stride = bound.stride;
   const std::size_t elements = std::min(bound.pieces.elements, bound.largest);
   const std::size_t bytes = std::min(elements * prepared.item(), stride);
   const auto commit = [&](const Group::StagingRegions& wanted) {
@@ -123,11 +117,6 @@ void RankExecutor::reserve(const PreparedRequest& prepared, const BoundProgram& 
   const std::size_t in_slots = bound.slots * bound.slot_bytes;
   if (in_slots > 0) return commit({.count = 1, .stride = in_slots, .bytes = in_slots});
   commit({.count = regions, .stride = stride, .bytes = bytes});
-  if (partial == 0) return;
-  commit({.begin = regions * stride,
-          .count = partial,
-          .stride = widening * stride,
-          .bytes = widening * bytes});
 }
 
 // Returns the registered offsets of the exposed buffers if each is contiguous and registered.
@@ -174,21 +163,12 @@ void RankExecutor::check_exposed(const PreparedRequest& prepared, const OpContex
   }
 }
 
-// Awaits and compares the fingerprints of this host's ranks, then those of all hosts, with the data
-// that `data`, if given, can send along. Throws std::invalid_argument on all ranks alike if they
+// Awaits and compares the fingerprints. Throws std::invalid_argument on all ranks alike if they
 // differ.
-inline Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run,
-                                     const OpContext& context, ProgramRun* data) {
-  const auto of_host = [&] {
-    try {
-      return await_entries(group_, mine, run, data != nullptr ? data->staged() : nullptr, context);
-    } catch (const std::invalid_argument& error) {
-      if (hosts_) hosts_->reject(mine, context, error.what());
-      throw;
-    }
-  };
+inline Agreement RankExecutor::await_agreement(const CallFingerprint& mine, uint64_t run,
+                                               const OpContext& context, ProgramRun* data) {
   try {
-    return hosts_ ? hosts_->confirm(mine, of_host(), context, data) : of_host();
+    return await_entries(group_, mine, run, data != nullptr ? data->staged() : nullptr, context);
   } catch (const std::invalid_argument&) {
     if (data != nullptr) group_.advance(at_run(run + 1));
     throw;
@@ -196,13 +176,15 @@ inline Agreement RankExecutor::agree(const CallFingerprint& mine, uint64_t run,
 }
 
 // The ranks agree in a run of its own that moves no data.
-void RankExecutor::agree_without_data(const CollectiveRequest& request, const CallFingerprint& mine,
-                                      const OpContext& context) {
-  const uint64_t run = group_.begin_call(context);
+void RankExecutor::agree(const CollectiveRequest& request, const CallFingerprint& mine,
+                         Deadline deadline) {
+  const OpContext context{name(request.called()), mine.description.call, deadline};
+  group_.begin_call(context);
+  const uint64_t run = group_.run_number();
   await_turn(group_, run, context);
   enter(group_, mine, at_run(run + 1), &request);
-  agree(mine, run, context, nullptr);
-  group_.end_call(run + 1);
+  await_agreement(mine, run, context, nullptr);
+  group_.end_call(context.call + 1, run + 1);
 }
 
 void RankExecutor::check(const CollectiveRequest& request) {
@@ -211,25 +193,21 @@ void RankExecutor::check(const CollectiveRequest& request) {
 
 // One combined fingerprint shows whether all requests match. The ranks exchange a fingerprint of
 // each request only if they do not match, and of an irregular request to compare its counts.
-void RankExecutor::agree_on_all(const std::vector<const CollectiveRequest*>& requests,
-                                uint64_t& calls, Deadline deadline) {
+void CollectiveExecutor::agree_on_all(const std::vector<const CollectiveRequest*>& requests,
+                                      uint64_t& calls, Deadline deadline) {
   const CollectiveRequest& first = *requests.front();
   const auto parts = static_cast<uint32_t>(requests.size());
   const auto exchange_part = [&](uint32_t i) {
-    const OpContext context{name(requests[i]->called()), calls++, deadline};
-    CallFingerprint mine = fingerprint_of(*requests[i], context.call);
+    CallFingerprint mine = fingerprint_of(*requests[i], calls++);
     mine.description.part = i;
     mine.description.parts = parts;
-    agree_without_data(*requests[i], mine, context);
+    agree(*requests[i], mine, deadline);
   };
-  const OpContext context{name(first.called()), calls++, deadline};
-  const CallFingerprint all = fingerprint_of(requests, context.call);
+  const CallFingerprint all = fingerprint_of(requests, calls++);
   try {
-    agree_without_data(first, all, context);
+    agree(first, all, deadline);
   } catch (const std::invalid_argument&) {
-    const bool as_many =
-        hosts_ ? hosts_->all_publish_as_many(all) : all_publish_as_many(group_, all);
-    if (!as_many) throw;
+    if (!all_publish_as_many(all)) throw;
     for (uint32_t i = 0; i < parts; ++i) exchange_part(i);  // one of these throws
     throw;
   }
@@ -239,14 +217,11 @@ void RankExecutor::agree_on_all(const std::vector<const CollectiveRequest*>& req
 
 void RankExecutor::publish_refusal(Collective collective, const OpContext& context,
                                    std::string_view why) {
-  const uint64_t run = group_.call_begin();
+  const uint64_t run = group_.run_number();
   const CallFingerprint refusal = refusal_of(collective, context.call);
   await_turn(group_, run, context);
   describe_refusal(group_.fingerprint_details(group_.rank(), context.call), why);
   enter(group_, refusal, at_run(run + 1));
-  if (hosts_)
-    hosts_->reject(refusal, context,
-                   text("rank ", group_.world_rank(group_.rank()), " refused ", why));
 }
 
 void RankExecutor::refuse(Collective collective, uint64_t call, Deadline deadline,

@@ -124,8 +124,8 @@ void check_counts(Collective collective, int world, const PublishedCalls& publis
                   const WorldRank& world_rank) {
   for (Rank from = 0; from < world; ++from)
     for (Rank to = 0; to < world; ++to)
-      check_count(collective, world_rank(from), published(from).counts.sent[world_rank(to)],
-                  world_rank(to), published(to).counts.received[world_rank(from)]);
+      check_count(collective, world_rank(from), published(from).counts.sent[to], world_rank(to),
+                  published(to).counts.received[from]);
 }
 
 void write_counts(const ElementCounts& to, const CollectiveRequest& r, int world) {

@@ -44,15 +44,9 @@ std::size_t elements(const CallBuffer& buffer) {
   return all;
 }
 
-// Number of regions of a staging buffer, where a region of accumulators counts as `widening`.
-std::size_t regions_of(const RankProgram& program, std::size_t widening) {
-  return std::max<std::size_t>(program.regions + program.partial_regions * widening, 1);
-}
-
 // Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
-std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& program,
-                         std::size_t widening) {
-  const std::size_t n = regions_of(program, widening);
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& program) {
+  const std::size_t n = std::max(program.regions, 1);
   if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
   require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
           " bytes are too small for ", n, " chunks; set buffer_bytes to at least ", n * kLine);
@@ -179,26 +173,23 @@ struct ProgramBinder {
   const std::size_t buffer_bytes;
   const Rank me;
 
-  OperandPlace place(const RankProgram& program, std::size_t stride, const Operand& o) const {
+  OperandPlace place(std::size_t stride, const Operand& o) const {
     const auto item = static_cast<uint32_t>(prepared.item());
     const uint32_t base = OperandPlace::of_rank(o.rank, o.where);
     if (o.where == OperandBuffer::staging) return {base, item, o.index * stride};
-    if (o.where == OperandBuffer::partial)
-      return {base, static_cast<uint32_t>(prepared.accumulator_item()),
-              (program.regions + o.index * prepared.widening()) * stride};
     const bool output = o.where == OperandBuffer::output && !prepared.request.in_place;
     const uint32_t own = output ? OperandPlace::kOutput : OperandPlace::kInput;
     return {o.rank == me ? own : base, item, buffers.begin(o) * item};
   }
 
-  // If irregular, ranks do not know each other's sizes, and a piece fills the smallest region of
-  // all hosts; otherwise all pieces have about the same size.
+  // If irregular, ranks do not know each other's sizes, and a piece fills the smallest region;
+  // otherwise all pieces have about the same size.
   // `may_use_entry`: the entry has no registered offsets, which take the same place.
   BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular,
                     bool may_use_entry) const {
     buffers.divide(program.chunks);
     const std::size_t least = buffers.largest() * prepared.item();
-    std::size_t stride = region_bytes(buffer_bytes, program, prepared.widening());
+    std::size_t stride = region_bytes(buffer_bytes, program);
     BoundProgram bound{.program = program, .largest = buffers.largest()};
     bound.in_entry = may_use_entry && program.fills_at_entry && !irregular &&
                      program.regions * least <= CallEntry::kDataBytes;
@@ -209,8 +200,7 @@ struct ProgramBinder {
     if (uses_regions && !bound.in_entry) bound.stride = stride;
     for (const Instruction& instruction : program.instructions) {
       bound.counts.push_back(buffers.size(instruction));
-      for (const Operand& o : instruction.operands)
-        bound.places.push_back(place(program, stride, o));
+      for (const Operand& o : instruction.operands) bound.places.push_back(place(stride, o));
     }
     if (bound.stride > 0) cut(bound, irregular);
     return bound;
@@ -221,7 +211,7 @@ struct ProgramBinder {
   std::size_t divide_in_slots(BoundProgram& bound, std::size_t least, std::size_t stride) const {
     const std::size_t region = ceil_div(least, kLine) * kLine;
     if (region <= kUnwaitedBytes) return stride;
-    const std::size_t slot = region * regions_of(bound.program, prepared.widening());
+    const std::size_t slot = region * bound.program.regions;
     const std::size_t slots = SegmentLayout::slots_bytes(buffer_bytes) / slot;
     if (slots < 2) return stride;
     bound.slots = slots;
@@ -297,26 +287,26 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       r.options.non_temporal && !r.in_place && total(r.output) * item() >= kStreamedBytes;
   const ProgramBinder binder{buffers, *this, settings.buffer_bytes, me.rank};
   const auto program = [&](Topology topology) -> const RankProgram& {
-    const Choice choice = choose({r.collective, me.world, bytes, r.dtype, r.in_place, topology,
-                                  me.hosts, settings.buffer_bytes, settings.keeps_order},
-                                 r.algorithm);
-    return programs.find({choice.algorithm, choice.pieces, r.root, r.in_place,
-                          topology == Topology::shm_symmetric, choice.senders});
+    const Choice choice =
+        choose({r.collective, me.world, bytes, r.dtype, r.in_place, topology}, r.algorithm);
+    return programs.find(
+        {choice.algorithm, choice.pieces, r.root, r.in_place, topology == Topology::shm_symmetric});
   };
-  const bool several_hosts = me.hosts != nullptr;
-  const RankProgram& staged = program(several_hosts ? Topology::hosts : Topology::shm_buffers);
+  const RankProgram& staged = program(Topology::shm_buffers);
   require(!r.irregular || staged.sizes_known, name(r.collective), ": algorithm '", r.algorithm,
           "' needs blocks of equal size; choose another algorithm");
-  const bool zero_copy =
-      !several_hosts && settings.has_symmetric_heap && bytes >= kZeroCopyBytes * me.world;
-  in_buffers.emplace(binder.bind(staged, staged.stages() || (r.irregular && several_hosts),
-                                 r.irregular, !zero_copy));
+  const bool zero_copy = settings.has_symmetric_heap && bytes >= kZeroCopyBytes * me.world;
+  in_buffers.emplace(binder.bind(staged, staged.stages(), r.irregular, !zero_copy));
   common.fingerprint.pieces = in_buffers->pieces.count;
-  // Between hosts, transfers take most of a call's time.
-  chooses_stores = !several_hosts && in_buffers->largest * item() >= StoreChoice::kLeastBytes;
+  chooses_stores = in_buffers->largest * item() >= StoreChoice::kLeastBytes;
   if (!zero_copy) return;
   const RankProgram& direct = program(Topology::shm_symmetric);
   in_tensors.emplace(binder.bind(direct, direct.stages(), false, false));
+}
+
+void check_request(const CollectiveRequest& r, const WorldMember& me) {
+  const CallBuffers checked(r, me);
+  const cpu::RowRunner defined(r.dtype, r.op, r.options);
 }
 
 // Float8Specials are the same in all requests of a process.

@@ -22,12 +22,12 @@ struct OperandPlace {
   uint32_t base;  // number of the base, see the constants below
   uint32_t item;  // bytes of an element
   std::size_t offset;
-  // This rank's input and output, then of each rank of the host its staging buffer, its exposed
-  // input and its exposed output.
+  // This rank's input and output, then of each rank its staging buffer, its exposed input and its
+  // exposed output.
   static constexpr uint32_t kInput = 0, kOutput = 1, kOfRanks = 2, kBasesOfRank = 3;
   static uint32_t of_rank(Rank r, OperandBuffer where) {
     return kOfRanks + r * kBasesOfRank +
-           (is_staging(where)               ? 0
+           (where == OperandBuffer::staging ? 0
             : where == OperandBuffer::input ? 1
                                             : 2);
   }
@@ -37,8 +37,7 @@ struct OperandPlace {
 // A rank program bound to the sizes of a request.
 struct BoundProgram {
   const RankProgram& program;
-  // Bytes of a region of the staging buffers; the same on all ranks of a host. 0: unused. A region
-  // of accumulators is `PreparedRequest::widening` times as large.
+  // Bytes of a region of the staging buffers; the same on all ranks. 0: unused.
   std::size_t stride = 0;
   std::size_t largest = 0;                // elements of the largest chunk
   bool in_entry = false;                  // the staging buffers lie in the ranks' CallEntries
@@ -56,7 +55,6 @@ Pieces common_pieces(const BoundProgram& bound, Pieces of_all, std::size_t item,
 struct PreparationSettings {
   std::size_t buffer_bytes;  // as in SegmentSizes
   bool has_symmetric_heap;   // ranks may access tensors in place
-  bool keeps_order;          // see SelectionKey
 };
 
 // Decides whether a rank writes to staging buffers through its caches or with non-temporal stores.
@@ -113,8 +111,6 @@ class PreparedRequest {
   // the request is besides its root, sizes and data, in one word.
   bool serves(const CollectiveRequest& request, uint64_t properties) const;
   std::size_t item() const { return row.item(); }
-  std::size_t accumulator_item() const { return row.accumulator_item(); }
-  std::size_t widening() const { return accumulator_item() / item(); }
 
  private:
   const std::string algorithm_;
@@ -136,6 +132,10 @@ class PreparedRequest {
   const std::size_t input_elements_, output_elements_;
   const uint64_t properties_;
 };
+
+// Throws std::invalid_argument or TypeError for a request that rank `me` cannot run by any
+// algorithm.
+void check_request(const CollectiveRequest& request, const WorldMember& me);
 
 // The prepared requests of a group, each in a place that its properties determine.
 class RequestCache {

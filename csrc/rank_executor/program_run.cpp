@@ -7,7 +7,6 @@
 #include <cstring>
 #include <utility>
 
-#include "../hosts/hosts_exchange.h"
 #include "../plan/error.h"
 
 namespace pycollect::ipc {
@@ -43,7 +42,7 @@ void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest&
   }
   pieces_ = bound_->pieces;
   filled_ = 0;
-  skips_transfers_ = in_tensors_ = false;
+  in_tensors_ = false;
   staged_ = nullptr;
   is_trial_ = non_temporal_ = false;
   if (!prepared.chooses_stores) return;
@@ -103,19 +102,15 @@ int ProgramRun::fill(uint64_t run) {
 
 // The end of a call's last run need not be signalled unless a peer waits for the last instruction:
 // the next call's fingerprint signals it, too.
-void ProgramRun::run(uint64_t first, const OpContext& context) {
+void ProgramRun::run(uint64_t first) {
   const RankProgram& program = bound_->program;
-  const bool transfers = !program.transfers.empty() && !skips_transfers_;
-  context_ = &context;
   if (is_trial_) [[unlikely]]
     took_ -= Clock::now().time_since_epoch();
   for (uint32_t k = 0; k < pieces_.count; ++k) {
     if (k > 0 || filled_ == 0) begin_piece(first + k, k * pieces_.elements);
-    if (k > 0 && bound_->stride > 0) group_.await_peers(at_run(run_ - 1), context);
+    if (k > 0 && bound_->stride > 0) group_.await_peers(at_run(run_ - 1), *context_);
     if (k > 0 && program.entry_awaited) group_.advance(at_run(run_) + 1);
-    if (transfers) post_receives();
     run_piece(std::exchange(filled_, 0));
-    if (transfers) hosts_->await_sends();
     const uint64_t end = at_run(run_ + 1);
     if (k + 1 < pieces_.count || program.end_awaited)
       group_.advance(end);
@@ -141,7 +136,6 @@ inline void ProgramRun::run_piece(std::size_t skip) {
 inline void ProgramRun::perform(std::size_t i, const Instruction& instruction) {
   const std::size_t n = count_of(i);
   if (n == 0) return;
-  if (instruction.transfer) return perform_transfer(i);
   move(instruction, n);
   std::atomic_thread_fence(std::memory_order_acquire);  // after the reads of peers' memory
   group_.require_run(*context_);
@@ -223,9 +217,6 @@ inline void ProgramRun::fold(const Instruction& instruction, void* const* at,
   if (instruction.is_plain) [[likely]]
     row.run(instruction.finishes, to, from, count,
             staged == 0 ? prepared_->non_temporal : staged == dsts && non_temporal_);
-  else if (instruction.partial_dsts || instruction.partial_srcs > 0)
-    row.run_accumulators(instruction.finishes, to, instruction.partial_dsts, from,
-                         instruction.partial_srcs, count);
   else
     fold_and_copy(instruction, to, from, count);
 }
@@ -246,55 +237,6 @@ void ProgramRun::fold_and_copy(const Instruction& instruction, cpu::Pointers to,
     row.run(instruction.finishes, {part.data(), first}, {part.data() + to.n, from.n}, some, false);
     cpu::copy({part.data() + first, to.n - first}, part[0], some * item, non_temporal_);
   }
-}
-
-ProgramRun::TransferMemory ProgramRun::transferred(std::size_t i) const {
-  const Instruction& instruction = bound_->program.instructions[i];
-  const OperandPlace& moved = bound_->places[instruction.first_operand];
-  std::size_t n = count_of(i);
-  return {address(moved, 0, n), n * moved.item};
-}
-
-// Receives begin before the first instruction of a piece, so that no sender waits for this rank.
-void ProgramRun::post_receives() {
-  for (const int i : bound_->program.transfers) {
-    const Instruction& instruction = bound_->program.instructions[i];
-    if (!instruction.transfer->early || count_of(i) == 0) continue;
-    const TransferMemory to = transferred(i);
-    hosts_->receive(*instruction.transfer, to.at, to.bytes);
-  }
-}
-
-void ProgramRun::perform_transfer(std::size_t i) {
-  if (skips_transfers_) return;
-  const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
-  const TransferMemory moved = transferred(i);
-  if (transfer.direction == HostTransfer::Direction::send)
-    return hosts_->send(transfer, moved.at, moved.bytes);
-  if (!transfer.early) hosts_->receive(transfer, moved.at, moved.bytes);
-  hosts_->await_receive(transfer);
-}
-
-void ProgramRun::pack(Rank to, std::vector<std::byte>& data) const {
-  for (const int i : bound_->program.transfers) {
-    const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
-    if (transfer.direction != HostTransfer::Direction::send || transfer.peer != to) continue;
-    const TransferMemory from = transferred(i);
-    data.insert(data.end(), from.at, from.at + from.bytes);
-  }
-}
-
-void ProgramRun::unpack(Rank from, const std::byte* data, std::size_t bytes) const {
-  for (const int i : bound_->program.transfers) {
-    const HostTransfer& transfer = *bound_->program.instructions[i].transfer;
-    if (transfer.direction != HostTransfer::Direction::receive || transfer.peer != from) continue;
-    const TransferMemory to = transferred(i);
-    require(to.bytes <= bytes, "rank ", from, " sent a shorter message than its call needs");
-    std::memcpy(to.at, data, to.bytes);
-    data += to.bytes;
-    bytes -= to.bytes;
-  }
-  require(bytes == 0, "rank ", from, " sent a longer message than its call needs");
 }
 
 }  // namespace pycollect::ipc

@@ -10,15 +10,11 @@
 
 namespace pycollect::ipc {
 
-class HostsExchange;
-
 class ProgramRun {
  public:
-  // `hosts`: for transfers between hosts; null: all ranks are on one host.
-  ProgramRun(Group& group, cpu::ParallelFor parallel_for, HostsExchange* hosts)
+  ProgramRun(Group& group, cpu::ParallelFor parallel_for)
       : group_(group),
         parallel_for_(std::move(parallel_for)),
-        hosts_(hosts),
         bases_(OperandPlace::of_rank(group.world(), OperandBuffer::staging)) {}
 
   // Begins a call, and selects the program that stages all data. The request, `prepared` and the
@@ -36,20 +32,11 @@ class ProgramRun {
     if (irregular || of_all.count > pieces_.count)
       pieces_ = common_pieces(*bound_, of_all, prepared_->item(), irregular);
   }
-  // Runs all pieces; `context` is that of the waits.
-  void run(uint64_t first, const OpContext& context);
+  void run(uint64_t first);  // all pieces
 
-  // Returns true if all data for other hosts is ready when the prologue has run.
-  bool packs() const { return bound_->program.packs && pieces_.count == 1; }
   const Pieces& pieces() const { return pieces_; }
   // The current piece in rank 0's staging buffer; null: it is elsewhere.
   const std::byte* staged() const { return staged_; }
-  // The data that the rank program's only run sends to another host's rank, or receives from it, in
-  // the order of the transfers. `unpack` throws std::invalid_argument if the size differs. After
-  // `skip_transfers`, the run makes none.
-  void pack(Rank to, std::vector<std::byte>& data) const;
-  void unpack(Rank from, const std::byte* data, std::size_t bytes) const;
-  void skip_transfers() { skips_transfers_ = true; }
 
  private:
   void begin_piece(uint64_t run, std::size_t from);
@@ -72,17 +59,9 @@ class ProgramRun {
   void wait(const std::vector<Wait>& waits) {
     for (const Wait w : waits) group_.await(w.rank, at_run(run_) + w.count, *context_);
   }
-  struct TransferMemory {
-    std::byte* at;
-    std::size_t bytes;
-  };
-  TransferMemory transferred(std::size_t i) const;
-  void post_receives();
-  void perform_transfer(std::size_t i);
 
   Group& group_;
   const cpu::ParallelFor parallel_for_;
-  HostsExchange* const hosts_;
   // The members below belong to the current call.
   const PreparedRequest* prepared_ = nullptr;
   const BoundProgram* bound_ = nullptr;
@@ -96,7 +75,7 @@ class ProgramRun {
   std::vector<std::byte*> bases_;  // see OperandPlace; of the current piece
   std::size_t from_ = 0;           // element of each chunk at which the current piece begins
   std::size_t filled_ = 0;         // number of instructions of the first run that `fill` has run
-  bool skips_transfers_ = false, in_tensors_ = false;
+  bool in_tensors_ = false;
   const std::byte* staged_ = nullptr;
   bool non_temporal_ = false;  // the stores into staging buffers
   bool is_trial_ = false;      // see StoreChoice

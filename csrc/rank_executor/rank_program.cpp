@@ -1,41 +1,59 @@
 // See rank_program.h. Each chunk of scratch and of host memory that a task accesses gets a region
-// of a staging buffer, in the same order on all ranks of the host, so that ranks need not exchange
+// of a staging buffer, in the same order on all ranks, so that ranks need not exchange
 // offsets.
 #include "rank_program.h"
 
 #include <algorithm>
 #include <functional>
-#include <map>
-#include <tuple>
 #include <utility>
 
 #include "../group/segment_layout.h"
+#include "../plan/cell_map.h"
 #include "../plan/error.h"
 #include "../plan/passes.h"
+#include "../plan/verify.h"
 
 namespace pycollect::ipc {
 namespace {
 
-bool is_partial(const Slice& s) { return s.buffer == Buffer::partial; }
-bool is_staged(const Slice& s) {
-  return s.buffer == Buffer::scratch || s.buffer == Buffer::host || is_partial(s);
+bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+
+// Returns for each step the number of a chunk that has the size of what the
+// step moves. A value in host memory may have another chunk's index than the one it was copied
+// from.
+std::vector<int> chunks_of_steps(const Plan& plan, bool in_place) {
+  CellMap<int> held(plan, 0);  // of host memory: the chunk of the cell's value
+  std::vector<int> result;     // [step]
+  const auto cell = [&](const Slice& s) {
+    int at = 0;
+    each_cell(plan, in_place, s, [&](int c) { at = c; });
+    return at;
+  };
+  for (const Step& step : plan.steps) {
+    int chunk = -1;
+    for (const Slices* side : {&step.srcs, &step.dsts})
+      for (const Slice& s : *side)
+        if (s.buffer != Buffer::host) chunk = s.first;
+    if (chunk == -1) chunk = held[cell(step.srcs[0])];
+    for (const Slice& d : step.dsts)
+      if (d.buffer == Buffer::host) held[cell(d)] = chunk;
+    result.push_back(chunk);
+  }
+  return result;
 }
 
 class RankProgramBuilder {
  public:
-  // `me`: the rank, numbered in the view.
-  RankProgramBuilder(const HostView& view, bool in_place, Rank me)
-      : view_(view),
-        plan_(view.plan),
+  RankProgramBuilder(const Plan& plan, bool in_place, Rank me)
+      : plan_(plan),
         in_place_(in_place),
         me_(me),
+        chunk_of_(chunks_of_steps(plan, in_place)),
+        finishes_(finishes(plan, in_place)),
         program_(lower(plan_, in_place, LevelPolicy::any, kInOutBuffers)),
         region_(cells(plan_), kNone),
         waited_(program_[me].size() + 1) {
-    rank_program_.chunks = view.chunks;
-    rank_program_.regions = view.cells;
-    rank_program_.partial_regions = view.partial_cells;
-    rank_program_.packs = view.packs;
+    rank_program_.chunks = plan.chunks;
     assign_regions();
     for (const auto& tasks : program_)
       for (const Task& task : tasks)
@@ -48,7 +66,8 @@ class RankProgramBuilder {
     require(tasks.size() < std::size_t{1} << kTaskBits, "a rank has ", tasks.size(),
             " tasks; at most ", (1 << kTaskBits) - 1, " are supported");
     for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
-    size_transfers();
+    for (const Instruction& instruction : rank_program_.instructions)
+      rank_program_.sizes_known &= instruction.sized_by != OperandBuffer::staging;
     rank_program_.exit = tasks.back().waits;
     rank_program_.entry_awaited = waited_[1];
     rank_program_.prologue = prologue_of(me_);
@@ -61,7 +80,7 @@ class RankProgramBuilder {
   static constexpr int kNone = -1;
 
   void assign_regions() {
-    std::vector<int> used(plan_.world), used_partial(plan_.world);
+    std::vector<int> used(plan_.world);
     for (const Step& step : plan_.steps) {
       const bool mine = step.owner() == me_;
       for (const Slices* side : {&step.dsts, &step.srcs})
@@ -70,13 +89,14 @@ class RankProgramBuilder {
             const bool own = side == &step.dsts && step.owner() == s.rank;
             if (own) rank_program_.filled |= uint64_t{1} << s.rank;
             int& region = region_[cell(s)];
-            if (region == kNone) region = (is_partial(s) ? used_partial : used)[s.rank]++;
+            if (region == kNone) region = used[s.rank]++;
           } else if (s.rank == me_ && !mine) {
             (s.buffer == Buffer::input ? rank_program_.exposes_input
                                        : rank_program_.exposes_output) = true;
           }
         }
     }
+    rank_program_.regions = *std::ranges::max_element(used);
   }
 
   int cell(const Slice& s) const {
@@ -89,9 +109,8 @@ class RankProgramBuilder {
     const Step& step = plan_.steps[task.step];
     Instruction instruction{.dsts = static_cast<int>(step.dsts.size()),
                             .srcs = static_cast<int>(step.srcs.size()),
-                            .chunk = view_.chunk_of[task.step],
-                            .finishes = view_.finishes[task.step],
-                            .transfer = view_.transfers[task.step],
+                            .chunk = chunk_of_[task.step],
+                            .finishes = finishes_[task.step],
                             .finished_tasks = count,
                             .signals = waited_[count],
                             .waits = task.waits};
@@ -108,39 +127,14 @@ class RankProgramBuilder {
     }
     for (int i = instruction.dsts - instruction.in_staging; i < instruction.dsts; ++i)
       rank_program_.fills |= uint64_t{1} << instruction.operands[i].rank;
-    instruction.partial_dsts = !step.dsts.empty() && is_partial(step.dsts[0]);
-    instruction.partial_srcs =
-        static_cast<int>(std::count_if(step.srcs.begin(), step.srcs.end(), is_partial));
-    instruction.is_plain = !instruction.partial_dsts && instruction.partial_srcs == 0 &&
-                           (instruction.in_staging == 0 || instruction.srcs == 1 ||
-                            instruction.in_staging == instruction.dsts);
+    instruction.is_plain = instruction.in_staging == 0 || instruction.srcs == 1 ||
+                           instruction.in_staging == instruction.dsts;
     instruction.first_operand = operands_;
     operands_ += instruction.operands.size();
     require(instruction.operand_count() <= kMostOperands, "a step has ",
             instruction.operand_count(), " slices; at most ", kMostOperands,
             " are supported between processes");
     rank_program_.instructions.push_back(std::move(instruction));
-  }
-
-  // A transfer has the size of the tensor from which its data was copied, or to which it goes.
-  void size_transfers() {
-    auto& all = rank_program_.instructions;
-    std::map<std::tuple<OperandBuffer, Rank, int>, int>
-        sized;  // the first instruction that uses it
-    const auto key = [](const Operand& o) { return std::tuple(o.where, o.rank, o.index); };
-    for (int i = 0; i < static_cast<int>(all.size()); ++i) {
-      if (all[i].transfer) rank_program_.transfers.push_back(i);
-      if (is_staging(all[i].sized_by)) continue;
-      for (const Operand& o : all[i].operands) sized.emplace(key(o), i);
-    }
-    for (const int i : rank_program_.transfers) {
-      const auto found = sized.find(key(all[i].operands[0]));
-      if (found == sized.end()) continue;
-      all[i].chunk = all[found->second].chunk;
-      all[i].sized_by = all[found->second].sized_by;
-    }
-    for (const Instruction& instruction : all)
-      rank_program_.sizes_known &= !is_staging(instruction.sized_by);
   }
 
   // The prologue signals once, and the end of a run signals its last instruction, too.
@@ -155,10 +149,9 @@ class RankProgramBuilder {
   }
 
   Operand operand(const Slice& s) const {
-    if (is_partial(s)) return {OperandBuffer::partial, s.rank, region_[cell(s)]};
     if (is_staged(s)) return {OperandBuffer::staging, s.rank, region_[cell(s)]};
-    return {s.buffer == Buffer::input ? OperandBuffer::input : OperandBuffer::output,
-            view_.world_rank[s.rank], s.first};
+    return {s.buffer == Buffer::input ? OperandBuffer::input : OperandBuffer::output, s.rank,
+            s.first};
   }
 
   // Returns how many tasks of the rank, after the first, only fill its own staging buffer from its
@@ -167,9 +160,8 @@ class RankProgramBuilder {
     const auto own = [&](const Slice& s) { return s.rank == r; };
     const auto fills = [&](const Task& task) {
       const Step& step = plan_.steps[task.step];
-      return !view_.transfers[task.step] && task.waits.empty() &&
-             std::ranges::all_of(step.dsts, is_staged) && std::ranges::all_of(step.dsts, own) &&
-             std::ranges::all_of(step.srcs, own);
+      return task.waits.empty() && std::ranges::all_of(step.dsts, is_staged) &&
+             std::ranges::all_of(step.dsts, own) && std::ranges::all_of(step.srcs, own);
     };
     const auto& tasks = program_[r];
     std::size_t n = 0;
@@ -178,21 +170,19 @@ class RankProgramBuilder {
   }
 
   bool fills_at_entry() const {
-    if (rank_program_.partial_regions > 0) return false;
     for (Rank r = 0; r < plan_.world; ++r) {
       const auto& tasks = program_[r];
       for (std::size_t i = 1 + prologue_of(r); i + 1 < tasks.size(); ++i)
-        if (view_.transfers[tasks[i].step] ||
-            std::ranges::any_of(plan_.steps[tasks[i].step].dsts, is_staged))
-          return false;
+        if (std::ranges::any_of(plan_.steps[tasks[i].step].dsts, is_staged)) return false;
     }
     return true;
   }
 
-  const HostView& view_;
   const Plan& plan_;
   bool in_place_;
   Rank me_;
+  const std::vector<int> chunk_of_;   // [step]
+  const std::vector<bool> finishes_;  // [step]
   Program program_;
   std::vector<int> region_;   // [cell]
   std::size_t operands_ = 0;  // of the instructions so far
@@ -203,12 +193,9 @@ class RankProgramBuilder {
 }  // namespace
 
 RankProgram make_rank_program(const WorldMember& me, const RankProgramKey& key) {
-  const int host = me.hosts == nullptr ? kAllHosts : me.hosts->of(me.rank);
-  const Plan plan = (*key.algorithm)({me.world, key.root, key.pieces, me.hosts, host});
+  const Plan plan = (*key.algorithm)({me.world, key.root, key.pieces});
   const Plan staged = for_processes(plan, key.in_place, key.zero_copy, key.zero_copy);
-  const HostView view = host_view(staged, key.in_place, me.hosts, std::max(host, 0), key.senders);
-  const Rank rank = me.hosts == nullptr ? me.rank : me.hosts->index(me.rank);
-  return RankProgramBuilder(view, key.in_place, rank).run();
+  return RankProgramBuilder(staged, key.in_place, me.rank).run();
 }
 
 const RankProgram& RankPrograms::find(const RankProgramKey& key) {

@@ -4,10 +4,8 @@
 #include <compare>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <vector>
 
-#include "../plan/host_view.h"
 #include "../plan/program.h"
 #include "../plan/registry.h"
 
@@ -15,20 +13,16 @@ namespace pycollect::ipc {
 
 // Memory of an operand: an input or output buffer of a rank, or a rank's staging buffer. A staging
 // buffer is divided into regions of equal size, one for each chunk that the plan keeps in scratch
-// or host memory of that rank, and regions for as many accumulators (`partial`).
-enum class OperandBuffer : uint8_t { input, output, staging, partial };
-constexpr bool is_staging(OperandBuffer b) {
-  return b == OperandBuffer::staging || b == OperandBuffer::partial;
-}
+// or host memory of that rank.
+enum class OperandBuffer : uint8_t { input, output, staging };
 struct Operand {
   OperandBuffer where;
-  Rank rank;  // of a staging buffer: numbered among the ranks of this host
+  Rank rank;
   int index;  // number of the chunk in an input or output, or of the region in a staging buffer
 };
 
-// Maximum number of operands of one instruction, whose addresses are on the stack. A fold over all
-// ranks of a world of 512 hosts with 8 ranks each has the most.
-inline constexpr int kMostOperands = 4096 + 8;
+// Maximum number of operands of one instruction, whose addresses are on the stack.
+inline constexpr int kMostOperands = 256;
 
 struct Instruction {
   // Destinations in tensors, then destinations in staging buffers, then sources.
@@ -41,10 +35,7 @@ struct Instruction {
   // counts, which is the same on all ranks unless the request is irregular.
   int chunk = 0;
   OperandBuffer sized_by = OperandBuffer::staging;
-  bool finishes = false;      // the last fold of a reduction, where `avg` scales
-  int partial_srcs = 0;       // number of sources that are accumulators, the first ones
-  bool partial_dsts = false;  // the destinations are accumulators
-  std::optional<HostTransfer> transfer = {};  // its only operand is received or sent
+  bool finishes = false;  // the last fold of a reduction, where `avg` scales
   // Number of this rank's tasks in a run that are finished when this one is, the run's entry
   // included. The rank signals it as its progress if `signals`: a peer waits for this instruction,
   // or it is the last of the prologue.
@@ -66,22 +57,16 @@ struct RankProgram {
   // A peer waits until this rank has entered the run, or has finished it.
   bool entry_awaited = false, end_awaited = true;
   int chunks = 1;  // number of chunks of the plan
-  // Number of regions of every staging buffer of this host: as many as the rank with the most
-  // needs, so that all its ranks compute the same addresses.
+  // Number of regions of every staging buffer: as many as the rank with the most needs, so that all
+  // ranks compute the same addresses.
   int regions = 0;
-  int partial_regions = 0;
-  // Masks of ranks of this host: those to whose staging buffers this rank writes, and those who
+  // Masks of ranks: those to whose staging buffers this rank writes, and those who
   // write to their own.
   uint64_t fills = 0, filled = 0;
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
   bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
-  std::vector<int> transfers = {};  // indices of the instructions that are transfers
-  // The prologues of this host's ranks write everything that its first rank, and no other, sends to
-  // other hosts.
-  bool packs = false;
-
-  bool stages() const { return regions + partial_regions > 0; }  // uses staging buffers
+  bool stages() const { return regions > 0; }  // uses staging buffers
   // Tasks that are finished after the prologue. The first task of a run is its entry.
   int tasks_after_prologue() const {
     return prologue == 0 ? 1 : instructions[prologue - 1].finished_tasks;
@@ -92,7 +77,6 @@ struct RankProgram {
 struct WorldMember {
   Rank rank;
   int world;
-  const Hosts* hosts = nullptr;  // must outlive the process; null: all ranks are on one host
 };
 
 struct RankProgramKey {
@@ -101,7 +85,6 @@ struct RankProgramKey {
   Rank root = 0;
   bool in_place = false;
   bool zero_copy = false;  // every rank can access every rank's input and output
-  HostSenders senders = HostSenders::all;
   auto operator<=>(const RankProgramKey&) const = default;
 };
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -68,11 +69,19 @@ struct CollectiveRequest {
   // agree on the call.
   uint64_t tensors = 1;
   const SparseForm* sparse = nullptr;  // set in a request that is part of a sparse all_reduce
+  // The user's call, and its number, if this is a part of it.
+  struct UserCall {
+    Collective collective;
+    uint64_t number;
+  };
+  std::optional<UserCall> part_of = {};
 
   uint8_t dtype_number() const {
     return moved_dtype != 0 ? moved_dtype : static_cast<uint8_t>(dtype);
   }
-  Collective called() const { return sparse ? Collective::all_reduce : collective; }  // by the user
+  Collective called() const {  // by the user
+    return sparse ? Collective::all_reduce : part_of ? part_of->collective : collective;
+  }
 };
 
 // Blocks of a call buffer. A block-wise collective has one block per rank; a call buffer holds all

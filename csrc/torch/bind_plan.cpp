@@ -35,7 +35,7 @@ Buffer buffer_of(const std::string& name) {
   for (int b = 0; b < kBuffers; ++b)
     if (name == kBufferNames[b]) return static_cast<Buffer>(b);
   throw std::invalid_argument(
-      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp', 'host', 'acc'"));
+      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp', 'host'"));
 }
 
 Slice slice_of(const SliceTuple& t) {
@@ -151,7 +151,7 @@ auto predict_(const Lowered& p, double bytes, const std::array<double, 4>& model
 py::dict models_() {
   py::dict all;
   for (const auto& [name, m] : models())
-    all[name] = py::make_tuple(m.alpha, m.port, m.memory, m.bridge, m.network, m.latency);
+    all[name] = py::make_tuple(m.alpha, m.port, m.memory, m.bridge);
   return all;
 }
 
@@ -260,7 +260,6 @@ void bind_plan(py::module_& m) {
         py::arg("in_place"));
   m.def("predict", &predict_, py::arg("program"), py::arg("bytes"), py::arg("model"));
   m.def("models", &models_);
-  bind_world_view(m);
 }
 
 }  // namespace pycollect

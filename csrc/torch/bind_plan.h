@@ -11,7 +11,6 @@
 namespace pycollect {
 
 void bind_plan(pybind11::module_& m);
-void bind_world_view(pybind11::module_& m);
 
 // Throws TypeError for an object that is not a string, naming `call`, and ValueError for an unknown
 // name.

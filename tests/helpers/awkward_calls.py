@@ -75,11 +75,9 @@ AWKWARD: dict[str, Any] = NUMBERS | {
 }
 # Arguments that accept one number per rank; they are also tried with lists of awkward numbers.
 LISTS = {"split_sizes", "chunk_sizes", "sizes", "size", "devices", "spec", "tensors", "streams"}
-LISTS |= {"hosts"}
 # Arguments that take an int: True, 1.0 and "3" are refused, NumPy integers are accepted.
 INTS = {"dst", "src", "dim", "world", "root", "pieces", "nbytes", "batch_size", *LISTS}
 INTS -= {"devices", "spec", "tensors", "streams"}
-OPTIONAL_INTS = {"world", "pieces"}  # may be None
 NOT_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
 Case = tuple[str, Callable[..., object], Callable[[], dict[str, Any]]]
 
@@ -119,14 +117,12 @@ TUNE = {"collectives": ["broadcast"], "sizes": [64], "seconds": 1e-4}
 PLAN = {
     "collective": "broadcast",
     "world": 2,
-    "hosts": None,
     "algorithm": "chain",
     "nbytes": 64,
     "root": 0,
     "pieces": 2,
     "in_place": None,
 }
-OVER_HOSTS = {"world": None, "hosts": [1, 1], "algorithm": None, "pieces": None}
 EXAMPLES = torch.rand(6, 1, 2, 2), torch.arange(6) % 2
 TRAINING = {
     "devices": "cpu*2",
@@ -164,7 +160,7 @@ TRAINING = {
     "log": None,
     "plot": None,
 }
-MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9, "network": 1e9, "latency": 1e-6}
+MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
 NOT_CALLED = {"CollectiveError", "Deadlock", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
 NOT_CALLED |= {"autograd", "distributed"}
@@ -190,12 +186,12 @@ def bound() -> Iterator[Case]:
 
 
 def models(**figures: Any) -> object:
-    """Build a CostModel from the figures and use it: predict, timeline and plot plans with it."""
+    """Build a CostModel from the figures and use it: predict, timeline and plot a plan with it."""
     model = pc.CostModel(**figures)
-    for plan in (pc.plan("all_reduce", 2), pc.plan("all_reduce", hosts=(1, 1))):
-        plan.predict(model)
-        plan.timeline(model)
-        plan.plot(FOLDER / "plan.svg", model)
+    plan = pc.plan("all_reduce", 2)
+    plan.predict(model)
+    plan.timeline(model)
+    plan.plot(FOLDER / "plan.svg", model)
     return model
 
 
@@ -236,7 +232,6 @@ def cases() -> Iterator[Case]:
     yield "devices", pc.devices, lambda: {"spec": "cpu*2"}
     yield "algorithms", pc.algorithms, lambda: {"collective": "all_reduce"}
     yield "plan", planned, lambda: dict(PLAN)
-    yield "plan over hosts", planned, lambda: PLAN | OVER_HOSTS
     yield "CostModel", models, lambda: dict(MODEL)
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
     yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
@@ -303,7 +298,7 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
 def wrong(call: str, argument: str, what: str, result: str, in_list: bool) -> str:
     """Return a description of a wrong outcome, or "" if the outcome is right."""
     is_int = argument in INTS and not call.endswith("copy_")
-    optional = argument in OPTIONAL_INTS or call == "train.train"
+    optional = call == "train.train"
     is_int = is_int and not (what == "None" and optional)
     if is_int and what in NOT_INTS and not result and (in_list or argument not in LISTS):
         return "was accepted as an int"

@@ -11,8 +11,7 @@ inline py::object words(const std::string& line) {
 
 // The executor for devices on emulated devices, and schedules.
 void bind_emulated_run(py::module_& m);
-void bind_kernels(py::module_& m);     // the device's kernels on host memory, and host copies
-void bind_emulator(py::module_& m);    // the CUDA emulator
-void bind_host_views(py::module_& m);  // host views, and the transfers of rank programs
+void bind_kernels(py::module_& m);   // the device's kernels on host memory, and host copies
+void bind_emulator(py::module_& m);  // the CUDA emulator
 
 }  // namespace pycollect

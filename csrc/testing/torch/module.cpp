@@ -10,7 +10,6 @@ PYBIND11_MODULE(_testing, m) {
   bind_emulator(m);
   bind_emulated_run(m);
   bind_kernels(m);
-  bind_host_views(m);
 }
 
 }  // namespace pycollect

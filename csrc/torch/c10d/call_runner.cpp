@@ -61,20 +61,11 @@ std::vector<Rank> CallRunner::missing() const {
     return group_->rank_state(r).progress.load(std::memory_order_relaxed);
   };
   const uint64_t own = done_by(group_->rank());
-  const uint64_t entered = ipc::at_run(own >> ipc::kTaskBits) + 1;
+  const uint64_t entered = ipc::at_run(group_->call_begin()) + 1;
   std::vector<Rank> ranks;
   if (!ipc::reached(own, entered)) return ranks;  // no call is running
   for (Rank r = 0; r < group_->world(); ++r)
     if (!ipc::reached(done_by(r), entered)) ranks.push_back(r);
-  return group_->world_ranks(ranks);
-}
-
-std::vector<Rank> CallRunner::behind() const {
-  const uint64_t own = group_->rank_state(group_->rank()).progress.load(std::memory_order_relaxed);
-  std::vector<Rank> ranks;
-  for (Rank r = 0; r < group_->world(); ++r)
-    if (!ipc::reached(group_->rank_state(r).progress.load(std::memory_order_relaxed), own))
-      ranks.push_back(r);
   return group_->world_ranks(ranks);
 }
 

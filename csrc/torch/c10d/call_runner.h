@@ -22,7 +22,7 @@ void coalesce(const std::vector<CollectiveWorkPtr>& works);
 class CallRunner {
  public:
   // `executor` may refer to the group.
-  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::RankExecutor> executor)
+  CallRunner(std::shared_ptr<ipc::Group> group, std::unique_ptr<ipc::CollectiveExecutor> executor)
       : group_(std::move(group)), executor_(std::move(executor)) {}
 
   void run(GroupCall& call);
@@ -30,10 +30,10 @@ class CallRunner {
   void time_out(const std::string& why) {                     // thread-safe
     group_->abort({ipc::AbortRecord::timed_out,
                    text("rank ", group_->world_rank(group_->rank()), " timed out: ", why),
-                   group_->call_begin()});
+                   group_->call()});
   }
-  std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
-  std::vector<Rank> behind() const;   // ranks that have not come as far as this one; thread-safe
+  // Ranks of this host that have not begun the call that this one is in; thread-safe.
+  std::vector<Rank> missing() const;
 
  private:
   void run(GroupCall& call, ipc::Deadline deadline);
@@ -47,7 +47,7 @@ class CallRunner {
   void await_inputs(GroupCall& call, TensorStaging& staging, ipc::Deadline deadline);
 
   const std::shared_ptr<ipc::Group> group_;
-  const std::unique_ptr<ipc::RankExecutor> executor_;
+  const std::unique_ptr<ipc::CollectiveExecutor> executor_;
   uint64_t calls_ = 0;
 };
 

@@ -11,7 +11,7 @@
 namespace pycollect::dist {
 
 inline constexpr const char* kBackendName = "pycollect";
-inline constexpr const char *kOneHost = "one", *kFastHosts = "fast";
+inline constexpr const char* kOneHost = "one";
 
 struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
@@ -22,8 +22,7 @@ struct Options final : c10d::Backend::Options {
   std::optional<std::size_t> buffer_bytes = {};
   // Address space of each rank's symmetric heap; none: default.
   std::optional<std::size_t> symmetric_heap_bytes = {};
-  // How ranks on several hosts work together: "exact", with the bits of one host; "fast", adding
-  // the sums of the hosts; or "one": not.
+  // How ranks on several hosts work together: "exact", with the bits of one host, or "one": not.
   std::string hosts = "exact";
   bool is_default = false;   // the group is torch's default one, with which its store ends
   std::string version = {};  // of pycollect, and the commit of its build

@@ -7,7 +7,7 @@
 
 #include "../../bootstrap/rendezvous.h"
 #include "../../group/format_ranks.h"
-#include "../../hosts/hosts_exchange.h"
+#include "../../hosts/hosts_executor.h"
 #include "../../plan/error.h"
 #include "../../plan/select.h"
 #include "../log.h"
@@ -32,6 +32,10 @@ constexpr std::chrono::milliseconds kRankZeroTime{2000}, kStoreTime{200}, kRemot
 
 // A rank that waits for another host leaves its core to the threads that send and receive.
 constexpr std::chrono::microseconds kHostsYieldTime{50};
+
+// Default size of a staging buffer of ranks on several hosts: what a host exchanges at a time
+// passes in one piece, because ranks that take turns on a core wait long for each other.
+constexpr std::size_t kHostsBufferBytes = 16 << 20;
 
 ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
@@ -59,10 +63,10 @@ struct Members {
   std::shared_ptr<const CauseBoard> board = {};
   std::optional<ipc::HostsLink> link = {};
 
-  std::unique_ptr<ipc::RankExecutor> executor() const {
-    return std::make_unique<ipc::RankExecutor>(
-        *group, threads_of_rank(group->fold_threads()),
-        link ? std::make_unique<ipc::HostsExchange>(*group, *link) : nullptr);
+  std::unique_ptr<ipc::CollectiveExecutor> executor() const {
+    const cpu::ParallelFor threads = threads_of_rank(group->fold_threads());
+    if (link) return std::make_unique<ipc::HostsExecutor>(*group, threads, *link);
+    return std::make_unique<ipc::RankExecutor>(*group, threads);
   }
 };
 
@@ -102,7 +106,7 @@ void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
 // Makes a group of the ranks of each host, and the wire for what goes between.
 Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
                    const std::vector<ipc::PeerInfo>& ranks) {
-  const Hosts& hosts = interned(ipc::hosts_of(ranks));
+  const Hosts hosts = ipc::hosts_of(ranks);
   const int host = hosts.of(me.rank);
   const std::string group = text("pycollect/", ranks[0].nonce, "/");  // no other group's keys
   const RankAndWorld here{hosts.index(me.rank), static_cast<int>(hosts.ranks(host).size())};
@@ -125,9 +129,8 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
   const std::vector<std::string> names = ipc::names_of(hosts, ranks);
   if (me.rank == 0) log_hosts(hosts, names, ranks);
-  made.link.emplace(ipc::HostsLink{&hosts, names, made.wire,
-                                   [board = made.board] { return board->find(); },
-                                   options.hosts != kFastHosts});
+  made.link.emplace(ipc::HostsLink{std::make_shared<const Hosts>(hosts), names, made.wire,
+                                   [board = made.board] { return board->find(); }});
   return made;
 }
 

@@ -413,7 +413,7 @@ std::vector<Rank> ProcessQueue::missing() {
 
 std::vector<Rank> ProcessQueue::behind() {
   const Lock lock(mutex_);
-  return runner_ ? runner_->behind() : std::vector<Rank>();
+  return runner_ ? runner_->missing() : std::vector<Rank>();
 }
 
 }  // namespace pycollect::dist

@@ -43,7 +43,7 @@ std::optional<T> within_limit(const c10::intrusive_ptr<c10d::Store>& store, F ac
 void CauseBoard::publish(const ipc::AbortCause& cause) const {
   within_limit<bool>(store_, [cause](c10d::Store& store) -> std::optional<bool> {
     if (store.check({kKey})) return false;
-    const std::string text = pycollect::text(cause.kind, " ", cause.first_run, " ", cause.text);
+    const std::string text = pycollect::text(cause.kind, " ", cause.first_call, " ", cause.text);
     store.set(kKey, std::vector<uint8_t>(text.begin(), text.end()));
     return true;
   });
@@ -55,7 +55,7 @@ std::optional<ipc::AbortCause> CauseBoard::find() const {
     const std::vector<uint8_t> value = store.get(kKey);
     std::istringstream text(std::string(value.begin(), value.end()));
     ipc::AbortCause cause;
-    text >> cause.kind >> cause.first_run;
+    text >> cause.kind >> cause.first_call;
     std::getline(text.ignore(), cause.text, '\0');
     return std::optional(std::move(cause));
   });

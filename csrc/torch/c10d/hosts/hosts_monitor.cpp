@@ -16,17 +16,17 @@ constexpr std::chrono::milliseconds kInterval{200};
 // How long a rank waits until the host that watches it has its last message.
 constexpr std::chrono::milliseconds kFarewellTime{500};
 
-// The last message to the host that watches this one: the first run and the kind of an AbortCause,
+// The last message to the host that watches this one: the first call and the kind of an AbortCause,
 // or `healthy` in a farewell, and the text of the cause.
-constexpr std::size_t kRunBytes = sizeof(uint64_t), kHeaderBytes = kRunBytes + sizeof(uint32_t);
+constexpr std::size_t kCallBytes = sizeof(uint64_t), kHeaderBytes = kCallBytes + sizeof(uint32_t);
 constexpr std::size_t kMostText = 1000;
 using LastMessage = std::vector<std::byte>;
 
 std::shared_ptr<LastMessage> encode(const ipc::AbortCause& cause) {
   const std::size_t n = std::min(cause.text.size(), kMostText);
   auto made = std::make_shared<LastMessage>(kHeaderBytes + n);
-  std::memcpy(made->data(), &cause.first_run, sizeof cause.first_run);
-  std::memcpy(made->data() + kRunBytes, &cause.kind, sizeof cause.kind);
+  std::memcpy(made->data(), &cause.first_call, sizeof cause.first_call);
+  std::memcpy(made->data() + kCallBytes, &cause.kind, sizeof cause.kind);
   std::memcpy(made->data() + kHeaderBytes, cause.text.data(), n);
   return made;
 }
@@ -34,8 +34,8 @@ std::shared_ptr<LastMessage> encode(const ipc::AbortCause& cause) {
 // `message` is zeros behind the text.
 ipc::AbortCause decode(const LastMessage& message) {
   ipc::AbortCause cause;
-  std::memcpy(&cause.first_run, message.data(), sizeof cause.first_run);
-  std::memcpy(&cause.kind, message.data() + kRunBytes, sizeof cause.kind);
+  std::memcpy(&cause.first_call, message.data(), sizeof cause.first_call);
+  std::memcpy(&cause.kind, message.data() + kCallBytes, sizeof cause.kind);
   const auto* const text = reinterpret_cast<const char*>(message.data() + kHeaderBytes);
   cause.text.assign(text, strnlen(text, kMostText));
   return cause;

@@ -338,12 +338,12 @@ std::optional<Rank> ProcessGroupWire::oldest_send() const {
   return sends_.empty() ? std::nullopt : std::optional(sends_.front()->peer);
 }
 
-void ProcessGroupWire::await_sends(ipc::Deadline deadline) {
+void ProcessGroupWire::await_sends(ipc::Deadline deadline, std::size_t most_left) {
   for (;;) {
     PendingPtr oldest;
     {
       const std::lock_guard lock(mutex_);
-      if (sends_.empty()) return;
+      if (sends_.size() <= most_left) return;
       oldest = std::move(sends_.front());
       sends_.pop_front();  // a wait for a send that has failed would last until its deadline
     }

@@ -12,7 +12,7 @@
 #include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../../../rank_executor/wire.h"
+#include "../../../hosts/wire.h"
 
 namespace pycollect::dist {
 
@@ -33,7 +33,7 @@ class ProcessGroupWire final : public ipc::Wire {
   void receive(Rank from, int number, std::byte* at, std::size_t bytes, ipc::Deadline deadline,
                ipc::MemoryOwner owner = {}) override;
   void await_receive(Rank from, int number, ipc::Deadline deadline) override;
-  void await_sends(ipc::Deadline deadline) override;
+  void await_sends(ipc::Deadline deadline, std::size_t most_left = 0) override;
   std::optional<Rank> oldest_send() const override;
 
   // A transfer that is awaited by itself.

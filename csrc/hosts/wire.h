@@ -35,7 +35,8 @@ class Wire {
                        MemoryOwner owner = {}) = 0;
   // Waits for the oldest receive from the rank with this number.
   virtual void await_receive(Rank from, int number, Deadline deadline) = 0;
-  virtual void await_sends(Deadline deadline) = 0;      // until the memory may be changed
+  // Waits until the memory of all but the last `most_left` sends may be changed.
+  virtual void await_sends(Deadline deadline, std::size_t most_left = 0) = 0;
   virtual std::optional<Rank> oldest_send() const = 0;  // its peer; none: all have ended
 };
 

@@ -1,21 +1,15 @@
-// Which ranks are on which host: the outer level of a plan. Ranks of one host share memory; between
-// hosts a step may only copy.
+// Which ranks are on which host. Ranks of one host share memory.
 #pragma once
 #include <vector>
 
-#include "plan.h"
+#include "../plan/plan.h"
 
 namespace pycollect {
-
-inline constexpr int kAllHosts = -1;  // in place of a host
 
 class Hosts {
  public:
   // `host_of`: [rank], any number for each host. Hosts are numbered by their lowest ranks.
   explicit Hosts(const std::vector<int>& host_of);
-  // Returns hosts with this many ranks each, in rank order. Throws ValueError for a host without
-  // ranks.
-  static Hosts of_sizes(const std::vector<int>& ranks_per_host);
 
   int world() const { return static_cast<int>(host_of_.size()); }
   int count() const { return static_cast<int>(ranks_.size()); }
@@ -30,7 +24,6 @@ class Hosts {
   // Returns the ranks on other hosts in an order in which all ranks can meet them one after the
   // other: two ranks meet in the same round.
   std::vector<Rank> meeting_order(Rank me) const;
-  bool operator==(const Hosts&) const = default;
 
  private:
   std::vector<int> host_of_, index_;
@@ -38,12 +31,5 @@ class Hosts {
   int rails_ = 0;
   bool in_rank_order_ = true;
 };
-
-// Returns an equal value that is never freed, always the same one, so that its address can be a
-// key.
-const Hosts& interned(const Hosts& hosts);
-
-// Returns a single host with all ranks if `hosts` is null.
-Hosts hosts_or_one(const Hosts* hosts, int world);
 
 }  // namespace pycollect

@@ -1,0 +1,65 @@
+// Slices of call buffers, whose elements may lie in several tensors.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "../rank_executor/request.h"
+
+namespace pycollect::ipc {
+
+using Segments = std::vector<BufferSegment>;
+
+inline std::size_t elements(const Segments& segments) {
+  std::size_t all = 0;
+  for (const BufferSegment& s : segments) all += s.count;
+  return all;
+}
+
+inline void append(Segments& to, const Segments& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
+// Returns `count` elements of `item` bytes from element `begin` on.
+inline Segments slice(const CallBuffer& buffer, std::size_t begin, std::size_t count,
+                      std::size_t item) {
+  Segments found;
+  for (const BufferSegment& s : buffer.segments) {
+    if (count == 0) break;
+    if (begin >= s.count) {
+      begin -= s.count;
+      continue;
+    }
+    const std::size_t n = std::min(count, s.count - begin);
+    found.push_back({s.base + begin * item, n});
+    begin = 0;
+    count -= n;
+  }
+  return found;
+}
+
+// Returns where block `r` of a buffer with several blocks begins.
+inline std::size_t begin_of(const CallBuffer& buffer, Rank r) {
+  return std::reduce(buffer.blocks.begin(), buffer.blocks.begin() + r);
+}
+inline Segments block(const CallBuffer& buffer, Rank r, std::size_t item) {
+  return slice(buffer, begin_of(buffer, r), buffer.blocks[r], item);
+}
+inline Segments whole(const CallBuffer& buffer, std::size_t item) {
+  return slice(buffer, 0, total(buffer), item);
+}
+
+// Copies as many elements as `from` has.
+inline void copy(const Segments& to, const Segments& from, std::size_t item) {
+  auto into = to.begin();
+  std::size_t at = 0;
+  for (const BufferSegment& s : from)
+    for (std::size_t done = 0; done < s.count;) {
+      const std::size_t n = std::min(s.count - done, into->count - at);
+      std::memmove(into->base + at * item, s.base + done * item, n * item);
+      done += n;
+      at += n;
+      if (at == into->count) ++into, at = 0;
+    }
+}
+
+}  // namespace pycollect::ipc

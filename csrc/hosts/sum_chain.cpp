@@ -1,0 +1,242 @@
+// See sum_chain.h.
+#include "sum_chain.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycollect::ipc {
+namespace {
+
+// A piece is a message: it must be so large that the work for a message is little beside the time
+// that its bytes take. A chain of more hosts needs more of them.
+constexpr std::size_t kPieceBytes = 256 * 1024, kMostPieceBytes = 512 * 1024;
+constexpr std::size_t kPiecesPerHost = 8;
+// The ranks of a host exchange a group of pieces at a time: they wait for each other each time. Of
+// each group, a rank keeps the data of all ranks of its host.
+constexpr std::size_t kPiecesOfGroup = 8, kMostKept = 64;
+constexpr std::size_t kLine = 64;
+
+std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+}  // namespace
+
+SumChain::SumChain(HostsCall& call)
+    : call_(call),
+      executor_(call.executor_),
+      r_(call.r_),
+      hosts_(call.hosts_),
+      host_(call.host_),
+      last_(hosts_.count() - 1),
+      ranks_(static_cast<int>(hosts_.ranks(host_).size())),
+      returns_(r_.collective == Collective::all_reduce),
+      wide_(call.row_.accumulator_item()) {
+  cut();
+}
+
+// Cuts the data into the lanes' parts, these into groups, and each lane's share of a group into
+// pieces.
+void SumChain::cut() {
+  const int lanes = hosts_.rails();
+  const std::size_t align = kLine / call_.item_;
+  const auto in_lines = [&](std::size_t n, std::size_t into) {
+    return ceil_div(ceil_div(n, into), align) * align;
+  };
+  const std::size_t all = total(r_.input);
+  std::size_t begin = 0;
+  if (r_.collective == Collective::reduce_scatter)
+    for (Rank to = 0; to < hosts_.world(); begin += parts_.back().count, ++to)
+      parts_.push_back({begin, r_.input.blocks[to], hosts_.index(to) % lanes, to});
+  else
+    for (int lane = 0; lane < lanes; begin += parts_.back().count, ++lane)
+      parts_.push_back({begin, std::min(in_lines(all, lanes), all - begin), lane, r_.root});
+  std::size_t largest = 0, most = 0;
+  for (const Part& part : parts_) largest = std::max(largest, part.count);
+  if (largest == 0) return;
+  groups_ = 1;
+  of_part_ = largest;
+  for (int lane = 0; lane < lanes; ++lane) most = std::max(most, lane_count(0, lane));
+  const std::size_t bytes = most * call_.item_;
+  const std::size_t pieces =
+      std::max(std::clamp<std::size_t>(bytes / kPieceBytes, 1, kPiecesPerHost * hosts_.count()),
+               ceil_div(bytes, kMostPieceBytes));
+  std::size_t ranks = 1;
+  for (int h = 0; h <= last_; ++h) ranks = std::max(ranks, hosts_.ranks(h).size());
+  of_part_ = in_lines(
+      largest, ceil_div(pieces, std::clamp<std::size_t>(kMostKept / ranks, 1, kPiecesOfGroup)));
+  groups_ = ceil_div(largest, of_part_);
+  for (int lane = 0; lane < lanes; ++lane) of_lane_ = std::max(of_lane_, lane_count(0, lane));
+  of_piece_ = in_lines(of_lane_, ceil_div(pieces, groups_));
+  per_group_ = ceil_div(of_lane_, of_piece_);
+  pieces_ = groups_ * per_group_;
+}
+
+std::size_t SumChain::count_of(const Part& part, std::size_t group) const {
+  const std::size_t from = group * of_part_;
+  return from >= part.count ? 0 : std::min(of_part_, part.count - from);
+}
+
+std::size_t SumChain::lane_count(std::size_t group, int lane) const {
+  std::size_t n = 0;
+  for (const Part& part : parts_)
+    if (part.lane == lane) n += count_of(part, group);
+  return n;
+}
+
+std::size_t SumChain::piece_count(std::size_t piece) const {
+  const std::size_t n = lane_count(piece / per_group_, call_.index_);
+  const std::size_t from = piece % per_group_ * of_piece_;
+  return from >= n ? 0 : std::min(of_piece_, n - from);
+}
+
+Segments SumChain::of_lane(const CallBuffer& buffer, std::size_t group, int lane) const {
+  Segments data;
+  for (const Part& part : parts_)
+    if (part.lane == lane)
+      append(data,
+             slice(buffer, part.begin + group * of_part_, count_of(part, group), call_.item_));
+  return data;
+}
+
+// Where this rank wants a part of a reduce or reduce_scatter.
+Segments SumChain::wanted(const Part& part, std::size_t group) const {
+  const std::size_t skip = r_.collective == Collective::reduce ? part.begin : 0;
+  return slice(call_.out_, skip + group * of_part_, count_of(part, group), call_.item_);
+}
+
+// A host adds up kAhead more pieces, for every hop between, before it awaits the result of one.
+void SumChain::run() {
+  const std::size_t lag = returns_ ? kAhead * 2 * (last_ - host_) : 0;
+  slots_ = ceil_div(kPosted, per_group_) + 2;
+  results_sent_.resize(slots_ * per_group_);
+  data_.resize(ranks_);
+  const std::size_t carries = std::min(pieces_, kCarries) * of_piece_ * wide_,
+                    results = slots_ * of_lane_ * call_.item_;
+  memory_ = executor_.scratch(carries + results + ranks_ * of_lane_ * call_.item_);
+  carries_ = memory_.get();
+  results_ = carries_ + carries;
+  received_ = results_ + results;
+  for (std::size_t p = 0; p < kPosted; ++p) {
+    post_carry(p);
+    post_results(p);
+  }
+  for (std::size_t time = 0; time < pieces_ + lag; ++time) {
+    if (time < pieces_) add(time);
+    if (time >= lag) pass_on(time - lag);
+  }
+  call_.finish();
+}
+
+void SumChain::send(Rank to, const std::byte* at, std::size_t bytes, std::size_t& sent) {
+  executor_.send(to, at, bytes, memory_);
+  sent = ++sends_;
+}
+
+void SumChain::post_carry(std::size_t p) {
+  if (p >= pieces_ || host_ == 0 || piece_count(p) == 0) return;
+  await_sent(carry_sent(p));
+  executor_.receive(lane_on(host_ - 1), carry(p), piece_count(p) * wide_, memory_);
+}
+
+// Begins to receive what comes back of a piece: of an all_reduce, from the next host.
+void SumChain::post_results(std::size_t p) {
+  if (p >= pieces_ || host_ == last_) return;
+  const std::size_t group = p / per_group_;
+  if (!returns_ && p % per_group_ == 0)
+    for (const Part& part : parts_)
+      if (part.to == call_.me_) call_.post(call_.rank_on(last_, part.lane), wanted(part, group));
+  if (!returns_ || piece_count(p) == 0) return;
+  await_sent(results_sent(p));
+  executor_.receive(lane_on(host_ + 1), result(p), piece_count(p) * call_.item_, memory_);
+}
+
+// Gets the data of this host's ranks for this lane in a group. This rank's own stays where it is if
+// it is in one place.
+void SumChain::gather_data(std::size_t group) {
+  const std::size_t all = lane_count(group, call_.index_);
+  HostsCall::Blocks sent, received;
+  for (int i = 0; i < ranks_; ++i) {
+    const bool is_own = i == call_.index_;
+    data_[i] = received_ + i * all * call_.item_;
+    sent.add(is_own ? Segments{} : of_lane(r_.input, group, i));
+    received.add({{data_[i], is_own ? 0 : all}});
+  }
+  const Segments own = of_lane(r_.input, group, call_.index_);
+  if (own.size() == 1)
+    data_[call_.index_] = own[0].base;
+  else
+    copy({{data_[call_.index_], all}}, own, call_.item_);
+  call_.run_here(Collective::all_to_all, sent, received);
+}
+
+// Adds this host's data to a piece.
+void SumChain::add(std::size_t p) {
+  const std::size_t group = p / per_group_, item = call_.item_;
+  if (p % per_group_ == 0) gather_data(group);
+  if (const std::size_t n = piece_count(p); n > 0) {
+    const bool ends = host_ == last_;
+    if (host_ == 0) await_sent(carry_sent(p));
+    if (ends) await_sent(results_sent(p));
+    if (host_ > 0) executor_.await_receive(lane_on(host_ - 1));
+    std::vector<void*> from;
+    if (host_ > 0) from.push_back(carry(p));
+    for (std::byte* const all_of : data_)
+      from.push_back(all_of + p % per_group_ * of_piece_ * item);
+    void* const to = ends ? result(p) : carry(p);
+    call_.row_.run_accumulators(ends, {&to, 1}, !ends, {from.data(), static_cast<int>(from.size())},
+                                host_ > 0, n);
+    if (!ends) send(lane_on(host_ + 1), carry(p), n * wide_, carry_sent(p));
+    if (ends && returns_) send(lane_on(host_ - 1), result(p), n * item, results_sent(p));
+  }
+  post_carry(p + kPosted);
+}
+
+void SumChain::pass_on(std::size_t p) {
+  const std::size_t n = piece_count(p), group = p / per_group_;
+  if (returns_ && host_ < last_ && n > 0) {
+    executor_.await_receive(lane_on(host_ + 1));
+    if (host_ > 0) send(lane_on(host_ - 1), result(p), n * call_.item_, results_sent(p));
+  }
+  post_results(p + kPosted);
+  if ((p + 1) % per_group_ != 0) return;
+  if (returns_) return hand_out(group);
+  if (host_ == last_) return deliver(group);
+  if (group < kGroupsAhead) return;
+  const auto arrives = [&](const Part& part) {
+    return part.to == call_.me_ && count_of(part, group - kGroupsAhead) > 0;
+  };
+  call_.finish(call_.arrivals_.size() - std::ranges::count_if(parts_, arrives));
+}
+
+void SumChain::hand_out(std::size_t group) {
+  HostsCall::Blocks own, all;
+  own.add({{results(group), lane_count(group, call_.index_)}});
+  for (int i = 0; i < ranks_; ++i) all.add(of_lane(call_.out_, group, i));
+  call_.run_here(Collective::all_gather, own, all);
+}
+
+// The lanes of the last host send a group of a reduce or reduce_scatter to the ranks that want it.
+void SumChain::deliver(std::size_t group) {
+  std::byte* at = results(group);
+  std::size_t sent = 0;
+  HostsCall::Blocks in, out;
+  std::vector<Segments> for_here(ranks_), from_here(ranks_);
+  for (const Part& part : parts_) {
+    if (part.lane == call_.index_) {
+      const std::size_t n = count_of(part, group);
+      const Segments sum{{std::exchange(at, at + n * call_.item_), n}};
+      if (hosts_.of(part.to) == host_)
+        append(for_here[hosts_.index(part.to)], sum);
+      else if (n > 0)
+        send(part.to, sum[0].base, n * call_.item_, sent);
+    }
+    if (part.to == call_.me_) append(from_here[part.lane], wanted(part, group));
+  }
+  for (std::size_t i = 0; i < per_group_; ++i) results_sent(group * per_group_ + i) = sent;
+  for (int i = 0; i < ranks_; ++i) {
+    in.add(for_here[i]);
+    out.add(from_here[i]);
+  }
+  call_.run_here(Collective::all_to_all, in, out);
+}
+
+}  // namespace pycollect::ipc

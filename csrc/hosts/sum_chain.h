@@ -1,0 +1,84 @@
+// Sums over hosts, in rank order: a host adds its ranks' data to the sum of the hosts before it,
+// which it gets as accumulators, so the result is rounded once, as on one host. Every rank of a
+// host is a lane, which adds up a share of the data, in pieces. The results of an all_reduce go
+// back from host to host: 2 (H-1) hops for H hosts; S per link and direction.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "hosts_call.h"
+
+namespace pycollect::ipc {
+
+class SumChain {
+ public:
+  explicit SumChain(HostsCall& call);
+  void run();
+
+ private:
+  static constexpr std::size_t kAhead = 4, kPosted = 6;  // pieces
+  static constexpr std::size_t kCarries = 16;            // accumulators of so many pieces are kept
+  static constexpr std::size_t kGroupsAhead = 2;         // of which results may come meanwhile
+
+  // A part of the data that one lane adds up, for rank `to`, or for all.
+  struct Part {
+    std::size_t begin, count;
+    int lane;
+    Rank to;
+  };
+  void cut();
+  std::size_t count_of(const Part& part, std::size_t group) const;
+  std::size_t lane_count(std::size_t group, int lane) const;
+  std::size_t piece_count(std::size_t piece) const;  // of this rank's lane
+  // Returns the slices of a buffer that a lane adds up in a group.
+  Segments of_lane(const CallBuffer& buffer, std::size_t group, int lane) const;
+  Segments wanted(const Part& part, std::size_t group) const;
+
+  void post_carry(std::size_t piece);
+  void post_results(std::size_t piece);
+  void send(Rank to, const std::byte* at, std::size_t bytes, std::size_t& sent);
+  // Waits until the first `sent` sends have ended, so that their memory may be used again.
+  void await_sent(std::size_t sent) { executor_.await_sends(sends_ - sent); }
+  void gather_data(std::size_t group);
+  void add(std::size_t piece);
+  void pass_on(std::size_t piece);
+  void hand_out(std::size_t group);
+  void deliver(std::size_t group);
+
+  Rank lane_on(int host) const { return call_.rank_on(host, call_.index_); }
+  std::byte* carry(std::size_t piece) const {
+    return carries_ + piece % kCarries * of_piece_ * wide_;
+  }
+  std::size_t& carry_sent(std::size_t piece) { return carry_sent_[piece % kCarries]; }
+  std::size_t& results_sent(std::size_t piece) {
+    return results_sent_[piece % results_sent_.size()];
+  }
+  std::byte* results(std::size_t group) const {
+    return results_ + group % slots_ * of_lane_ * call_.item_;
+  }
+  std::byte* result(std::size_t piece) const {
+    return results(piece / per_group_) + piece % per_group_ * of_piece_ * call_.item_;
+  }
+
+  HostsCall& call_;
+  HostsExecutor& executor_;
+  const CollectiveRequest& r_;
+  const Hosts& hosts_;
+  const int host_, last_, ranks_;  // this host, the last one, and the ranks of this one
+  const bool returns_;             // the results go to all ranks
+  const std::size_t wide_;         // bytes of an accumulator
+  std::vector<Part> parts_ = {};
+  // Most elements of a part in a group, of a lane in a group, and of a lane in a piece.
+  std::size_t of_part_ = 0, of_lane_ = 0, of_piece_ = 0;
+  std::size_t groups_ = 0, per_group_ = 1, pieces_ = 0;
+  std::size_t slots_ = 1;                     // groups whose results are kept
+  std::shared_ptr<std::byte[]> memory_ = {};  // of what follows
+  std::size_t sends_ = 0;                     // of this rank so far
+  // [slot of a piece's carry, of its result]: sends until the last one from there.
+  std::array<std::size_t, kCarries> carry_sent_ = {};
+  std::vector<std::size_t> results_sent_ = {};
+  std::byte *carries_ = nullptr, *results_ = nullptr, *received_ = nullptr;
+  std::vector<std::byte*> data_ = {};  // [rank of this host]: its data for this lane in a group
+};
+
+}  // namespace pycollect::ipc
