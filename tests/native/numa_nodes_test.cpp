@@ -105,7 +105,7 @@ void ranks_commit_what_they_write() {
   settings.buffer_bytes = kBuffer;
   settings.mailbox_bytes = kWorld * (256 << 10);
   settings.mailbox_header_bytes = 2 * kPage;
-  const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0, 0});
+  const SegmentLayout layout({kWorld, settings.buffer_bytes, settings.mailbox_bytes, 0});
   const auto ends = run(kWorld, settings, commit_parts);
   for (Rank r = 0; r < kWorld; ++r) {
     std::string wanted = text("0 ", SegmentLayout::up(sizeof(Control)), " ");
