@@ -14,13 +14,6 @@ namespace {
 // it receives ahead.
 constexpr std::size_t kPieceBytes = 512 * 1024, kPiecesBytes = 4 << 20, kPosted = 6;
 
-std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
-
-FoldOptions of_world(FoldOptions options, int world) {
-  options.world = world;
-  return options;
-}
-
 }  // namespace
 
 HostsCall::HostsCall(HostsExecutor& executor, const CollectiveRequest& request)

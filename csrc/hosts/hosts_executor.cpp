@@ -26,11 +26,6 @@ Deadline with_grace(Deadline deadline, int times) {
   return std::min(deadline, Deadline::max() - grace) + grace;
 }
 
-FoldOptions of_world(FoldOptions options, int world) {
-  options.world = world;
-  return options;
-}
-
 }  // namespace
 
 // What one rank is going to do, for the ranks of all hosts.

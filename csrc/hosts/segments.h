@@ -7,6 +7,14 @@
 
 namespace pycollect::ipc {
 
+inline std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+// Returns the options of a fold of all ranks' values, of which a part may be added up elsewhere.
+inline FoldOptions of_world(FoldOptions options, int world) {
+  options.world = world;
+  return options;
+}
+
 using Segments = std::vector<BufferSegment>;
 
 inline std::size_t elements(const Segments& segments) {

@@ -16,8 +16,6 @@ constexpr std::size_t kPiecesPerHost = 8;
 constexpr std::size_t kPiecesOfGroup = 8, kMostKept = 64;
 constexpr std::size_t kLine = 64;
 
-std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
-
 }  // namespace
 
 SumChain::SumChain(HostsCall& call)

@@ -21,8 +21,8 @@ struct WireFailure : std::runtime_error {
 // All methods throw WireFailure.
 class Wire {
  public:
-  // Numbers of the data of collectives; others are for messages.
-  static constexpr int kFirstTransfer = 1, kLastTransfer = (1 << 30) - 1;
+  // Numbers below this one are for collectives, the others for messages.
+  static constexpr int kFirstOfMessages = 1 << 30;
 
   virtual ~Wire() = default;
   // Begin to send and to receive. The memory must stay valid until the transfer is awaited, or as

@@ -12,7 +12,7 @@ namespace pycollect::dist {
 namespace {
 
 // The wire's numbers for packets, for data that goes directly, and for hellos.
-constexpr int kPackets = ipc::Wire::kLastTransfer + 1, kDirectData = kPackets + 1,
+constexpr int kPackets = ipc::Wire::kFirstOfMessages, kDirectData = kPackets + 1,
               kHellos = kDirectData + 1;
 constexpr std::byte kHello{1};
 
