@@ -56,13 +56,12 @@ def options(
 
     Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
     buffers in shared memory, through which its data moves in pieces of at most `buffer_bytes` bytes
-    (default 512 KiB, or 16 MiB if the group's ranks are on several hosts; at least 4096). A buffer
-    may be larger than a piece, up to 1 MiB. Each rank also has a symmetric heap of
-    `symmetric_heap_bytes` bytes of address space for CPU tensors in shared memory (at least 0,
-    which means no heap). The heap's default for W ranks is the host's memory, rounded up to a power
-    of two, but at most 4 TiB / W, and at most 1/8 of the limit of `ulimit -v`, if there is one,
-    divided by W. File descriptors of the shared memory are sent through a Unix socket, so
-    containers must share a network namespace.
+    (default 512 KiB, at least 4096). A buffer may be larger than a piece, up to 1 MiB. Each rank
+    also has a symmetric heap of `symmetric_heap_bytes` bytes of address space for CPU tensors in
+    shared memory (at least 0, which means no heap). The heap's default for W ranks is the host's
+    memory, rounded up to a power of two, but at most 4 TiB / W, and at most 1/8 of the limit of
+    `ulimit -v`, if there is one, divided by W. File descriptors of the shared memory are sent
+    through a Unix socket, so containers must share a network namespace.
 
     CUDA tensors go through pinned host memory, in collectives and messages alike: `wait()` blocks
     the host until the ranks have exchanged their data, then the current stream. For a process per

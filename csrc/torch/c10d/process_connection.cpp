@@ -33,10 +33,6 @@ constexpr std::chrono::milliseconds kRankZeroTime{2000}, kStoreTime{200}, kRemot
 // A rank that waits for another host leaves its core to the threads that send and receive.
 constexpr std::chrono::microseconds kHostsYieldTime{50};
 
-// Default size of a staging buffer of ranks on several hosts: what a host exchanges at a time
-// passes in one piece, because ranks that take turns on a core wait long for each other.
-constexpr std::size_t kHostsBufferBytes = 16 << 20;
-
 ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
           .timeout = o.timeout,
@@ -114,7 +110,6 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   settings.world_ranks = hosts.ranks(host);
   for (Rank r = 0; r < me.world; ++r)
     if (hosts.of(r) != host) settings.world_ranks.push_back(r);
-  settings.buffer_bytes = options.buffer_bytes.value_or(kHostsBufferBytes);
   settings.yield_time = kHostsYieldTime;
   settings.one_host = true;
   Members made{make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store),
