@@ -104,9 +104,8 @@ struct CallDescription {
   enum : uint8_t { in_place = 1, sparse = 2 };
 };
 
-// In the segment, two counts for each rank follow the details, for irregular calls:
-// the numbers of elements that this rank sends to each, then the numbers that it receives from
-// each.
+// In the segment, two counts for each rank follow the details, for irregular calls: the numbers of
+// elements that this rank sends to each, then the numbers that it receives from each.
 struct alignas(64) FingerprintDetails : CallDescription {
   std::array<char, 216> refusal = {};  // why the rank refused, as text
 };

@@ -1,6 +1,5 @@
 // See rank_program.h. Each chunk of scratch and of host memory that a task accesses gets a region
-// of a staging buffer, in the same order on all ranks, so that ranks need not exchange
-// offsets.
+// of a staging buffer, in the same order on all ranks, so that ranks need not exchange offsets.
 #include "rank_program.h"
 
 #include <algorithm>
@@ -18,9 +17,8 @@ namespace {
 
 bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
 
-// Returns for each step the number of a chunk that has the size of what the
-// step moves. A value in host memory may have another chunk's index than the one it was copied
-// from.
+// Returns for each step the number of a chunk that has the size of what the step moves. A value in
+// host memory may have another chunk's index than the one it was copied from.
 std::vector<int> chunks_of_steps(const Plan& plan, bool in_place) {
   CellMap<int> held(plan, 0);  // of host memory: the chunk of the cell's value
   std::vector<int> result;     // [step]
