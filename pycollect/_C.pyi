@@ -206,9 +206,9 @@ def time_all_reduce(
 class Options(Backend.Options):
     """The options of a group; ``pycollect.distributed.options`` checks and describes them.
 
-    Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB, or
-    16 MiB if the ranks are on several hosts), symmetric_heap_bytes None (by the host's memory and
-    the number of ranks), hosts "exact". Values are first checked when a group or a call uses them.
+    Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB),
+    symmetric_heap_bytes None (by the host's memory and the number of ranks), hosts "exact". Values
+    are first checked when a group or a call uses them.
     """
 
     algorithm: str

@@ -27,7 +27,7 @@ FEW = (40, 5000)  # elements of most ranks' blocks, and of one rank's
 MANY = (60_000, 1_500_000)  # some MiB: more pieces than are under way at a time
 SIXTY_FOUR = "".join(chr(ord("0") + host) for host in range(64))
 QUICK = ("abcd", "abab", "abbbbbbbbb")
-PLACEMENTS = ("ab", "aaaab", "aaabbb", "abbcccc", "abcdefgh", "abbbbbbbbba")
+PLACEMENTS = ("ab", "aaaab", "aaaaaabbbbbb", "abbcccc", "abcdefgh", "abbbbbbbbba")
 
 Sizes = Sequence[int]
 Call = Callable[[RankContext, Sizes, torch.dtype], bool]

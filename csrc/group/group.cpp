@@ -29,7 +29,7 @@ Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
       world_(world),
       settings_(std::move(settings)),
       layout_({world, settings_.buffer_bytes, settings_.mailbox_bytes,
-               settings_.symmetric_heap_bytes}) {
+               settings_.symmetric_heap_bytes, settings_.exposed_bytes}) {
   require(world >= 1 && (world <= kMaxRanks || !settings_.one_host), "a pycollect group has 1 to ",
           kMaxRanks, " ranks on one host, not ", world);
   require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,

@@ -16,11 +16,12 @@ class Segment;
 struct GroupSettings {
   std::string name = "default";  // the group's name in messages
   std::chrono::milliseconds timeout{30 * 60 * 1000};
-  // Sizes of parts of the segment, as in SegmentSizes. Of the last three, 0 omits the part.
+  // Sizes of parts of the segment, as in SegmentSizes. Of the last four, 0 omits the part.
   std::size_t buffer_bytes = 512 << 10;
   std::size_t mailbox_bytes = 0;
   std::size_t mailbox_header_bytes = 0;  // committed with the group; the rest when it is used
   std::size_t symmetric_heap_bytes = 0;
+  std::size_t exposed_bytes = 0;
   // Other settings that must be equal on all ranks, as text: " name=value" each.
   std::string common_settings = {};
   // The ranks' numbers in a world of several hosts, then those of ranks on other hosts; empty: the

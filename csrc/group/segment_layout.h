@@ -150,6 +150,7 @@ struct SegmentSizes {
   std::size_t mailbox_bytes;  // mailboxes of all ranks
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
+  std::size_t exposed_bytes = 0;  // most that a rank exposes besides, committed in parts, too
 };
 
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
@@ -184,7 +185,9 @@ struct SegmentLayout {
         buffer_stride(up_to_line(std::max(s.buffer_bytes, slots_bytes(s.buffer_bytes))) + kStagger),
         heaps(staging_buffers + up(2 * s.world * buffer_stride)),
         heap_stride(up(s.symmetric_heap_bytes)),
-        total(heaps + s.world * heap_stride) {}
+        exposed_begin(heaps + s.world * heap_stride),
+        exposed_stride(up_to_line(s.exposed_bytes) + kStagger),
+        total(exposed_begin + up(s.world * exposed_stride)) {}
 
   constexpr std::size_t fingerprint_details(Rank r, uint64_t call) const {
     return fingerprint_details_begin + (2 * r + (call & 1)) * fingerprint_details_bytes;
@@ -194,11 +197,12 @@ struct SegmentLayout {
   }
   constexpr std::size_t staging_step() const { return 2 * buffer_stride; }  // from rank to rank
   constexpr std::size_t heap(Rank r) const { return heaps + r * heap_stride; }
+  constexpr std::size_t exposed(Rank r) const { return exposed_begin + r * exposed_stride; }
   static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
   SegmentSizes sizes;
   std::size_t rank_states, fingerprint_details_begin, fingerprint_details_bytes, mailboxes,
-      staging_buffers, buffer_stride, heaps, heap_stride, total;
+      staging_buffers, buffer_stride, heaps, heap_stride, exposed_begin, exposed_stride, total;
 };
 
 }  // namespace pycollect::ipc

@@ -2,6 +2,7 @@
 #include "hosts_executor.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "hosts_call.h"
@@ -109,6 +110,14 @@ std::shared_ptr<std::byte[]> HostsExecutor::scratch(std::size_t bytes) {
   if (bytes > scratch_bytes_) scratch_.reset(new std::byte[bytes]);  // not cleared
   scratch_bytes_ = std::max(scratch_bytes_, bytes);
   return scratch_;
+}
+
+void HostsExecutor::commit_exposed(std::size_t bytes) {
+  if (bytes <= exposed_bytes_) return;
+  bytes = std::min(std::bit_ceil(bytes), kExposedBytes);  // calls of growing size commit rarely
+  group_.segment()->commit(group_.layout().exposed(group_.rank()) + exposed_bytes_,
+                           bytes - exposed_bytes_);
+  exposed_bytes_ = bytes;
 }
 
 void HostsExecutor::run_here(CollectiveRequest request) {

@@ -13,6 +13,8 @@ namespace pycollect::ipc {
 
 class HostsExecutor final : public CollectiveExecutor {
  public:
+  static constexpr std::size_t kExposedBytes = 4 << 20;  // GroupSettings::exposed_bytes
+
   HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for, HostsLink link);
   ~HostsExecutor() override;  // waits a little until other hosts have the last fingerprints
 
@@ -37,6 +39,9 @@ class HostsExecutor final : public CollectiveExecutor {
   }
   void await_receive(Rank from) { await_receive(from, kData); }
   void await_sends(std::size_t most_left = 0);
+  // Returns what rank `index` of this host exposes, which has committed so many bytes.
+  std::byte* exposed(int index) const { return group_.exposed(index); }
+  void commit_exposed(std::size_t bytes);
   // Returns memory that the next call of this method may return again.
   std::shared_ptr<std::byte[]> scratch(std::size_t bytes);
 
@@ -93,7 +98,7 @@ class HostsExecutor final : public CollectiveExecutor {
   std::vector<Cards> cards_;       // [host]: of its ranks, then what they send along
   std::vector<std::byte> answer_;  // the verdict, then the data of all ranks
   std::shared_ptr<std::byte[]> scratch_ = {};
-  std::size_t scratch_bytes_ = 0;
+  std::size_t scratch_bytes_ = 0, exposed_bytes_ = 0;
 };
 
 }  // namespace pycollect::ipc

@@ -11,9 +11,12 @@ namespace {
 // that its bytes take. A chain of more hosts needs more of them.
 constexpr std::size_t kPieceBytes = 256 * 1024, kMostPieceBytes = 512 * 1024;
 constexpr std::size_t kPiecesPerHost = 8;
-// The ranks of a host exchange a group of pieces at a time: they wait for each other each time. Of
-// each group, a rank keeps the data of all ranks of its host.
-constexpr std::size_t kPiecesOfGroup = 8, kMostKept = 64;
+// The ranks of a host expose a group of pieces at a time, and wait for each other each time. A rank
+// writes to one half of its exposed memory while others may still read the other half.
+constexpr std::size_t kPiecesOfGroup = 2, kHalfBytes = HostsExecutor::kExposedBytes / 2;
+// Every part gives a group at least so much, unless there are many parts, so that small blocks need
+// few messages.
+constexpr std::size_t kLeastShareBytes = 16 * 1024;
 constexpr std::size_t kLine = 64;
 
 }  // namespace
@@ -35,10 +38,6 @@ SumChain::SumChain(HostsCall& call)
 // pieces.
 void SumChain::cut() {
   const int lanes = hosts_.rails();
-  const std::size_t align = kLine / call_.item_;
-  const auto in_lines = [&](std::size_t n, std::size_t into) {
-    return ceil_div(ceil_div(n, into), align) * align;
-  };
   const std::size_t all = total(r_.input);
   std::size_t begin = 0;
   if (r_.collective == Collective::reduce_scatter)
@@ -47,30 +46,46 @@ void SumChain::cut() {
   else
     for (int lane = 0; lane < lanes; begin += parts_.back().count, ++lane)
       parts_.push_back({begin, std::min(in_lines(all, lanes), all - begin), lane, r_.root});
-  std::size_t largest = 0, most = 0;
-  for (const Part& part : parts_) largest = std::max(largest, part.count);
-  if (largest == 0) return;
-  groups_ = 1;
-  of_part_ = largest;
-  for (int lane = 0; lane < lanes; ++lane) most = std::max(most, lane_count(0, lane));
-  const std::size_t bytes = most * call_.item_;
+  require(parts_.size() <= kHalfBytes / 2 / kLine, name(r_.collective), " over several hosts has ",
+          "at most ", kHalfBytes / 2 / kLine, " ranks, not ", parts_.size());
+  place_lanes(1);
+  if (half_ == 0) return;
+  const std::size_t bytes = of_lane_ * call_.item_;
   const std::size_t pieces =
       std::max(std::clamp<std::size_t>(bytes / kPieceBytes, 1, kPiecesPerHost * hosts_.count()),
                ceil_div(bytes, kMostPieceBytes));
-  std::size_t ranks = 1;
-  for (int h = 0; h <= last_; ++h) ranks = std::max(ranks, hosts_.ranks(h).size());
-  of_part_ = in_lines(
-      largest, ceil_div(pieces, std::clamp<std::size_t>(kMostKept / ranks, 1, kPiecesOfGroup)));
-  groups_ = ceil_div(largest, of_part_);
-  for (int lane = 0; lane < lanes; ++lane) of_lane_ = std::max(of_lane_, lane_count(0, lane));
+  std::size_t groups = ceil_div(pieces, kPiecesOfGroup);
+  for (place_lanes(groups); half_ > kHalfBytes; place_lanes(groups)) groups += groups / 4 + 1;
+  for (const Part& part : parts_) groups_ = std::max(groups_, ceil_div(part.count, part.share));
   of_piece_ = in_lines(of_lane_, ceil_div(pieces, groups_));
   per_group_ = ceil_div(of_lane_, of_piece_);
   pieces_ = groups_ * per_group_;
 }
 
+std::size_t SumChain::in_lines(std::size_t count, std::size_t into) const {
+  const std::size_t of_line = kLine / call_.item_;
+  return ceil_div(ceil_div(count, into), of_line) * of_line;
+}
+
+// Cuts the parts for so many groups or fewer, and divides a half among the lanes. No group is
+// larger than the first.
+void SumChain::place_lanes(std::size_t groups) {
+  const std::size_t least = std::min(kHalfBytes / 2 / parts_.size(), kLeastShareBytes);
+  for (Part& part : parts_)
+    part.share = std::max(in_lines(part.count, groups), in_lines(least / call_.item_, 1));
+  of_lane_ = half_ = 0;
+  lane_begins_.clear();
+  for (int lane = 0; lane < hosts_.rails(); ++lane) {
+    const std::size_t n = lane_count(0, lane);
+    of_lane_ = std::max(of_lane_, n);
+    lane_begins_.push_back(half_);
+    half_ += in_lines(n, 1) * call_.item_;
+  }
+}
+
 std::size_t SumChain::count_of(const Part& part, std::size_t group) const {
-  const std::size_t from = group * of_part_;
-  return from >= part.count ? 0 : std::min(of_part_, part.count - from);
+  const std::size_t from = group * part.share;
+  return from >= part.count ? 0 : std::min(part.share, part.count - from);
 }
 
 std::size_t SumChain::lane_count(std::size_t group, int lane) const {
@@ -91,14 +106,14 @@ Segments SumChain::of_lane(const CallBuffer& buffer, std::size_t group, int lane
   for (const Part& part : parts_)
     if (part.lane == lane)
       append(data,
-             slice(buffer, part.begin + group * of_part_, count_of(part, group), call_.item_));
+             slice(buffer, part.begin + group * part.share, count_of(part, group), call_.item_));
   return data;
 }
 
 // Where this rank wants a part of a reduce or reduce_scatter.
 Segments SumChain::wanted(const Part& part, std::size_t group) const {
   const std::size_t skip = r_.collective == Collective::reduce ? part.begin : 0;
-  return slice(call_.out_, skip + group * of_part_, count_of(part, group), call_.item_);
+  return slice(call_.out_, skip + group * part.share, count_of(part, group), call_.item_);
 }
 
 // A host adds up kAhead more pieces, for every hop between, before it awaits the result of one.
@@ -109,10 +124,9 @@ void SumChain::run() {
   data_.resize(ranks_);
   const std::size_t carries = std::min(pieces_, kCarries) * of_piece_ * wide_,
                     results = slots_ * of_lane_ * call_.item_;
-  memory_ = executor_.scratch(carries + results + ranks_ * of_lane_ * call_.item_);
+  memory_ = executor_.scratch(carries + results);
   carries_ = memory_.get();
   results_ = carries_ + carries;
-  received_ = results_ + results;
   for (std::size_t p = 0; p < kPosted; ++p) {
     post_carry(p);
     post_results(p);
@@ -147,29 +161,33 @@ void SumChain::post_results(std::size_t p) {
   executor_.receive(lane_on(host_ + 1), result(p), piece_count(p) * call_.item_, memory_);
 }
 
-// Gets the data of this host's ranks for this lane in a group. This rank's own stays where it is if
-// it is in one place.
-void SumChain::gather_data(std::size_t group) {
-  const std::size_t all = lane_count(group, call_.index_);
-  HostsCall::Blocks sent, received;
-  for (int i = 0; i < ranks_; ++i) {
-    const bool is_own = i == call_.index_;
-    data_[i] = received_ + i * all * call_.item_;
-    sent.add(is_own ? Segments{} : of_lane(r_.input, group, i));
-    received.add({{data_[i], is_own ? 0 : all}});
+// Exposes this rank's data of a group, and finds that of this host's ranks for this lane. This
+// rank's own stays where it is if it is in one place. A rank that waits here for the next group has
+// added up this one, so its half serves the next but one.
+void SumChain::expose_data(std::size_t group) {
+  const std::size_t half = group % 2 * half_, own = call_.index_;
+  std::byte* const to = executor_.exposed(call_.index_) + half;
+  Segments in_place;
+  for (std::size_t lane = 0; lane < lane_begins_.size(); ++lane) {
+    const Segments data = of_lane(r_.input, group, static_cast<int>(lane));
+    if (data.empty()) continue;
+    if (lane == own && data.size() == 1) {
+      in_place = data;
+      continue;
+    }
+    executor_.commit_exposed(2 * half_);
+    copy({{to + lane_begins_[lane], elements(data)}}, data, call_.item_);
   }
-  const Segments own = of_lane(r_.input, group, call_.index_);
-  if (own.size() == 1)
-    data_[call_.index_] = own[0].base;
-  else
-    copy({{data_[call_.index_], all}}, own, call_.item_);
-  call_.run_here(Collective::all_to_all, sent, received);
+  executor_.run_here({.collective = Collective::barrier, .tensors = 0});
+  if (own >= lane_begins_.size()) return;  // no lane
+  for (int i = 0; i < ranks_; ++i) data_[i] = executor_.exposed(i) + half + lane_begins_[own];
+  if (!in_place.empty()) data_[own] = in_place[0].base;
 }
 
 // Adds this host's data to a piece.
 void SumChain::add(std::size_t p) {
   const std::size_t group = p / per_group_, item = call_.item_;
-  if (p % per_group_ == 0) gather_data(group);
+  if (p % per_group_ == 0) expose_data(group);
   if (const std::size_t n = piece_count(p); n > 0) {
     const bool ends = host_ == last_;
     if (host_ == 0) await_sent(carry_sent(p));
@@ -198,9 +216,10 @@ void SumChain::pass_on(std::size_t p) {
   if ((p + 1) % per_group_ != 0) return;
   if (returns_) return hand_out(group);
   if (host_ == last_) return deliver(group);
-  if (group < kGroupsAhead) return;
+  const std::size_t behind = ceil_div(kBehind, per_group_);
+  if (group < behind) return;
   const auto arrives = [&](const Part& part) {
-    return part.to == call_.me_ && count_of(part, group - kGroupsAhead) > 0;
+    return part.to == call_.me_ && count_of(part, group - behind) > 0;
   };
   call_.finish(call_.arrivals_.size() - std::ranges::count_if(parts_, arrives));
 }

@@ -18,15 +18,20 @@ class SumChain {
  private:
   static constexpr std::size_t kAhead = 4, kPosted = 6;  // pieces
   static constexpr std::size_t kCarries = 16;            // accumulators of so many pieces are kept
-  static constexpr std::size_t kGroupsAhead = 2;         // of which results may come meanwhile
+  static constexpr std::size_t kBehind = 16;  // the results of so many may come meanwhile
 
-  // A part of the data that one lane adds up, for rank `to`, or for all.
+  // A part of the data that one lane adds up, for rank `to`, or for all: `share` elements of it are
+  // in each group, as far as they reach.
   struct Part {
     std::size_t begin, count;
     int lane;
     Rank to;
+    std::size_t share = 0;
   };
   void cut();
+  // Returns how many elements a part has, if `count` are cut into `into` parts of whole lines.
+  std::size_t in_lines(std::size_t count, std::size_t into) const;
+  void place_lanes(std::size_t groups);
   std::size_t count_of(const Part& part, std::size_t group) const;
   std::size_t lane_count(std::size_t group, int lane) const;
   std::size_t piece_count(std::size_t piece) const;  // of this rank's lane
@@ -39,7 +44,7 @@ class SumChain {
   void send(Rank to, const std::byte* at, std::size_t bytes, std::size_t& sent);
   // Waits until the first `sent` sends have ended, so that their memory may be used again.
   void await_sent(std::size_t sent) { executor_.await_sends(sends_ - sent); }
-  void gather_data(std::size_t group);
+  void expose_data(std::size_t group);
   void add(std::size_t piece);
   void pass_on(std::size_t piece);
   void hand_out(std::size_t group);
@@ -68,8 +73,7 @@ class SumChain {
   const bool returns_;             // the results go to all ranks
   const std::size_t wide_;         // bytes of an accumulator
   std::vector<Part> parts_ = {};
-  // Most elements of a part in a group, of a lane in a group, and of a lane in a piece.
-  std::size_t of_part_ = 0, of_lane_ = 0, of_piece_ = 0;
+  std::size_t of_lane_ = 0, of_piece_ = 0;  // most elements of a lane in a group, and in a piece
   std::size_t groups_ = 0, per_group_ = 1, pieces_ = 0;
   std::size_t slots_ = 1;                     // groups whose results are kept
   std::shared_ptr<std::byte[]> memory_ = {};  // of what follows
@@ -77,7 +81,10 @@ class SumChain {
   // [slot of a piece's carry, of its result]: sends until the last one from there.
   std::array<std::size_t, kCarries> carry_sent_ = {};
   std::vector<std::size_t> results_sent_ = {};
-  std::byte *carries_ = nullptr, *results_ = nullptr, *received_ = nullptr;
+  std::byte *carries_ = nullptr, *results_ = nullptr;
+  // Bytes that a rank exposes of a group, and where those for each lane begin.
+  std::size_t half_ = 0;
+  Sizes lane_begins_ = {};
   std::vector<std::byte*> data_ = {};  // [rank of this host]: its data for this lane in a group
 };
 

@@ -49,13 +49,8 @@ RankExecutor::RankExecutor(Group& group, cpu::ParallelFor parallel_for)
 // Without zero-copy, this rank copies the first piece into its staging buffer before the ranks have
 // agreed, so that one signal publishes both the fingerprint and the data.
 void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline deadline) {
-  const uint64_t shown = request.part_of ? request.part_of->number : call;
-  const OpContext context{name(request.called()), call, deadline, Deadline::max(), shown};
   if (request.tensors == 0) return agree(request, fingerprint_of(request, call), deadline);
-  if (request.part_of)
-    group_.require_run(context);
-  else
-    group_.begin_call(context);
+  const OpContext context = begin(request, call, deadline);
   const uint64_t first = group_.run_number();
   prefetch_shared(group_, request, context, first);
   const PreparedRequest& prepared = prepare(request, context);
@@ -78,6 +73,18 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
     program_.run(first);
   });
   if (!request.part_of) group_.end_call(call + 1, first + program_.pieces().count);
+}
+
+// Begins a call, or a part of one.
+inline OpContext RankExecutor::begin(const CollectiveRequest& request, uint64_t call,
+                                     Deadline deadline) {
+  const uint64_t shown = request.part_of ? request.part_of->number : call;
+  const OpContext context{name(request.called()), call, deadline, Deadline::max(), shown};
+  if (request.part_of)
+    group_.require_run(context);
+  else
+    group_.begin_call(context);
+  return context;
 }
 
 // Every reason to refuse a request is found before the call is published, a lack of memory for the
@@ -178,13 +185,12 @@ inline Agreement RankExecutor::await_agreement(const CallFingerprint& mine, uint
 // The ranks agree in a run of its own that moves no data.
 void RankExecutor::agree(const CollectiveRequest& request, const CallFingerprint& mine,
                          Deadline deadline) {
-  const OpContext context{name(request.called()), mine.description.call, deadline};
-  group_.begin_call(context);
+  const OpContext context = begin(request, mine.description.call, deadline);
   const uint64_t run = group_.run_number();
   await_turn(group_, run, context);
   enter(group_, mine, at_run(run + 1), &request);
   await_agreement(mine, run, context, nullptr);
-  group_.end_call(context.call + 1, run + 1);
+  if (!request.part_of) group_.end_call(context.call + 1, run + 1);
 }
 
 void RankExecutor::check(const CollectiveRequest& request) {

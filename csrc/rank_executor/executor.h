@@ -62,6 +62,7 @@ class RankExecutor final : public CollectiveExecutor {
   }
 
  private:
+  OpContext begin(const CollectiveRequest& request, uint64_t call, Deadline deadline);
   const PreparedRequest& prepare(const CollectiveRequest& request, const OpContext& context);
   void reserve(const PreparedRequest& prepared, const BoundProgram& program);
   std::optional<RegisteredOffsets> find_registered(const CollectiveRequest& request,

@@ -112,8 +112,8 @@ inline std::vector<RankExit> run(int world, const GroupSettings& settings, const
 }
 
 inline std::vector<RankExit> run_threads(int world, GroupSettings settings, const Body& body) {
-  const SegmentLayout layout(
-      {world, settings.buffer_bytes, settings.mailbox_bytes, settings.symmetric_heap_bytes});
+  const SegmentLayout layout({world, settings.buffer_bytes, settings.mailbox_bytes,
+                              settings.symmetric_heap_bytes, settings.exposed_bytes});
   settings.segment = Segment::create(layout.total);
   const TemporaryFolder folder;
   std::vector<RankExit> ends(world);

@@ -112,6 +112,7 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
     if (hosts.of(r) != host) settings.world_ranks.push_back(r);
   settings.yield_time = kHostsYieldTime;
   settings.one_host = true;
+  settings.exposed_bytes = ipc::HostsExecutor::kExposedBytes;
   Members made{make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store),
                           here, std::move(settings))};
   require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
