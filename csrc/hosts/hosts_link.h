@@ -15,7 +15,9 @@
 
 namespace pycollect::ipc {
 
-// How long a rank that finds a connection closed waits for the cause.
+// How long a host's monitor, which finds a connection closed, waits for the cause; a call waits
+// twice as long. A rank closes its connections because another one has died, and the monitor knows
+// which one that was: it must abort the group before a call blames the rank that has closed.
 inline constexpr std::chrono::milliseconds kCauseTime{500};
 
 struct HostsLink {
@@ -42,7 +44,8 @@ struct HostsLink {
       if (failure.timed_out)
         group.fail(AbortRecord::timed_out,
                    text("Timed out while waiting; ", describe(peer), " did not arrive"), context);
-      const AbortCause cause = cause_of(peer, failure, [&] { return !group.is_healthy(); });
+      const AbortCause cause =
+          cause_of(peer, failure, 2 * kCauseTime, [&] { return !group.is_healthy(); });
       group.fail(cause.kind, cause.text, context);
     }
   }
@@ -50,9 +53,9 @@ struct HostsLink {
   // Returns why the connection to `peer` is closed. Waits for the cause, which another rank may be
   // about to tell: connections of a rank close before the rank itself knows that it has timed out,
   // and a store takes time. Returns early if `ends()`.
-  AbortCause cause_of(Rank peer, const WireFailure& failure,
+  AbortCause cause_of(Rank peer, const WireFailure& failure, Clock::duration at_most,
                       const std::function<bool()>& ends) const {
-    for (const auto end = Clock::now() + kCauseTime; !ends() && Clock::now() < end;) {
+    for (const auto end = Clock::now() + at_most; !ends() && Clock::now() < end;) {
       if (const auto cause = find_cause()) return *cause;
       std::this_thread::sleep_for(kCauseTime / 20);
     }

@@ -144,7 +144,7 @@ void HostsMonitor::watch() {
       const std::lock_guard lock(mutex_);
       return left_ || !group_->is_healthy();
     };
-    const ipc::AbortCause cause = link_.cause_of(next, failure, is_over);
+    const ipc::AbortCause cause = link_.cause_of(next, failure, ipc::kCauseTime, is_over);
     if (is_over()) return;
     group_->abort(cause);
   }

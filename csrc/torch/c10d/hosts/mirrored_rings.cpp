@@ -344,8 +344,9 @@ void MirroredRings::fail(Rank peer, bool is_late, const ipc::OpContext& context)
     const std::lock_guard lock(p.mutex);
     failure = p.failure;
   }
-  const ipc::AbortCause cause = link_.cause_of(p.rank, ipc::WireFailure(failure, false),
-                                               [this] { return !group_->is_healthy(); });
+  const ipc::AbortCause cause =
+      link_.cause_of(p.rank, ipc::WireFailure(failure, false), 2 * ipc::kCauseTime,
+                     [this] { return !group_->is_healthy(); });
   group_->fail(cause.kind, cause.text, context);
 }
 
