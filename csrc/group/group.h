@@ -64,7 +64,7 @@ class Group {
   }
   std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
   std::byte* heap(Rank r) const { return base_ + layout_.heap(r); }
-  // Memory that a rank writes and the others read. Of its own, it commits what it is going to use.
+  // Exposed memory: a rank writes its own, of which it commits what it uses; the others read it.
   std::byte* exposed(Rank r) const { return base_ + layout_.exposed(r); }
   // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
   const std::shared_ptr<Segment>& segment() const { return segment_; }

@@ -3,7 +3,7 @@
 // sleepers). All zeros is the initial state.
 //
 //   Control | a RankState per rank | two FingerprintDetails per rank | mailboxes | two staging
-//   buffers per rank | symmetric heaps
+//   buffers per rank | symmetric heaps | exposed memory per rank
 #pragma once
 #include <linux/futex.h>
 
@@ -150,7 +150,7 @@ struct SegmentSizes {
   std::size_t mailbox_bytes;  // mailboxes of all ranks
   // Symmetric heap of one rank; address space, of which parts are committed.
   std::size_t symmetric_heap_bytes;
-  std::size_t exposed_bytes = 0;  // most that a rank exposes besides, committed in parts, too
+  std::size_t exposed_bytes = 0;  // exposed memory of one rank; address space, too
 };
 
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.

@@ -39,9 +39,9 @@ class HostsExecutor final : public CollectiveExecutor {
   }
   void await_receive(Rank from) { await_receive(from, kData); }
   void await_sends(std::size_t most_left = 0);
-  // Returns what rank `index` of this host exposes, which has committed so many bytes.
+  // Returns the exposed memory of rank `index` of this host.
   std::byte* exposed(int index) const { return group_.exposed(index); }
-  void commit_exposed(std::size_t bytes);
+  void commit_exposed(std::size_t bytes);  // the first bytes of this rank's own
   // Returns memory that the next call of this method may return again.
   std::shared_ptr<std::byte[]> scratch(std::size_t bytes);
 

@@ -18,7 +18,7 @@ class SumChain {
  private:
   static constexpr std::size_t kAhead = 4, kPosted = 6;  // pieces
   static constexpr std::size_t kCarries = 16;            // accumulators of so many pieces are kept
-  static constexpr std::size_t kBehind = 16;  // the results of so many may come meanwhile
+  static constexpr std::size_t kBehind = 16;             // pieces whose results may still come
 
   // A part of the data that one lane adds up, for rank `to`, or for all: `share` elements of it are
   // in each group, as far as they reach.
