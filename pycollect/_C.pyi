@@ -93,7 +93,7 @@ def models() -> dict[str, ModelTuple]: ...
 def int_from(number: Any, call: str, name: str, /) -> int: ...
 def flag_from(flag: Any, call: str, name: str, /) -> bool: ...
 
-# The collectives (csrc/torch/module.cpp), which also convert the Python arguments.
+# The collectives (csrc/torch/declarations.cpp), which also convert the Python arguments.
 class Work:
     """A collective that was called with ``async_op=True``."""
 
@@ -121,75 +121,23 @@ class Work:
         Always None with CUDA tensors, whose errors are raised when the collective is called.
         """
 
-def all_reduce(
-    tensors: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any, peer_access: bool
-) -> Work | None: ...
-def all_reduce_coalesced(
-    tensor_lists: Any,
-    op: Any,
-    algorithm: str | None,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> Work | None: ...
-def reduce(
-    tensors: Any,
-    dst: int,
-    op: Any,
-    algorithm: str | None,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> Work | None: ...
-def broadcast(
-    tensors: Any, src: int, algorithm: str | None, async_op: bool, streams: Any, peer_access: bool
-) -> Work | None: ...
-def broadcast_coalesced(
-    tensor_lists: Any, src: int, async_op: bool, streams: Any, peer_access: bool
-) -> Work | None: ...
-def all_gather(
-    tensors: Any,
-    dim: int,
-    algorithm: str | None,
-    out: Any,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> list[torch.Tensor] | Work: ...
-def reduce_scatter(
-    tensors: Any,
-    op: Any,
-    dim: int,
-    algorithm: str | None,
-    out: Any,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> list[torch.Tensor] | Work: ...
-def all_to_all(
-    tensors: Any,
-    dim: int,
-    split_sizes: Any,
-    out: Any,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> list[torch.Tensor] | Work: ...
-def scatter(
-    tensor: Any,
-    devices: Devices,
-    sizes: Any,
-    dim: int,
-    out: Any,
-    async_op: bool,
-    streams: Any,
-    peer_access: bool,
-) -> list[torch.Tensor] | Work: ...
-def gather(
-    tensors: Any, device: Devices, dim: int, out: Any, streams: Any, peer_access: bool
-) -> torch.Tensor: ...
-def replicate(tensors: Any, devices: Devices, peer_access: bool) -> list[torch.Tensor] | None: ...
-def copy_(dst: Any, src: Any, async_op: bool, peer_access: bool) -> Work | None: ...
+# Each takes the arguments of the function of the same name by position: its own, then async_op,
+# streams and peer_access. `devices` are resolved, and `device` is a list of none or one.
+InPlace: TypeAlias = Callable[..., Work | None]
+Blocks: TypeAlias = Callable[..., list[torch.Tensor] | Work]
+all_reduce: InPlace
+all_reduce_coalesced: InPlace
+reduce: InPlace
+broadcast: InPlace
+broadcast_coalesced: InPlace
+all_gather: Blocks
+reduce_scatter: Blocks
+all_to_all: Blocks
+scatter: Blocks
+gather: Callable[..., torch.Tensor]
+replicate: Callable[..., list[torch.Tensor] | None]
+copy_: InPlace
+
 def drain() -> None: ...
 def has_cuda() -> bool: ...
 

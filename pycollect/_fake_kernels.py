@@ -7,41 +7,45 @@ Results have the layouts that the operators give them, because compiled code rel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._in_graph import FUNCTIONS
 from .autograd.linear_along_dim import even
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Devices = Sequence[str]  # names
-Lengths = Sequence[int]
-
-# Operators that only write tensors of their caller: nothing is known of them but their schemas.
-_IN_PLACE = ["all_reduce_", "all_reduce_coalesced_", "reduce_", "broadcast_", "copy_"]
-_IN_PLACE += ["broadcast_coalesced_", "all_gather.out", "reduce_scatter.out", "all_to_all.out"]
-_IN_PLACE += ["scatter.out", "gather.out"]
+Kernel = Callable[..., Any]
+Tensors = Sequence[Tensor]
 
 
-def _fake(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return torch.library.register_fake(name), with the type that it lacks."""
-    register: Callable[[Callable[P, R]], Callable[P, R]] = torch.library.register_fake(
-        f"pycollect::{name}"
-    )
+def _fake(name: str) -> Callable[[Kernel], Kernel]:
+    """Return a decorator that registers a fake kernel, which gets all arguments by name."""
+    schema = getattr(torch.ops.pycollect, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
+    def register(kernel: Kernel) -> Kernel:
+        def fake(*args: Any, **options: Any) -> Any:
+            return kernel(**{**defaults, **dict(zip(names, args, strict=False)), **options})
+
+        torch.library.register_fake(f"pycollect::{name}", fake)
+        return kernel
+
     return register
 
 
 def _writes_its_arguments(*_args: object, **_options: object) -> None:
-    pass
+    """Operators that only write tensors of their caller: their schemas say all that is known."""
 
 
-for _name in _IN_PLACE:
-    _fake(_name)(_writes_its_arguments)
+for _name in FUNCTIONS:
+    for _operator in (f"{_name.rstrip('_')}_", f"{_name}.out"):
+        if torch._C._dispatch_has_kernel(f"pycollect::{_operator}"):
+            torch.library.register_fake(f"pycollect::{_operator}", _writes_its_arguments)
 
 
-def _common_order(tensors: Sequence[Tensor]) -> list[int]:
+def _common_order(tensors: Tensors) -> list[int]:
     """Return an order of dimensions in which all tensors are contiguous, else the row-major one."""
     row_major = list(range(tensors[0].dim()))
     if all(t.is_contiguous() for t in tensors):
@@ -55,7 +59,7 @@ def _common_order(tensors: Sequence[Tensor]) -> list[int]:
 class _Blocks:
     """Results of a collective along a dimension: they have the inputs' order of dimensions."""
 
-    def __init__(self, inputs: Sequence[Tensor], dim: int) -> None:
+    def __init__(self, inputs: Tensors, dim: int) -> None:
         self._first, self._order = inputs[0], _common_order(inputs)
         self._dim = range(inputs[0].dim())[dim]
         self.lengths = [t.shape[self._dim] for t in inputs]
@@ -79,7 +83,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return _steps(tensor) == _steps(torch.empty_like(tensor))
 
 
-def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _alike(tensors: Tensors) -> Tensors:
     """Return dense tensors of equal strides themselves, others as contiguous tensors."""
     if all(_steps(t) == _steps(tensors[0]) and _is_dense(t) for t in tensors):
         return tensors
@@ -87,47 +91,35 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @_fake("all_reduce")
-def _all_reduce(
-    tensors: Sequence[Tensor], op: str = "sum", *, algorithm: str | None = None
-) -> list[Tensor]:
+def _all_reduce(tensors: Tensors, **_: Any) -> list[Tensor]:
     return [torch.empty_like(t) for t in _alike(tensors)]
 
 
 @_fake("reduce")
-def _reduce(
-    tensors: Sequence[Tensor], dst: int = 0, op: str = "sum", *, algorithm: str | None = None
-) -> Tensor:
+def _reduce(tensors: Tensors, dst: int, **_: Any) -> Tensor:
     return torch.empty_like(_alike(tensors)[dst])
 
 
 @_fake("broadcast")
-def _broadcast(
-    tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
-) -> list[Tensor]:
+def _broadcast(tensors: Tensors, src: int, **_: Any) -> list[Tensor]:
     return [torch.empty_like(tensors[src], device=t.device) for t in tensors]
 
 
 @_fake("all_gather")
-def _all_gather(
-    tensors: Sequence[Tensor], dim: int = 0, *, algorithm: str | None = None
-) -> list[Tensor]:
+def _all_gather(tensors: Tensors, dim: int, **_: Any) -> list[Tensor]:
     blocks = _Blocks(tensors, dim)
     return [blocks.result(sum(blocks.lengths), t.device) for t in tensors]
 
 
 @_fake("reduce_scatter")
-def _reduce_scatter(
-    tensors: Sequence[Tensor], op: str = "sum", dim: int = 0, *, algorithm: str | None = None
-) -> list[Tensor]:
+def _reduce_scatter(tensors: Tensors, dim: int, **_: Any) -> list[Tensor]:
     blocks = _Blocks(tensors, dim)
     chunks = even(blocks.lengths[0], len(tensors))
     return [blocks.result(n, t.device) for n, t in zip(chunks, tensors, strict=True)]
 
 
 @_fake("all_to_all")
-def _all_to_all(
-    tensors: Sequence[Tensor], dim: int = 0, split_sizes: Lengths | None = None
-) -> list[Tensor]:
+def _all_to_all(tensors: Tensors, dim: int, split_sizes: Any) -> list[Tensor]:
     blocks, world = _Blocks(tensors, dim), len(tensors)
     if split_sizes is None:
         sent = [even(length, world) for length in blocks.lengths]
@@ -139,22 +131,20 @@ def _all_to_all(
 
 
 @_fake("scatter")
-def _scatter(
-    tensor: Tensor, devices: Devices, chunk_sizes: Lengths | None = None, dim: int = 0
-) -> list[Tensor]:
+def _scatter(tensor: Tensor, devices: list[str], chunk_sizes: Any, dim: int) -> list[Tensor]:
     blocks = _Blocks([tensor], dim)
     chunks = even(blocks.lengths[0], len(devices)) if chunk_sizes is None else chunk_sizes
     return [blocks.result(n, device) for n, device in zip(chunks, devices, strict=True)]
 
 
 @_fake("gather")
-def _gather(tensors: Sequence[Tensor], device: torch.device | None = None, dim: int = 0) -> Tensor:
+def _gather(tensors: Tensors, device: torch.device | None, dim: int) -> Tensor:
     blocks = _Blocks(tensors, dim)
     return blocks.result(sum(blocks.lengths), device or tensors[0].device)
 
 
 @_fake("replicate")
-def _replicate(tensors: Sequence[Tensor], devices: Devices) -> list[Tensor]:
+def _replicate(tensors: Tensors, devices: list[str]) -> list[Tensor]:
     dense = [t if _is_dense(t) else t.contiguous() for t in tensors]
     return [torch.empty_like(t, device=device) for t in dense for device in devices]
 

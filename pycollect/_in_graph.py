@@ -9,8 +9,7 @@ tensors that autograd does not record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,8 @@ from . import _C
 from ._skip_compile import skip_compile
 from .interop import op_name
 
-_operators = torch.ops.pycollect
 Function = Callable[..., Any]
-F = TypeVar("F", bound=Function)
-Tensors = Sequence[Tensor]
-Algorithm = str | None
+Values = dict[str, Any]  # arguments of an operator, or of a function, by name
 
 
 @skip_compile(
@@ -50,31 +46,6 @@ def _are_plain(value: Any) -> bool:
     return all(_are_plain(item) for item in value)
 
 
-def _in_graph(
-    function: F, fits: Function = lambda *_: True, **eager_only: Any
-) -> Callable[[Function], F]:
-    """Return a decorator: the call of an operator in a graph, of the function of `_C` elsewhere.
-
-    `eager_only` are the last parameters of the function, which the decorated function lacks, with
-    the values that they have in a graph. A parameter `out` comes before them. `fits` tells of the
-    other arguments whether the operator has a result for them, whose shape tracers want to know.
-    """
-    values = tuple(eager_only.values())
-
-    def decorate(operator: Function) -> F:
-        has_out = "out" in signature(operator).parameters
-
-        def call(*arguments: Any) -> Any:
-            mine, rest = arguments[: -len(values)], arguments[-len(values) :]
-            out = mine[-1] if has_out else None
-            plain = rest == values and _are_plain(mine[0]) and (out is None or _are_plain(out))
-            return operator(*mine) if plain and fits(*mine) else _outside(function, arguments)
-
-        return cast(F, call)
-
-    return decorate
-
-
 def name_of(op: Any, call: str) -> str:
     """Return the name of an op, which is a name or one of torch.distributed."""
     return op if isinstance(op, str) else op_name(op, call)
@@ -96,13 +67,13 @@ def flat(lists: Any) -> Any:
     return lists
 
 
-def _is_grid(lists: Sequence[Any], *_: Any) -> bool:
+def _is_grid(tensors: Sequence[Any], **_: Any) -> bool:
     """Return whether all items are lists of the same length."""
-    rows = [row for row in lists if isinstance(row, (list, tuple))]
-    return len(rows) == len(lists) and all(len(row) == len(rows[0]) for row in rows)
+    rows = [row for row in tensors if isinstance(row, (list, tuple))]
+    return len(rows) == len(tensors) and all(len(row) == len(rows[0]) for row in rows)
 
 
-def joins(tensors: Tensors, dim: Any, *_: Any) -> bool:
+def _joins(tensors: Sequence[Tensor], dim: Any = 0, **_: Any) -> bool:
     """Return whether the tensors can be joined along `dim`."""
     first = tensors[0]
     if not isinstance(dim, int) or not -first.dim() <= dim < first.dim():
@@ -113,24 +84,26 @@ def joins(tensors: Tensors, dim: Any, *_: Any) -> bool:
     return all(t.shape[d] == first.shape[d] for t in tensors for d in others)
 
 
-def reduces(tensors: Tensors, _op: Any, dim: Any, *_: Any) -> bool:
-    return joins(tensors, dim) and all(t.shape == tensors[0].shape for t in tensors)
+def _reduces(tensors: Sequence[Tensor], dim: Any = 0, **_: Any) -> bool:
+    return _joins(tensors, dim) and all(t.shape == tensors[0].shape for t in tensors)
 
 
-def splits(tensors: Tensors, dim: Any, sizes: Any, *_: Any) -> bool:
-    if not joins(tensors, dim):
+def _splits(tensors: Sequence[Tensor], dim: Any = 0, split_sizes: Any = None, **_: Any) -> bool:
+    if not _joins(tensors, dim):
         return False
-    if sizes is None:
+    if split_sizes is None:
         return True
-    rows = sizes if flat(sizes) is not sizes else [sizes] * len(tensors)
+    rows = split_sizes if flat(split_sizes) is not split_sizes else [split_sizes] * len(tensors)
     return len(rows) == len(tensors) and all(
         _adds_up(row, t.shape[dim], len(tensors)) for row, t in zip(rows, tensors, strict=True)
     )
 
 
-def cuts(tensor: Tensor, devices: list[torch.device], sizes: Any, dim: Any, *_: Any) -> bool:
-    return joins([tensor], dim) and (
-        sizes is None or _adds_up(sizes, tensor.shape[dim], len(devices))
+def _cuts(
+    tensor: Tensor, devices: Sequence[Any], chunk_sizes: Any = None, dim: Any = 0, **_: Any
+) -> bool:
+    return _joins([tensor], dim) and (
+        chunk_sizes is None or _adds_up(chunk_sizes, tensor.shape[dim], len(devices))
     )
 
 
@@ -142,77 +115,71 @@ def _adds_up(sizes: Any, length: int, count: int) -> bool:
     )
 
 
-def _new_or_out(operator: Any, out: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the operator's new results, or `out` with the results."""
-    if out is None:
-        return operator.default(*arguments, **options)
-    operator.out(*arguments, **options, out=out)
-    return out if isinstance(out, Tensor) else list(out)
+# Whether an operator has a result for arguments, whose shape tracers want to know.
+_FITS: dict[str, Function] = {
+    "all_reduce_coalesced": _is_grid,
+    "broadcast_coalesced": _is_grid,
+    "copy_": lambda src, **_: _are_plain(src),
+    "all_gather": _joins,
+    "reduce_scatter": _reduces,
+    "all_to_all": _splits,
+    "scatter": _cuts,
+    "gather": _joins,
+}
 
 
-_HERE: dict[str, Any] = {"streams": None, "peer_access": True}
-_ANY: dict[str, Any] = {"async_op": False, **_HERE}
+def fits(name: str, values: Values) -> bool:
+    """Return whether the operator of a collective has a result for arguments of the function."""
+    return name not in _FITS or bool(_FITS[name](**values))
 
 
-@_in_graph(_C.all_reduce, **_ANY)
-def all_reduce(tensors: Tensors, op: Any, algorithm: Algorithm) -> None:
-    _operators.all_reduce_(tensors, name_of(op, "all_reduce"), algorithm=algorithm)
+def run(operator: Any, name: str, values: Values) -> Any:
+    """Call an operator of the collective `name` with the arguments of its function."""
+    values = dict(values)
+    if "op" in values:
+        values["op"] = name_of(values["op"], name)
+    if "devices" in values:
+        values["devices"] = names_of(values["devices"])
+    if "split_sizes" in values:
+        values["split_sizes"] = flat(values["split_sizes"])
+    if "device" in values:
+        values["device"] = values["device"][0] if values["device"] else None
+    if name.endswith("_coalesced"):
+        values["world"], values["tensors"] = len(values["tensors"]), flat(values["tensors"])
+    result = operator(**values)
+    return list(result) if isinstance(result, (list, tuple)) else result
 
 
-@_in_graph(_C.all_reduce_coalesced, _is_grid, **_ANY)
-def all_reduce_coalesced(lists: Sequence[Tensors], op: Any, algorithm: Algorithm) -> None:
-    name = name_of(op, "all_reduce_coalesced")
-    _operators.all_reduce_coalesced_(flat(lists), len(lists), name, algorithm=algorithm)
+def in_graph(name: str) -> Function:
+    """Return a function that takes the arguments of the function of `_C`, and calls an operator."""
+    return FUNCTIONS[name]
 
 
-@_in_graph(_C.reduce, **_ANY)
-def reduce(tensors: Tensors, dst: int, op: Any, algorithm: Algorithm) -> None:
-    _operators.reduce_(tensors, dst, name_of(op, "reduce"), algorithm=algorithm)
+def _function(name: str) -> Function:
+    function: Function = getattr(_C, name)
+    packets = torch.ops.pycollect
+    in_place = name if name.endswith("_") else f"{name}_"
+    packet = getattr(packets, in_place if hasattr(packets, in_place) else name)
+    operator = packet.default
+    names = [a.name for a in operator._schema.arguments if a.name != "world"]
+
+    def call(*arguments: Any) -> Any:
+        mine, rest = arguments[:-3], arguments[-3:]
+        out = mine[len(names)] if len(mine) > len(names) else None
+        values = dict(zip(names, mine, strict=False))
+        plain = rest == _IN_GRAPH and _are_plain(mine[0]) and (out is None or _are_plain(out))
+        if not (plain and fits(name, values)):
+            return _outside(function, arguments)
+        if out is None:
+            return run(operator, name, values)
+        run(packet.out, name, {**values, "out": out})
+        return out if isinstance(out, Tensor) else list(out)
+
+    return call
 
 
-@_in_graph(_C.broadcast, **_ANY)
-def broadcast(tensors: Tensors, src: int, algorithm: Algorithm) -> None:
-    _operators.broadcast_(tensors, src, algorithm=algorithm)
-
-
-@_in_graph(_C.broadcast_coalesced, _is_grid, **_ANY)
-def broadcast_coalesced(lists: Sequence[Tensors], src: int) -> None:
-    _operators.broadcast_coalesced_(flat(lists), len(lists), src)
-
-
-@_in_graph(_C.replicate, peer_access=True)
-def replicate(tensors: Tensors, devices: list[torch.device]) -> list[Tensor]:
-    return list(_operators.replicate(tensors, names_of(devices)))
-
-
-@_in_graph(_C.copy_, lambda _dst, src: _are_plain(src), async_op=False, peer_access=True)
-def copy_(dst: Tensor, src: Tensor) -> None:
-    _operators.copy_(dst, src)
-
-
-@_in_graph(_C.all_gather, joins, **_ANY)
-def all_gather(tensors: Tensors, dim: int, algorithm: Algorithm, out: Any) -> Any:
-    return _new_or_out(_operators.all_gather, out, tensors, dim, algorithm=algorithm)
-
-
-@_in_graph(_C.reduce_scatter, reduces, **_ANY)
-def reduce_scatter(tensors: Tensors, op: Any, dim: int, algorithm: Algorithm, out: Any) -> Any:
-    name = name_of(op, "reduce_scatter")
-    return _new_or_out(_operators.reduce_scatter, out, tensors, name, dim, algorithm=algorithm)
-
-
-@_in_graph(_C.all_to_all, splits, **_ANY)
-def all_to_all(tensors: Tensors, dim: int, split_sizes: Any, out: Any) -> Any:
-    return _new_or_out(_operators.all_to_all, out, tensors, dim, flat(split_sizes))
-
-
-@_in_graph(_C.scatter, cuts, **_ANY)
-def scatter(
-    tensor: Tensor, devices: list[torch.device], chunk_sizes: Any, dim: int, out: Any
-) -> Any:
-    return _new_or_out(_operators.scatter, out, tensor, names_of(devices), chunk_sizes, dim)
-
-
-@_in_graph(_C.gather, lambda tensors, _device, dim, _out: joins(tensors, dim), **_HERE)
-def gather(tensors: Tensors, device: list[torch.device], dim: int, out: Any) -> Any:
-    return _new_or_out(_operators.gather, out, tensors, device[0] if device else None, dim)
+_IN_GRAPH = (False, None, True)  # the values of async_op, streams and peer_access in a graph
+_LIST_COLLECTIVES = ["all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "copy_"]
+_LIST_COLLECTIVES += ["broadcast_coalesced", "all_gather", "reduce_scatter", "all_to_all"]
+_LIST_COLLECTIVES += ["scatter", "gather", "replicate"]
+FUNCTIONS = {name: _function(name) for name in _LIST_COLLECTIVES}

@@ -47,12 +47,23 @@ that requires grad in grad mode (pycollect.autograd has the functions with gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch.compiler import is_compiling
 
-from . import _C, _in_graph
+from . import _C
+from ._in_graph import in_graph
 from ._skip_compile import skip_compile
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -60,8 +71,6 @@ from .devices import devices as resolve
 if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Unpack
-
-    from ._keyword_types import OnStreams, Tunable
 
 Work: TypeAlias = _C.Work
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
@@ -77,18 +86,33 @@ TensorLike: TypeAlias = torch.Tensor | SupportsDLPack
 TensorList: TypeAlias = Sequence[TensorLike]
 Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
 
+# A call with `async_op` has three overloads: a result for False, a Work for True, and either of
+# them for a bool known only at run time. These are the keywords of the overloads.
+if TYPE_CHECKING:
+    Now: TypeAlias = Literal[False]
+    Later: TypeAlias = Literal[True]
+    A = TypeVar("A", Now, Later, bool)
+
+    class OnStreams(TypedDict, Generic[A], total=False):
+        """Keywords of all collectives."""
+
+        async_op: A
+        streams: Streams
+        peer_access: bool
+
+    class Tunable(OnStreams[A], total=False):
+        """Keywords of collectives with an argument `algorithm`."""
+
+        algorithm: str | None
+
 
 @overload
-def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[Tunable]
-) -> None: ...
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[Now]]) -> None: ...
+@overload
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[Later]]) -> Work: ...
 @overload
 def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Tunable]
-) -> Work: ...
-@overload
-def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
+    tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[bool]]
 ) -> Work | None: ...
 def all_reduce(
     tensors: TensorList,
@@ -109,29 +133,21 @@ def all_reduce(
     >>> all_reduce(x); x
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    call = _in_graph.all_reduce if is_compiling() else _C.all_reduce
+    call = in_graph("all_reduce") if is_compiling() else _C.all_reduce
     return call(tensors, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList],
-    op: Op = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Tunable],
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[Now]]
 ) -> None: ...
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList],
-    op: Op = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Tunable],
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[Later]]
 ) -> Work: ...
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[bool]]
 ) -> Work | None: ...
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
@@ -154,31 +170,21 @@ def all_reduce_coalesced(
     >>> all_reduce_coalesced(x); x[0]
     [tensor([2.]), tensor([2., 2.])]
     """
-    call = _in_graph.all_reduce_coalesced if is_compiling() else _C.all_reduce_coalesced
+    call = in_graph("all_reduce_coalesced") if is_compiling() else _C.all_reduce_coalesced
     return call(tensor_lists, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
 def reduce(
-    tensors: TensorList,
-    dst: int = ...,
-    op: Op = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Tunable],
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[Now]]
 ) -> None: ...
 @overload
 def reduce(
-    tensors: TensorList,
-    dst: int = ...,
-    op: Op = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Tunable],
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[Later]]
 ) -> Work: ...
 @overload
 def reduce(
-    tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[bool]]
 ) -> Work | None: ...
 def reduce(
     tensors: TensorList,
@@ -200,25 +206,17 @@ def reduce(
     >>> reduce(x, dst=1); x
     [tensor([1., 1.]), tensor([2., 2.])]
     """
-    call = _in_graph.reduce if is_compiling() else _C.reduce
+    call = in_graph("reduce") if is_compiling() else _C.reduce
     return call(tensors, dst, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
-def broadcast(
-    tensors: TensorList,
-    src: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Tunable],
-) -> None: ...
+def broadcast(tensors: TensorList, src: int = ..., **options: Unpack[Tunable[Now]]) -> None: ...
+@overload
+def broadcast(tensors: TensorList, src: int = ..., **options: Unpack[Tunable[Later]]) -> Work: ...
 @overload
 def broadcast(
-    tensors: TensorList, src: int = ..., *, async_op: Literal[True], **options: Unpack[Tunable]
-) -> Work: ...
-@overload
-def broadcast(
-    tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Tunable]
+    tensors: TensorList, src: int = ..., **options: Unpack[Tunable[bool]]
 ) -> Work | None: ...
 def broadcast(
     tensors: TensorList,
@@ -239,33 +237,21 @@ def broadcast(
     >>> broadcast(x, src=1); x[0]
     tensor([1., 1.])
     """
-    call = _in_graph.broadcast if is_compiling() else _C.broadcast
+    call = in_graph("broadcast") if is_compiling() else _C.broadcast
     return call(tensors, src, algorithm, async_op, streams, peer_access)
 
 
 @overload
 def broadcast_coalesced(
-    tensor_lists: Sequence[TensorList],
-    src: int = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[OnStreams],
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[Now]]
 ) -> None: ...
 @overload
 def broadcast_coalesced(
-    tensor_lists: Sequence[TensorList],
-    src: int = ...,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[OnStreams],
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[Later]]
 ) -> Work: ...
 @overload
 def broadcast_coalesced(
-    tensor_lists: Sequence[TensorList],
-    src: int = ...,
-    *,
-    async_op: bool,
-    **options: Unpack[OnStreams],
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[bool]]
 ) -> Work | None: ...
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
@@ -287,7 +273,7 @@ def broadcast_coalesced(
     >>> broadcast_coalesced(x, src=1); x[0]
     [tensor([1.]), tensor([1., 1.])]
     """
-    call = _in_graph.broadcast_coalesced if is_compiling() else _C.broadcast_coalesced
+    call = in_graph("broadcast_coalesced") if is_compiling() else _C.broadcast_coalesced
     return call(tensor_lists, src, async_op, streams, peer_access)
 
 
@@ -306,8 +292,8 @@ def replicate(
     [tensor([1.]), tensor([0., 0.])]
     """
     ranks = ranks_of(devices, "replicate")
-    call = _in_graph.replicate if is_compiling() else _C.replicate
-    flat = call(tensors, ranks, peer_access) or []
+    call = in_graph("replicate") if is_compiling() else _C.replicate
+    flat = call(tensors, ranks, False, None, peer_access) or []
     return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
@@ -338,8 +324,8 @@ def copy_(
     >>> copy_(x, torch.ones(2)); x
     tensor([1., 1.])
     """
-    call = _in_graph.copy_ if is_compiling() else _C.copy_
-    return call(dst, src, async_op, peer_access)
+    call = in_graph("copy_") if is_compiling() else _C.copy_
+    return call(dst, src, async_op, None, peer_access)
 
 
 @skip_compile("pycollect.barrier waits for calls outside of graphs")

@@ -8,12 +8,13 @@ first copied. A tensor without dimensions, and a ``dim`` out of range, raise Val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch.compiler import is_compiling
 
-from . import _C, _in_graph
+from . import _C
+from ._in_graph import in_graph
 from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 from .errors import shown
@@ -21,20 +22,36 @@ from .errors import shown
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ._keyword_types import AlongDim, Chunks, Splits
+    from .collectives import A, Later, Now, OnStreams, Tunable
+
+    class AlongDim(Tunable[A], total=False):
+        """Keywords of all_gather and reduce_scatter."""
+
+        dim: int
+        out: Sequence[TensorLike] | None
+
+    class Splits(OnStreams[A], total=False):
+        """Keywords of all_to_all."""
+
+        dim: int
+        split_sizes: Sequence[int] | Sequence[Sequence[int]] | None
+        out: Sequence[TensorLike] | None
+
+    class Chunks(OnStreams[A], total=False):
+        """Keywords of scatter."""
+
+        dim: int
+        chunk_sizes: Sequence[int] | None
+        out: Sequence[TensorLike] | None
 
 
 @overload
-def all_gather(
-    tensors: TensorList, *, async_op: Literal[False] = ..., **options: Unpack[AlongDim]
-) -> list[torch.Tensor]: ...
+def all_gather(tensors: TensorList, **options: Unpack[AlongDim[Now]]) -> list[torch.Tensor]: ...
+@overload
+def all_gather(tensors: TensorList, **options: Unpack[AlongDim[Later]]) -> Work: ...
 @overload
 def all_gather(
-    tensors: TensorList, *, async_op: Literal[True], **options: Unpack[AlongDim]
-) -> Work: ...
-@overload
-def all_gather(
-    tensors: TensorList, *, async_op: bool, **options: Unpack[AlongDim]
+    tensors: TensorList, **options: Unpack[AlongDim[bool]]
 ) -> list[torch.Tensor] | Work: ...
 def all_gather(
     tensors: TensorList,
@@ -56,25 +73,21 @@ def all_gather(
     >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
     """
-    call = _in_graph.all_gather if is_compiling() else _C.all_gather
+    call = in_graph("all_gather") if is_compiling() else _C.all_gather
     return call(tensors, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
 def reduce_scatter(
-    tensors: TensorList,
-    op: Op = ...,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[AlongDim],
+    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[Now]]
 ) -> list[torch.Tensor]: ...
 @overload
 def reduce_scatter(
-    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[AlongDim]
+    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[Later]]
 ) -> Work: ...
 @overload
 def reduce_scatter(
-    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[AlongDim]
+    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[bool]]
 ) -> list[torch.Tensor] | Work: ...
 def reduce_scatter(
     tensors: TensorList,
@@ -97,21 +110,17 @@ def reduce_scatter(
     >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     [tensor([5, 7]), tensor([9])]
     """
-    call = _in_graph.reduce_scatter if is_compiling() else _C.reduce_scatter
+    call = in_graph("reduce_scatter") if is_compiling() else _C.reduce_scatter
     return call(tensors, op, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
-def all_to_all(
-    tensors: TensorList, *, async_op: Literal[False] = ..., **options: Unpack[Splits]
-) -> list[torch.Tensor]: ...
+def all_to_all(tensors: TensorList, **options: Unpack[Splits[Now]]) -> list[torch.Tensor]: ...
+@overload
+def all_to_all(tensors: TensorList, **options: Unpack[Splits[Later]]) -> Work: ...
 @overload
 def all_to_all(
-    tensors: TensorList, *, async_op: Literal[True], **options: Unpack[Splits]
-) -> Work: ...
-@overload
-def all_to_all(
-    tensors: TensorList, *, async_op: bool, **options: Unpack[Splits]
+    tensors: TensorList, **options: Unpack[Splits[bool]]
 ) -> list[torch.Tensor] | Work: ...
 def all_to_all(
     tensors: TensorList,
@@ -136,25 +145,19 @@ def all_to_all(
     >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
     [tensor([1, 3]), tensor([2, 4])]
     """
-    call = _in_graph.all_to_all if is_compiling() else _C.all_to_all
+    call = in_graph("all_to_all") if is_compiling() else _C.all_to_all
     return call(tensors, dim, split_sizes, out, async_op, streams, peer_access)
 
 
 @overload
 def scatter(
-    tensor: TensorLike,
-    devices: DeviceSpec,
-    *,
-    async_op: Literal[False] = ...,
-    **options: Unpack[Chunks],
+    tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[Now]]
 ) -> list[torch.Tensor]: ...
 @overload
-def scatter(
-    tensor: TensorLike, devices: DeviceSpec, *, async_op: Literal[True], **options: Unpack[Chunks]
-) -> Work: ...
+def scatter(tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[Later]]) -> Work: ...
 @overload
 def scatter(
-    tensor: TensorLike, devices: DeviceSpec, *, async_op: bool, **options: Unpack[Chunks]
+    tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[bool]]
 ) -> list[torch.Tensor] | Work: ...
 def scatter(
     tensor: TensorLike,
@@ -180,7 +183,7 @@ def scatter(
     [tensor([0, 1]), tensor([2])]
     """
     ranks = ranks_of(devices, "scatter")
-    call = _in_graph.scatter if is_compiling() else _C.scatter
+    call = in_graph("scatter") if is_compiling() else _C.scatter
     return call(tensor, ranks, chunk_sizes, dim, out, async_op, streams, peer_access)
 
 
@@ -207,5 +210,5 @@ def gather(
     target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
         raise ValueError(f"gather: device {shown(device)} names {len(target)} devices; pass one")
-    call = _in_graph.gather if is_compiling() else _C.gather
-    return call(tensors, target, dim, out, streams, peer_access)
+    call = in_graph("gather") if is_compiling() else _C.gather
+    return call(tensors, target, dim, out, False, streams, peer_access)

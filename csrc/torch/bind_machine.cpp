@@ -40,9 +40,9 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   const int world = static_cast<int>(list.size());
   const ListCall call = pycollect::in_place({.collective = Collective::all_reduce,
                                              .call = kCall,
+                                             .inputs = {std::move(list), world},
                                              .op = op_from(op, kCall),
-                                             .algorithm = algorithm_from(algorithm, kCall)},
-                                            {std::move(list), world});
+                                             .algorithm = algorithm_from(algorithm, kCall)});
   const py::gil_scoped_release no_gil;
   std::vector<double> seconds;
   for (int i = 0; i < iterations; ++i) {

@@ -104,11 +104,11 @@ int64_t sum(const Sizes& sizes, const char* call) {
   return total;
 }
 
-ArgumentName label(const BlockArgs& args, const char* list, std::size_t r) {
+ArgumentName label(const ListArgs& args, const char* list, std::size_t r) {
   return {name(args.collective), list,
           args.collective == Collective::scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
 }
-const char* inputs_name(const BlockArgs& args) {
+const char* inputs_name(const ListArgs& args) {
   return args.collective == Collective::scatter ? "tensor" : "tensors";
 }
 
@@ -122,7 +122,7 @@ struct Participants {
   int world() const { return static_cast<int>(devices.size()); }
 };
 
-Participants participants_of(const BlockArgs& args, const Tensors& inputs) {
+Participants participants_of(const ListArgs& args, const Tensors& inputs) {
   Participants ranks{args.devices, 0};
   if (args.collective != Collective::scatter) {
     ranks.devices.clear();
@@ -139,7 +139,7 @@ Participants participants_of(const BlockArgs& args, const Tensors& inputs) {
   return ranks;
 }
 
-DType check_inputs(const BlockArgs& args, const Tensors& inputs, int64_t dim) {
+DType check_inputs(const ListArgs& args, const Tensors& inputs, int64_t dim) {
   const ArgumentName first = label(args, inputs_name(args), 0);
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     const ArgumentName l = label(args, inputs_name(args), r);
@@ -163,7 +163,7 @@ struct ResultSpec {
 
 // Checks number, shape, dtype and device of the caller's outputs, and that they overlap neither
 // each other nor the inputs.
-void check_outputs(const BlockArgs& args, const Tensors& inputs,
+void check_outputs(const ListArgs& args, const Tensors& inputs,
                    const std::vector<ResultSpec>& specs) {
   const char* call = name(args.collective);
   require(args.out->size() == specs.size(), call, ": out has ", args.out->size(),
@@ -190,7 +190,7 @@ void check_outputs(const BlockArgs& args, const Tensors& inputs,
 // Returns an order of dimensions in which all inputs and outputs are contiguous. If there is none,
 // returns that of the caller's outputs, or else the row-major one, and replaces the inputs by
 // tensors in that order, into which the call copies them. `first`: the rank of the first input.
-std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Rank first,
+std::vector<int64_t> to_common_order(const ListArgs& args, Tensors& inputs, Rank first,
                                      ListCall& call) {
   Tensors all = inputs;
   if (args.out) all.insert(all.end(), args.out->begin(), args.out->end());
@@ -250,14 +250,14 @@ void bind_blocks(BoundPlan& plan, const BlockSizes& b, const Participants& ranks
   call.bind(plan, std::move(offsets), std::move(memory), static_cast<std::size_t>(split.rows));
 }
 
-BlockCut cut_of(const BlockArgs& args, const Tensors& inputs, const Participants& ranks,
+BlockCut cut_of(const ListArgs& args, const Tensors& inputs, const Participants& ranks,
                 int64_t dim) {
   BlockCut cut{args.collective, {}, ranks.world(), ranks.outputs, ranks.root, args.dim, args.sizes};
   for (const at::Tensor& t : inputs) cut.lengths.push_back(t.size(dim));
   return cut;
 }
 
-std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& inputs,
+std::vector<ResultSpec> result_specs(const ListArgs& args, const Tensors& inputs,
                                      const Participants& ranks, const BlockSizes& b, int64_t dim) {
   std::vector<ResultSpec> specs;
   for (int i = 0; i < ranks.outputs; ++i) {
@@ -270,7 +270,8 @@ std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& input
 
 }  // namespace
 
-ListCall block_collective(const BlockArgs& args, Tensors inputs) {
+ListCall block_collective(ListArgs args) {
+  Tensors& inputs = args.inputs.flat;
   const char* function = name(args.collective);
   const bool to_root = args.collective == Collective::gather,
              from_root = args.collective == Collective::scatter;

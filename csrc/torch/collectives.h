@@ -27,42 +27,39 @@ struct TensorGrid {
   }
 };
 
-// all_reduce, reduce and broadcast, of one tensor per rank or of many.
-struct InPlaceArgs {
+// The arguments of a collective. Each has those that its declaration names (declarations.h), and
+// the others keep these values.
+struct ListArgs {
   Collective collective;
-  const char* call;  // name of the Python function, for error messages and profiles
+  const char* call;        // name of the Python function, for error messages and profiles
+  TensorGrid inputs = {};  // copy_: dst and src
   ReduceOp op = ReduceOp::sum;
   int64_t root = 0;
-  const char* root_name = "dst";  // the argument's name, for error messages
-  std::string_view algorithm = {};
-  bool peer_access = true;  // whether GPUs may access each other's memory
-  Streams streams = {};     // [rank]; none: the device's current stream
-};
-// How the call accesses a rank's tensors: broadcast only reads those of the root, and reduce writes
-// only those of the root.
-AccessMode access_of(const InPlaceArgs& args, int64_t rank);
-ListCall in_place(const InPlaceArgs& args, TensorGrid tensors);
-
-// all_gather, reduce_scatter, all_to_all, scatter and gather, which move blocks along a dimension.
-struct BlockArgs {
-  Collective collective;
-  ReduceOp op = ReduceOp::sum;
   int64_t dim = 0;
   std::string_view algorithm = {};
   // Block sizes: [rank][block], or one list for all ranks. Default: as torch.tensor_split.
   std::optional<std::vector<std::vector<int64_t>>> sizes = {};
+  // scatter and replicate: the ranks' devices. gather: the result's device; default: that of the
+  // first input.
+  DeviceList devices = {};
   std::optional<Tensors> out = {};
-  // scatter: the ranks' devices. gather: the result's device; default: that of the first input.
-  std::vector<at::Device> devices = {};
-  Streams streams = {};  // [rank]; none: the device's current stream
-  bool peer_access = true;
+  Streams streams = {};     // [rank]; none: the device's current stream
+  bool peer_access = true;  // whether GPUs may access each other's memory
 };
-ListCall block_collective(const BlockArgs& args, Tensors inputs);
 
+// Returns the name of the argument `root`.
+constexpr const char* root_name(Collective c) { return c == Collective::broadcast ? "src" : "dst"; }
+// How a call in place accesses a rank's tensors: broadcast only reads those of the root, and reduce
+// writes only those of the root.
+AccessMode access_of(const ListArgs& args, int64_t rank);
+
+// all_reduce, reduce and broadcast, of one tensor per rank or of many.
+ListCall in_place(ListArgs args);
+// all_gather, reduce_scatter, all_to_all, scatter and gather, which move blocks along a dimension.
+ListCall block_collective(ListArgs args);
 // Copies every tensor to every rank; results are [index * world + rank].
-ListCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access);
-
+ListCall replicate(ListArgs args);
 // Copies a tensor into another one of the same shape and dtype. Their layouts may differ.
-ListCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access);
+ListCall copy(ListArgs args);
 
 }  // namespace pycollect

@@ -46,9 +46,11 @@ void bind_copies(BoundPlan& plan, const at::Tensor& source, std::span<const at::
 
 }  // namespace
 
-ListCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access) {
+ListCall replicate(ListArgs args) {
+  Tensors& tensors = args.inputs.flat;
+  const DeviceList& devices = args.devices;
   require(!devices.empty(), "replicate: devices is empty; name one device per rank");
-  ListCall call{.name = "replicate", .devices = devices, .peer_access = peer_access};
+  ListCall call{.name = "replicate", .devices = devices, .peer_access = args.peer_access};
   if (tensors.empty()) return call;
   const auto found = std::find(devices.begin(), devices.end(), tensors[0].device());
   const auto root = static_cast<Rank>(found - devices.begin());
@@ -74,7 +76,8 @@ ListCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool
   return call;
 }
 
-ListCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access) {
+ListCall copy(ListArgs args) {
+  const at::Tensor &dst = args.inputs.flat[0], &src = args.inputs.flat[1];
   const ArgumentName to{"copy_", "dst"}, from{"copy_", "src"};
   check_tensor(dst, AccessMode::write, to);
   check_tensor(src, AccessMode::read, from);
@@ -91,7 +94,7 @@ ListCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access) {
                 .written = {dst},
                 .held = {src},
                 .bytes = dst.nbytes(),
-                .peer_access = peer_access};
+                .peer_access = args.peer_access};
   if (dst.device() != src.device()) call.devices.push_back(dst.device());
   if (dst.strides() != src.strides()) {
     call.layout_copies.push_back({dst.detach(), src.detach(), 0});

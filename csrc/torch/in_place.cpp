@@ -11,7 +11,7 @@ namespace {
 bool is_reduction(Collective c) { return c == Collective::all_reduce || c == Collective::reduce; }
 
 // Returns the dtype in which the call runs on the tensor.
-DType checked_dtype(const InPlaceArgs& args, const at::Tensor& t, const ArgumentName& label) {
+DType checked_dtype(const ListArgs& args, const at::Tensor& t, const ArgumentName& label) {
   if (!is_reduction(args.collective)) return moved_dtype_of(t, label);
   const DType dtype = dtype_of(t, label);
   check_op(dtype, args.op, args.call);
@@ -19,7 +19,8 @@ DType checked_dtype(const InPlaceArgs& args, const at::Tensor& t, const Argument
 }
 
 // Checks all tensors, and returns their groups.
-DtypeGroups check(const InPlaceArgs& args, const TensorGrid& grid) {
+DtypeGroups check(const ListArgs& args) {
+  const TensorGrid& grid = args.inputs;
   DtypeGroups groups;
   c10::SmallVector<ArgumentRange, 8> extents;
   for (std::size_t i = 0; i < grid.width(); ++i)
@@ -59,7 +60,8 @@ void bind_ranks(BoundPlan& plan, std::span<const at::Tensor> ranks, ListCall& ca
 }
 
 // Moves the tensors into the call.
-void hold(const InPlaceArgs& args, TensorGrid grid, ListCall& call) {
+void hold(ListArgs args, ListCall& call) {
+  TensorGrid& grid = args.inputs;
   if (args.collective == Collective::all_reduce) {
     call.written = std::move(grid.flat);
     return;
@@ -72,16 +74,17 @@ void hold(const InPlaceArgs& args, TensorGrid grid, ListCall& call) {
 
 }  // namespace
 
-AccessMode access_of(const InPlaceArgs& args, int64_t rank) {
+AccessMode access_of(const ListArgs& args, int64_t rank) {
   const bool writes = args.collective == Collective::all_reduce ||
                       (args.collective == Collective::reduce) == (rank == args.root);
   return writes ? AccessMode::write : AccessMode::read;
 }
 
-ListCall in_place(const InPlaceArgs& args, TensorGrid grid) {
+ListCall in_place(ListArgs args) {
+  const TensorGrid& grid = args.inputs;
   require(grid.world > 0, args.call, ": ", grid.list, " is empty; pass one tensor per rank");
-  check_rank(args.root, grid.world, args.call, args.root_name);
-  const DtypeGroups groups = check(args, grid);
+  check_rank(args.root, grid.world, args.call, root_name(args.collective));
+  const DtypeGroups groups = check(args);
   ListCall call{.name = args.call,
                 .streams = args.streams,
                 .peer_access = args.peer_access,
@@ -96,7 +99,7 @@ ListCall in_place(const InPlaceArgs& args, TensorGrid grid) {
     call.plans.push_back(std::move(plan));
     call.bytes += group.bytes;
   }
-  hold(args, std::move(grid), call);
+  hold(std::move(args), call);
   return call;
 }
 

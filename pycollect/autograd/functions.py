@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,6 @@ from .._in_graph import name_of
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
 from ..errors import shown
-from . import in_graph
 from .in_graph import ALL, LINEAR, operator_in_graph
 from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
 from .linear_along_dim import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
@@ -21,7 +20,7 @@ from .node import apply
 from .nonlinear import Extreme, Product
 
 
-@operator_in_graph(in_graph.all_reduce)
+@operator_in_graph(ALL)
 def all_reduce(
     tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -45,7 +44,7 @@ def all_reduce(
     return apply(AllReduce(devices, name == "avg", algorithm), tensors)
 
 
-@operator_in_graph(in_graph.reduce)
+@operator_in_graph()
 def reduce(
     tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
 ) -> Tensor:
@@ -64,7 +63,7 @@ def reduce(
     return result
 
 
-@operator_in_graph(in_graph.broadcast)
+@operator_in_graph()
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -83,7 +82,7 @@ def broadcast(
     return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
 
 
-@operator_in_graph(in_graph.all_gather)
+@operator_in_graph()
 def all_gather(
     tensors: Sequence[Tensor], *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -102,7 +101,7 @@ def all_gather(
     return apply(AllGather(devices, at, lengths, algorithm=algorithm), tensors)
 
 
-@operator_in_graph(in_graph.reduce_scatter)
+@operator_in_graph()
 def reduce_scatter(
     tensors: Sequence[Tensor], op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -123,7 +122,22 @@ def reduce_scatter(
     return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
 
 
-@operator_in_graph(in_graph.all_to_all, in_graph.with_rows)
+def _with_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return all_to_all with the operator's split sizes, which have no inner lists."""
+
+    def all_to_all(
+        tensors: Sequence[Tensor], dim: int = 0, split_sizes: Any = None
+    ) -> list[Tensor]:
+        rows, world = split_sizes, len(tensors)
+        if rows is not None and len(rows) > world:
+            rows = [rows[at : at + world] for at in range(0, len(rows), world)]
+        result: list[Tensor] = function(tensors, dim=dim, split_sizes=rows)
+        return result
+
+    return all_to_all
+
+
+@operator_in_graph(adapted=_with_rows)
 def all_to_all(
     tensors: Sequence[Tensor],
     *,
@@ -146,7 +160,7 @@ def all_to_all(
     return apply(AllToAll(devices, at, splits), tensors)
 
 
-@operator_in_graph(in_graph.scatter)
+@operator_in_graph()
 def scatter(
     tensor: Tensor,
     devices: DeviceSpec,
@@ -175,7 +189,7 @@ def scatter(
     return apply(Scatter(ranks, origin, at, chunks), [tensor])
 
 
-@operator_in_graph(in_graph.gather)
+@operator_in_graph()
 def gather(
     tensors: Sequence[Tensor], device: torch.device | str | None = None, *, dim: int = 0
 ) -> Tensor:
@@ -195,7 +209,7 @@ def gather(
     return result
 
 
-@operator_in_graph(in_graph.copy)
+@operator_in_graph()
 def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a copy on ``device``, in new memory even on the same device; backward: copy.
 
@@ -209,7 +223,6 @@ def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     return result
 
 
-@operator_in_graph(in_graph.replicate, in_graph.by_tensor)
 def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tensor]]:
     """Return a copy of every tensor for each rank, ``result[rank][i]``; backward: reduce of each.
 
@@ -226,9 +239,15 @@ def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
     ranks = tuple(ranks_of(devices, "replicate"))
     if isinstance(tensors, (list, tuple)) and not tensors:
         return [[] for _ in ranks]
-    count = len(origins := _devices(tensors, "replicate"))
-    flat = apply(Replicate(ranks, origins), tensors)
-    return [flat[rank * count : (rank + 1) * count] for rank in range(len(ranks))]
+    copies = _replicate(tensors, ranks)
+    return [copies[rank :: len(ranks)] for rank in range(len(ranks))]
+
+
+@operator_in_graph()
+def _replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[Tensor]:
+    """Return the result of the operator: all copies of one tensor after another."""
+    ranks = tuple(ranks_of(devices, "replicate"))
+    return apply(Replicate(ranks, _devices(tensors, "replicate")), tensors)
 
 
 def _devices(tensors: Sequence[Tensor], call: str) -> Devices:

@@ -112,37 +112,38 @@ class Copy(LinearCollective):
 class Replicate(LinearCollective):
     """Replicate: a copy of every tensor for each rank, on `devices[rank]`.
 
-    Tensor i is on device `origins[i]`. Its copy for a rank is result[rank * len(origins) + i].
+    Tensor i is on device `origins[i]`. Its copy for a rank is result[i * len(devices) + rank].
     """
 
     devices: Devices
     origins: Devices
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        flat = operators.replicate(tensors, names_of(self.devices))
-        return [t for rank in range(len(self.devices)) for t in flat[rank :: len(self.devices)]]
+        return list(operators.replicate(tensors, names_of(self.devices)))
 
     def transposed(self) -> LinearCollective:
         return Total(self.devices, self.origins)
 
     def reached(self, given: Sequence[bool], tensors: int) -> list[bool]:
         """Return for each tensor whether one of its copies has a gradient."""
-        return [any(given[i::tensors]) for i in range(tensors)]
+        world = len(self.devices)
+        return [any(given[i * world : (i + 1) * world]) for i in range(tensors)]
 
 
 @dataclass(frozen=True)
 class Total(LinearCollective):
     """Transpose of Replicate: the sum over the ranks of each of many tensors.
 
-    Tensor i of a rank is input[rank * len(origins) + i]. Its sum is on device `origins[i]`.
+    Tensor i of a rank is input[i * len(devices) + rank]. Its sum is on device `origins[i]`.
     """
 
     devices: Devices
     origins: Devices
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        world = len(self.devices)
         return [
-            self._total(tensors[i :: len(self.origins)], origin)
+            self._total(tensors[i * world : (i + 1) * world], origin)
             for i, origin in enumerate(self.origins)
         ]
 
@@ -154,7 +155,8 @@ class Total(LinearCollective):
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Compute the sums whose `wanted` is True in one autograd node; None for the others."""
         chosen = [i for i, want in enumerate(wanted) if want]
-        flat = [tensors[at + i] for at in range(0, len(tensors), len(wanted)) for i in chosen]
+        world = len(self.devices)
+        flat = [t for i in chosen for t in tensors[i * world : (i + 1) * world]]
         found = iter(apply(Total(self.devices, tuple(self.origins[i] for i in chosen)), flat))
         return [next(found) if want else None for want in wanted]
 
