@@ -99,6 +99,8 @@ def test_one_graph_serves_many_sizes():
         (lambda x: autograd.reduce_scatter([x, x], "max"), ValueError, "no gradient"),
         (lambda x: autograd.all_to_all([x, x], split_sizes=[]), ValueError, "split_sizes"),
         (lambda x: autograd.scatter(x, TWO, chunk_sizes=[-1, 5]), ValueError, "chunk_sizes"),
+        (lambda x: autograd.gather([x, x], TWO), ValueError, "names 2 devices"),
+        (lambda x: autograd.copy(x, TWO), ValueError, "names 2 devices"),
     ],
 )
 def test_invalid_calls_raise_as_in_eager_mode(call, error, words):

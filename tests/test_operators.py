@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given
@@ -58,6 +60,33 @@ def test_operators_have_their_schema_kernels_and_gradients(schema):
     for key in ("CPU", "CUDA", *["Autograd"] * (name in FUNCTIONAL)):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pycollect::{name}", key), key
     assert name not in FUNCTIONAL or name in autograd.__all__
+
+
+def arguments_of(function, *without):
+    """Names and defaults of a function, or of an operator, except for those of some names."""
+    if isinstance(function, torch._ops.OpOverload):
+        found = {a.name: a.default_value for a in function._schema.arguments}
+    else:
+        parameters = inspect.signature(function).parameters.values()
+        found = {p.name: None if p.default is p.empty else p.default for p in parameters}
+    names = {"tensor_lists": "tensors"}
+    return [(names.get(n, n), default) for n, default in found.items() if n not in without]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=NAMES)
+def test_a_function_and_its_operators_have_the_same_arguments(schema):
+    """Names, order and defaults: the declarations in Python and in C++ are one table."""
+    name = schema.split("(")[0]
+    plain = name.partition(".")[0].rstrip("_")
+    public = getattr(pc, plain, None) or getattr(pc, f"{plain}_")
+    here = ("async_op", "streams", "peer_access")
+    mine = arguments_of(operator(name), "world")
+    if name != "copy":
+        assert mine == arguments_of(public, *here, *[] if name.endswith(".out") else ["out"])
+    if name in FUNCTIONAL:
+        assert mine == arguments_of(getattr(autograd, name))
+    has_out = "out" in inspect.signature(public).parameters
+    assert has_out == (f"{plain}.out" in NAMES)
 
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ using Value = const c10::IValue&;
 
 void take_tensors(PythonCall& call, py::handle list, Self self) {
   const auto access = [&](int rank) {
-    return self.kind == Parameter::written ? access_of(call.args, rank) : AccessMode::read;
+    return self.role == Parameter::written ? access_of(call.args, rank) : AccessMode::read;
   };
   Tensors tensors = tensors_from(list, access, call.args.call, call.producers);
   const auto world = static_cast<int>(tensors.size());
@@ -41,7 +41,7 @@ void take_world(ListArgs& args, Value value) {
 }
 
 void take_tensor(PythonCall& call, py::handle tensor, Self self) {
-  const AccessMode access = self.kind == Parameter::written ? AccessMode::write : AccessMode::read;
+  const AccessMode access = self.role == Parameter::written ? AccessMode::write : AccessMode::read;
   Tensors& taken = call.args.inputs.flat;
   taken.insert(taken.begin(),
                tensor_from(tensor, access, {call.args.call, self.name}, call.producers));
@@ -163,14 +163,14 @@ Operator operator_of(const Declaration& d, Form form) {
   std::vector<const Parameter*> parameters;
   bool keywords = false;
   for (const Parameter* p : d.parameters) {
-    if (p->kind == Parameter::out && form != Form::out) continue;
+    if (p->role == Parameter::out && form != Form::out) continue;
     parameters.push_back(p);
-    const bool keyword = p->kind == Parameter::keyword || p->kind == Parameter::out;
+    const bool keyword = p->role == Parameter::keyword || p->role == Parameter::out;
     if (!arguments.empty()) arguments += ", ";
     if (keyword && !keywords) arguments += "*, ";
     keywords = keywords || keyword;
     std::string schema = p->schema;
-    if (form == Form::in_place && p->kind == kWritten) schema.insert(std::strlen("Tensor"), "(a!)");
+    if (form == Form::in_place && p->role == kWritten) schema.insert(std::strlen("Tensor"), "(a!)");
     arguments += schema;
   }
   const char* result = form == Form::functional ? d.result : "()";
@@ -202,9 +202,9 @@ const std::vector<Declaration>& declarations() {
 }
 
 std::vector<Operator> operators_of(const Declaration& d) {
-  const auto has = [&](Parameter::Kind kind) {
+  const auto has = [&](Parameter::Role role) {
     return std::any_of(d.parameters.begin(), d.parameters.end(),
-                       [&](const Parameter* p) { return p->kind == kind; });
+                       [&](const Parameter* p) { return p->role == role; });
   };
   std::vector<Operator> all;
   if (d.result != nullptr) all.push_back(operator_of(d, Form::functional));

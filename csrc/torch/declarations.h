@@ -23,7 +23,7 @@ struct Parameter {
   void (*from_python)(PythonCall& call, py::handle value, const Parameter& self);
   // Takes a value of an operator.
   void (*from_stack)(ListArgs& args, const c10::IValue& value);
-  enum Kind { input, written, keyword, out } kind = input;
+  enum Role { read, written, keyword, out } role = read;
 };
 
 struct Declaration {
