@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ TRAININGS = [c for c in COMMANDS if re.match(r"(python|torchrun) .*pycollect\.tr
 
 
 def test_every_block_is_of_a_tested_kind() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "sh", "text", ""}
+    assert {language for language, _ in BLOCKS} == {"python", "cpp", "sh", "text", ""}
     assert len(PROGRAMS) >= 4
     assert sum(language == "python" for language, _ in BLOCKS) >= 6
     assert len(COMMANDS) >= 20
@@ -242,3 +243,40 @@ def test_the_trainers_commands_run_in_order(
             assert words[:3] == ["python", "-m", "pycollect.train"]
             assert train(words[3:]) == 0, command
     assert {"run.pt", "run.png", "run.jsonl", "three.png"} <= {p.name for p in tmp_path.iterdir()}
+
+
+ADDED = r"""
+#include <cmath>
+#include <cstdio>
+
+#include "csrc/cpu/fold.h"
+
+using namespace pycollect;
+
+int main() {
+  const float a[] = {-3, 1, NAN, 2}, b[] = {2, -4, 1, -2};
+  float result[4];
+  void *dst = result, *srcs[] = {const_cast<float*>(a), const_cast<float*>(b)};
+  cpu::find_fold(DType::f32, ReduceOp::absmax)({&dst, 1}, {srcs, 2}, 4, {.world = 2});
+  std::printf("%s %g %g %g %g %d", name(ReduceOp::absmax), result[0], result[1], result[2],
+              result[3], reduces(DType::c64, ReduceOp::absmax));
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.slow
+def test_a_reduction_is_one_row_as_the_document_says(tmp_path):
+    (row,) = [code for language, code in BLOCKS if language == "cpp" and "ROW(" in code]
+    for room in ("cpu", "plan"):
+        shutil.copytree(ROOT / "csrc" / room, tmp_path / "csrc" / room)
+    table = tmp_path / "csrc/plan/dtype.h"
+    last = re.search(r"^  ROW\(bxor, .*\)$", table.read_text(), re.M)
+    assert last
+    table.write_text(table.read_text().replace(last[0], f"{last[0]} \\\n{row.rstrip()}"))
+    (tmp_path / "main.cpp").write_text(ADDED)
+    command = ["g++", "-std=c++20", "-O0", "-I.", "main.cpp", "-o", "main"]
+    folds = [str(path) for path in tmp_path.glob("csrc/cpu/fold*.cpp")]
+    subprocess.run([*command, *folds], cwd=tmp_path, check=True)
+    printed = subprocess.run(tmp_path / "main", check=True, capture_output=True, text=True).stdout
+    assert printed == "absmax -3 -4 nan -2 0"
