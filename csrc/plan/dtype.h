@@ -58,9 +58,9 @@ struct Complex {
 // bools, and how it combines the accumulators a and b, which on the host are vectors. The product
 // of complex numbers is in cpu/fold_ops.h and cuda/elements.h.
 #define PYCOLLECT_REDUCE_OPS(ROW)                        \
-  ROW(sum, Sum, Arithmetic, BitOr, (a + b))              \
-  ROW(avg, Avg, Arithmetic, BitOr, (a + b))              \
-  ROW(prod, Prod, Arithmetic, BitAnd, (a * b))           \
+  ROW(sum, Sum, Numeric, BitOr, (a + b))                 \
+  ROW(avg, Avg, Numeric, BitOr, (a + b))                 \
+  ROW(prod, Prod, Numeric, BitAnd, (a * b))              \
   ROW(min, Min, Extremum, BitAnd, PYCOLLECT_A_IF(a < b)) \
   ROW(max, Max, Extremum, BitOr, PYCOLLECT_A_IF(a > b))  \
   ROW(band, BitAnd, Bitwise, BitAnd, (a & b))            \
@@ -71,7 +71,7 @@ struct Complex {
 #define PYCOLLECT_A_IF(condition) \
   (kHaveNaN ? ((condition) | (a != a) ? a : b) : ((condition) ? a : b))
 
-struct Arithmetic {};
+struct Numeric {};
 struct Extremum {};  // not defined for complex numbers
 struct Bitwise {};   // neither for floats
 struct BitAnd;

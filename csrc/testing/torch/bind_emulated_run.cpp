@@ -24,8 +24,9 @@ namespace {
 
 namespace py = pybind11;
 
-using StreamIdsTuple = std::array<int, 4>;
+using StreamIdsTuple = std::array<int, 4>;  // of a rank: caller, worker, d2h, h2d
 
+// Each launch: stream, tasks as (rank, index), launches to wait for, whether an event is recorded.
 py::list tuples_of(const Schedule& schedule) {
   py::list all;
   for (const ScheduledLaunch& issue : schedule) {
