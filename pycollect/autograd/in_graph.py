@@ -42,7 +42,10 @@ def operator_in_graph(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__.lstrip("_")
-        names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        names = {p.name for p in parameters}
+        required = {p.name for p in parameters if p.default is p.empty}
         operator = getattr(torch.ops.pycollect, name).default
         _record(operator, name, adapted(function) if adapted else function)
 
@@ -50,11 +53,13 @@ def operator_in_graph(
         def either(*args: P.args, **kwargs: P.kwargs) -> R:
             if not is_compiling():
                 return function(*args, **kwargs)
-            values: Values = {**dict(zip(names, args, strict=False)), **kwargs}
+            values: Values = {**dict(zip(positional, args, strict=False)), **kwargs}
+            if len(values) != len(args) + len(kwargs) or not required <= values.keys() <= names:
+                return _refused(function, args, kwargs)
             for key in ("device", "devices"):
                 if key in values and not (name == "gather" and values[key] is None):
                     values[key] = ranks_of(values[key], name)
-            if not _is_valid(name, names[0], values, ops):
+            if not _is_valid(name, positional[0], values, ops):
                 return _refused(function, args, kwargs)
             result: R = run(operator, name, values)
             return result

@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "all_gather": {"dim": 0, "algorithm": None, "out": None},
     "reduce_scatter": {"op": "sum", "dim": 0, "algorithm": None, "out": None},
     "all_to_all": {"dim": 0, "split_sizes": None, "out": None},
+    "copy_": {"src": None},
 }
 LAST: dict[str, Any] = {"async_op": False, "streams": None, "peer_access": True}
 
@@ -50,9 +51,6 @@ class Gpus:
 
     def _call(self, name: str, tensors: object, *args: object, **more: object) -> Any:
         call = getattr(_testing.collectives, name)
-        if name == "copy_":
-            settings = {"async_op": False, "peer_access": True} | more
-            return call(tensors, *args, *settings.values())
         settings = ARGUMENTS[name] | LAST
         settings |= dict(zip(settings, args, strict=False)) | more
         assert list(settings) == list(ARGUMENTS[name] | LAST), settings
