@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pycollect._sizes import parse_size, size_argument, size_range
+from pycollect._sizes import size_argument, size_range
 from pycollect_bench import hosts, lists, peers, processes, rank_work, threads
 from pycollect_bench.cases import COLLECTIVES, OPS
 from pycollect_bench.lists import only_extras
@@ -118,8 +118,8 @@ def check(args: argparse.Namespace) -> None:
     for name, value in USUAL.items():
         setattr(args, name, getattr(args, name) or value)
     begin, end, step = kind.sizes
-    args.minbytes = args.minbytes or parse_size(begin)
-    args.maxbytes = args.maxbytes or max(parse_size(end), args.minbytes)
+    args.minbytes = args.minbytes or size_argument(begin)
+    args.maxbytes = args.maxbytes or max(size_argument(end), args.minbytes)
     args.stepfactor = args.stepfactor or step
     size_range(args.minbytes, args.maxbytes, args.stepfactor)
     known = [name for name, spec in COLLECTIVES.items() if (spec.group if option else spec.lists)]

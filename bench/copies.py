@@ -21,7 +21,7 @@ import pycollect  # isort: split
 import torch
 from torch import Tensor
 
-from pycollect._sizes import binary_size, size_argument, size_range
+from pycollect._sizes import bytes_text, size_argument, size_range
 from pycollect._timing import Effort, host_time, interleave
 from pycollect_bench import report
 from pycollect_bench.clocks import synchronizer
@@ -49,7 +49,7 @@ TABLE = report.Table(
     "# %limit: share of the speed of a bare copy of as many bytes, from or to pinned memory.",
     [
         report.of_about("what", "what", width=-42),
-        report.Column("size", "", 8, lambda about, row: binary_size(about["bytes"])),
+        report.Column("size", "", 8, lambda about, row: bytes_text(about["bytes"])),
         report.name("way", 12),
         *report.times(),
         report.of_row("bandwidth", "bandwidth", "(GB/s)", scale=1e-9),

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pycollect._sizes import binary_size, size_argument
+from pycollect._sizes import bytes_text, size_argument
 from pycollect._timing import Timing, shuffled, turns
 from pycollect_bench import mpi, report
 from pycollect_bench.options import list_of, whole
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 def size(nbytes: int) -> str:
-    return binary_size(nbytes) if nbytes else "barrier"
+    return bytes_text(nbytes) if nbytes else "barrier"
 
 
 TABLE = report.Table(

@@ -41,13 +41,11 @@ class CostModel:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number:
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"CostModel: {item.name} is {shown(value)}; pass a number")
             may_be_zero = item.name in ("alpha", "bridge")
-            least = "not negative" if may_be_zero else "above zero"
-            in_range = value >= 0 if least == "not negative" else value > 0
-            if not (in_range and value <= sys.float_info.max):
+            if not 0 <= value <= sys.float_info.max or (value == 0 and not may_be_zero):
+                least = "not negative" if may_be_zero else "above zero"
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
                 raise ValueError(
                     f"CostModel: {item.name} is {value}; pass {unit}, finite and {least}"
@@ -64,9 +62,3 @@ def figures_of(model: str | CostModel) -> _C.ModelTuple:
     if not isinstance(model, CostModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
     return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
-
-
-def label_of(model: str | CostModel) -> str:
-    if isinstance(model, str):
-        return model
-    return f"{model.alpha * 1e6:.3g} µs and {model.port / 1e9:.3g} GB/s"

@@ -5,20 +5,28 @@ A plan is data, so this works for any world on any machine and uses no tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from os import PathLike
 from typing import NamedTuple
 
-from pycollect import _C
-from pycollect._cost_model import CostModel, figures_of, label_of
-from pycollect._plan_picture import draw
-from pycollect._plan_text import describe
+from . import _C
+from ._cost_model import CostModel, figures_of
+from ._plan_picture import draw
+from ._sizes import bytes_text, runs
 
 # Limits that keep the largest plans in memory. A plan has its steps for every rank and piece: a
 # chain of W ranks and P pieces has 2 W P steps, half a million at most.
 _MOST_RANKS = 1024
 _MOST_PIECES = 1 << 18  # of all ranks together
+# As text, a plan of up to this number of steps is shown in full (eight ranks that copy from all
+# others have 56), a larger one only with the first steps of each level.
+_WHOLE_STEPS = 64
+_LEVEL_STEPS = 8
+_SHOWN_LEVELS = 24
+_SHOWN_RUNS = 6
 
 
 class TaskSpan(NamedTuple):
@@ -65,7 +73,42 @@ class Plan:
     _program: _C.Program = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        return describe(self)
+        return "\n".join([*self._header(), *self._body()])
+
+    def _header(self) -> Iterator[str]:
+        rooted = self.collective in ("reduce", "broadcast", "scatter", "gather")
+        root = f", root {self.root}" if rooted else ""
+        chunks = f"{self.chunks} chunks of" if self.chunks != 1 else "1 chunk of"
+        size = bytes_text(self.nbytes / self.chunks)
+        where = "in place" if self.in_place else "out of place"
+        how = f"by '{self.algorithm}', {_ranks(self.world)}{root}, {chunks} {size}, {where}"
+        yield f"{self.collective} {how}"
+        count = len(self.levels)
+        yield f"order {self.order}, {count} level{'s' * (count != 1)}; {self._traffic()}"
+
+    def _traffic(self) -> str:
+        chunk = self.nbytes / self.chunks
+        reads, writes = [0.0] * self.world, [0.0] * self.world
+        for step in self.steps:
+            dsts, srcs, _ = step
+            reads[_executor(step)] += chunk * sum(s[3] for s in srcs)
+            writes[_executor(step)] += chunk * sum(d[3] for d in dsts)
+        ranks = "each rank" if len({*zip(reads, writes, strict=True)}) == 1 else "a rank"
+        return f"{ranks} reads {_span(reads)} and writes {_span(writes)}"
+
+    def _body(self) -> Iterator[str]:
+        steps, levels = self.steps, self.levels
+        width = len(f"level {len(levels)}  ")
+        most = len(steps) if len(steps) <= _WHOLE_STEPS else _LEVEL_STEPS
+        for number, level in enumerate(levels[:_SHOWN_LEVELS], 1):
+            head = f"level {number}"
+            for step in level[:most]:
+                yield f"{head:<{width}}rank {_executor(steps[step])}: {_step_text(steps[step])}"
+                head = ""
+            if len(level) > most:
+                yield f"{'':<{width}}... and {len(level) - most} more steps"
+        if len(levels) > _SHOWN_LEVELS:
+            yield f"... and {len(levels) - _SHOWN_LEVELS} more levels"
 
     @property
     def chunks(self) -> int:
@@ -169,7 +212,12 @@ class Plan:
         True
         """
         seconds, spans = self._timeline(model)
-        draw(self, path, label_of(model), seconds, spans)
+        size = "" if self.collective == "barrier" else f", {bytes_text(self.nbytes)}"
+        title = f"{self.collective} by {self.algorithm}, {_ranks(self.world)}{size}"
+        if isinstance(model, CostModel):
+            model = f"{model.alpha * 1e6:.3g} µs and {model.port / 1e9:.3g} GB/s"
+        predicted = f"{seconds * 1e6:.4g} µs predicted on {model}"
+        draw(path, (title, predicted), self.world, self.steps, spans)
 
 
 def algorithms(collective: str = "all_reduce") -> list[str]:
@@ -221,7 +269,10 @@ def plan(
     if algorithm is None:
         algorithm = _C.default_algorithm(collective, world, nbytes)
     chosen = _C.find_algorithm(collective, algorithm)
-    in_place = _in_place_of(chosen, in_place)
+    wanted = chosen.in_place if in_place is None else _C.flag_from(in_place, "plan", "in_place")
+    if wanted and not chosen.in_place:
+        what = f"{collective} by '{algorithm}'"
+        raise ValueError(f"plan: {what} cannot run in place; pass in_place=False")
     made = chosen.plan(world, root, pieces)
     return Plan(
         collective=collective,
@@ -230,11 +281,11 @@ def plan(
         nbytes=0 if collective == "barrier" else nbytes,
         root=root,
         pieces=pieces,
-        in_place=in_place,
+        in_place=wanted,
         order=chosen.order,
         cost=chosen.cost,
         _plan=made,
-        _program=_C.Program(made, in_place),
+        _program=_C.Program(made, wanted),
     )
 
 
@@ -254,9 +305,51 @@ def _check_numbers(world: int, nbytes: int, root: int, pieces: int) -> None:
         raise ValueError(f"plan: pieces is {pieces}; {world} ranks allow at most {most}")
 
 
-def _in_place_of(chosen: _C.Algorithm, wanted: bool | None) -> bool:
-    wanted = None if wanted is None else _C.flag_from(wanted, "plan", "in_place")
-    if wanted and not chosen.in_place:
-        what = f"{chosen.collective} by '{chosen.name}'"
-        raise ValueError(f"plan: {what} cannot run in place; pass in_place=False")
-    return chosen.in_place if wanted is None else wanted
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _executor(step: _C.StepTuple) -> int:
+    """Return the rank that executes a step."""
+    dsts, _, by = step
+    return dsts[0][0] if by < 0 else by
+
+
+def _span(counts: Sequence[float]) -> str:
+    least, most = bytes_text(min(counts)), bytes_text(max(counts))
+    if least == most:
+        return least
+    busiest = [rank for rank, count in enumerate(counts) if count == max(counts)]
+    return f"{least} to {most} (rank{'s' * (len(busiest) != 1)} {_ranks_text(busiest)})"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in their order, with runs of consecutive ranks as ranges.
+
+    >>> _ranks_text([0, 1, 2, 3]), _ranks_text([2, 0, 1]), _ranks_text(range(0, 40, 4))
+    ('0..3', '2,0,1', '0,4,8,12,16,20,... (10)')
+    """
+    texts: list[str] = []
+    for run in runs(ranks):
+        texts += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(texts) > _SHOWN_RUNS:
+        texts = [*texts[:_SHOWN_RUNS], f"... ({len(ranks)})"]
+    return ",".join(texts)
+
+
+def _step_text(step: _C.StepTuple) -> str:
+    """Return one step in words.
+
+    >>> _step_text((((1, "out", 0, 1),), ((0, "out", 0, 1), (1, "in", 0, 1)), -1))
+    'out[0] on 1 <- sum of out[0] from 0 and in[0] from 1'
+    """
+    dsts, srcs, _ = step
+    fold = "sum of " if len(srcs) > 1 else ""
+    to = " and ".join(f"{what} on {ranks}" for what, ranks in _grouped(dsts))
+    return to + " <- " + fold + " and ".join(f"{what} from {r}" for what, r in _grouped(srcs))
+
+
+def _grouped(side: Sequence[_C.SliceTuple]) -> Iterator[tuple[str, str]]:
+    for (buffer, first, count), group in groupby(side, lambda s: s[1:]):
+        chunks = f"{first}" if count == 1 else f"{first}:{first + count}"
+        yield f"{buffer}[{chunks}]", _ranks_text([s[0] for s in group])

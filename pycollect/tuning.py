@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import _C, collectives, collectives_along_dim
-from ._sizes import binary_size
+from ._sizes import bytes_text
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
 from .errors import shown
 
@@ -95,7 +95,7 @@ class Tuning:
         for collective, spans in self.spans.items():
             begin = 0.0
             for span in spans:
-                where = f"from {binary_size(round(begin))}"
+                where = f"from {bytes_text(round(begin))}"
                 ranking = ", ".join(name or "default" for name in span.ranking)
                 lines.append(f"{collective} {where}: {ranking}")
                 begin = span.up_to

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycollect._files import write_picture
-from pycollect._sizes import binary_size
+from pycollect._sizes import bytes_text
 
 from .runner import OURS, PEER, WALL
 
@@ -87,7 +87,7 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     axes.set_yscale("log")
     sizes = [case["bytes"] for case in cases]
     step = -(-len(sizes) // 5)
-    axes.set_xticks(sizes[::step], [binary_size(s) for s in sizes[::step]])
+    axes.set_xticks(sizes[::step], [bytes_text(s) for s in sizes[::step]])
     axes.minorticks_off()
     axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_xlabel("bytes per rank")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycollect._files import check_input
 from pycollect._machine import read_lines
-from pycollect._sizes import binary_size
+from pycollect._sizes import bytes_text
 from pycollect._timing import MOST_SPREAD
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def place(about: dict[str, Any]) -> str:
         "dtype": str,
         "batch": "batch {}".format,
         "world": lambda n: f"{n} rank{'s' * (n > 1)}",
-        "bytes": lambda n: binary_size(n) if n else "barrier",
+        "bytes": lambda n: bytes_text(n) if n else "barrier",
     }
     return ", ".join(form(about[key]) for key, form in forms.items() if key in about)
 
