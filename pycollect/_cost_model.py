@@ -44,7 +44,7 @@ class CostModel:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"CostModel: {item.name} is {shown(value)}; pass a number")
             may_be_zero = item.name in ("alpha", "bridge")
-            if not 0 <= value <= sys.float_info.max or (value == 0 and not may_be_zero):
+            if not sys.float_info.max >= value >= 0 or (value == 0 and not may_be_zero):
                 least = "not negative" if may_be_zero else "above zero"
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
                 raise ValueError(

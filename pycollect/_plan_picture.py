@@ -46,7 +46,7 @@ def draw(
         raise ImportError("plot needs matplotlib: pip install 'pycollect[train]'") from error
     height = min(_MOST_INCHES, 1.5 + _LANE_INCHES * world)
     figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
-    axes = figure.add_subplot()
+    axes: Any = figure.add_subplot()
     times = [(rank, step, start * 1e6, end * 1e6) for rank, step, start, end in spans]
     leaving = {s[0]: s[3] for s in times if s[1] < 0}  # a rank's exit comes last
     _lanes(axes, world, max(leaving.values()))
