@@ -41,10 +41,12 @@ class CostModel:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, Real):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number:
                 raise TypeError(f"CostModel: {item.name} is {shown(value)}; pass a number")
             may_be_zero = item.name in ("alpha", "bridge")
-            if not sys.float_info.max >= value >= 0 or (value == 0 and not may_be_zero):
+            in_range = value >= 0 if may_be_zero else value > 0
+            if not (in_range and value <= sys.float_info.max):
                 least = "not negative" if may_be_zero else "above zero"
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
                 raise ValueError(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _C, _machine, gpus
+from . import _C, gpus
 from ._build_check import build_info
+from ._sizes import runs
+from ._version import __version__
 from .plans import algorithms
 
 
@@ -24,19 +30,68 @@ def describe(rates: bool = False) -> dict[str, Any]:
     >>> describe()["torch"] == torch.__version__
     True
     """
-    machine = _machine.describe(command="")
-    del machine["command"]
+    built = build_info()
     return {
-        **machine,
+        **machine(),
         **gpus.describe(rates),
-        "cuda": {"torch": torch.version.cuda, "pycollect": build_info().get("cuda")},
-        "build": _build(),
+        "cuda": {"torch": torch.version.cuda, "pycollect": built.get("cuda")},
+        "build": {**built, "commit": built.get("commit") or "unknown"},
         "instruction_set": _C.instruction_set(),
         "numa": _numa(),
         "torch.distributed": dist.is_available(),  # if so, it has the backend "pycollect"
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PYCOLLECT_")},
         "algorithms": {name: ", ".join(algorithms(name)) for name in _C.COLLECTIVES},
     }
+
+
+def machine() -> dict[str, Any]:
+    """Return versions, machine and settings, as in a benchmark's record."""
+    return {
+        "pycollect": __version__,
+        "commit": _commit_of_checkout() or build_info().get("commit") or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": _processor(),
+        "caches": _caches(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _commit_of_checkout() -> str | None:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    names = (line.split(":", 1)[1].strip() for line in read_lines("/proc/cpuinfo", "model name"))
+    return f"{next(names, platform.processor())} ({platform.machine()})"
+
+
+def read_lines(path: str, begin: str) -> list[str]:
+    try:
+        return [line for line in Path(path).read_text().splitlines() if line.startswith(begin)]
+    except OSError:
+        return []
+
+
+def _caches() -> str:
+    """Return the first core's caches, such as "L1 48K, L2 1024K, L3 32768K"; "" if unknown."""
+    found = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((index / n).read_text().strip() for n in ("level", "type", "size"))
+        if kind != "Instruction":
+            found.append(f"L{level} {size}")
+    return ", ".join(found)
 
 
 def _numa() -> dict[str, str]:
@@ -54,18 +109,8 @@ def _ranges(numbers: Iterable[int]) -> str:
     >>> _ranges([5, 1, 2, 3]), _ranges([])
     ('1-3,5', 'none')
     """
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join("-".join(map(str, dict.fromkeys(ends))) for ends in ranges) or "none"
-
-
-def _build() -> dict[str, Any]:
-    built = build_info()
-    return {**built, "commit": _machine.known_commit(built.get("commit"))}
+    ends = ((run[0], run[-1]) for run in runs(sorted(numbers)))
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ends) or "none"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycollect import _C, _build_check, _machine, cli, gpus, info, nvml
+from pycollect import _C, _build_check, cli, gpus, info, nvml
 from pycollect.info import describe
 from pycollect_bench import report
 
@@ -177,18 +177,17 @@ def test_real_gpus():
 
 def test_a_build_from_an_sdist_reports_an_unknown_commit(capsys, monkeypatch):
     """Without a commit from the folder or the build, the output is "unknown", never None."""
-    monkeypatch.setattr(_machine, "_commit_of_checkout", lambda: None)
+    monkeypatch.setattr(info, "_commit_of_checkout", lambda: None)
     built = {**_build_check.build_info(), "commit": None}
-    monkeypatch.setattr(_machine, "build_info", lambda: built)
     monkeypatch.setattr(info, "build_info", lambda: built)
     assert cli.main(["info"]) == 0
     output = capsys.readouterr().out
     assert re.search(r"^commit +unknown$", output, re.MULTILINE)
     assert "commit: unknown" in output
     assert "commit: None" not in output
-    assert ", commit unknown, torch" in report.header(_machine.describe(""))[0]
-    monkeypatch.setattr(_machine, "build_info", lambda: {"commit": "abc"})
-    assert _machine.describe("")["commit"] == "abc"
+    assert ", commit unknown, torch" in report.header({"command": "", **info.machine()})[0]
+    monkeypatch.setattr(info, "build_info", lambda: {"commit": "abc"})
+    assert info.machine()["commit"] == "abc"
 
 
 def test_numa_nodes_and_the_cores_of_this_process(tmp_path, monkeypatch, capsys):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycollect._files import check_input
-from pycollect._machine import read_lines
 from pycollect._sizes import bytes_text
 from pycollect._timing import MOST_SPREAD
+from pycollect.info import read_lines
 
 if TYPE_CHECKING:
     from .runner import Result, Row

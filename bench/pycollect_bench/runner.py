@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from pycollect import _command
 from pycollect._command import Interruption
 from pycollect._files import check_output_path, check_picture, writing
 from pycollect._files import replace as replace_file
-from pycollect._machine import describe
 from pycollect._timing import Timing, median_ratio
+from pycollect.info import machine
 
 from . import report
 from .options import add_effort
@@ -189,6 +190,15 @@ class Script:
         return 0
 
 
+def without_folders(command: str) -> str:
+    """Return the command without the folders of absolute paths, which differ between machines.
+
+    >>> without_folders("/usr/bin/python bench/run.py --json=/tmp/a.json -e 1M")
+    'python bench/run.py --json=a.json -e 1M'
+    """
+    return shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in shlex.split(command))
+
+
 class Run:
     """One run of a script, and its record so far."""
 
@@ -201,7 +211,7 @@ class Run:
         self._record: dict[str, Any] = {
             "schema": report.SCHEMA,
             "script": script.name,
-            "environment": describe(command) | script.about(args),
+            "environment": {"command": without_folders(command), **machine(), **script.about(args)},
             "noise": {},
             "cases": [],
             "targets": [],
