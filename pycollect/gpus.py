@@ -6,18 +6,20 @@ All values are plain, for `pycollect info --json`. Without a usable GPU, one sen
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 
 from . import _C, nvml
+from ._timing import host_time
 from .collectives import copy_
+from .devices import devices as devices_of
 
 # Large enough that the start of a copy hardly counts, small enough for any GPU.
-RATE_BYTES = 64 << 20
+_RATE_BYTES = 64 << 20
 _RATE_COPIES = 5
 _cuda: Any = torch.cuda
 # The keys of `describe`'s result.
@@ -49,19 +51,19 @@ def describe(rates: bool = False) -> dict[str, Any]:
     True
     """
     why = absence()
-    if torch.cuda.device_count() == 0:
-        return {"gpus": [], "no_gpu": why}
+    no_gpu = {"no_gpu": why} if why else {}
+    count = torch.cuda.device_count()
+    if count == 0:
+        return {"gpus": [], **no_gpu}
     with nvml.session() as library:
         found = {
-            "gpus": [_device(i, library) for i in range(torch.cuda.device_count())],
+            "gpus": [_device(i, library) for i in range(count)],
             "gpu_software": _software(library),
             "gpu_links": [] if why else _links(library),
+            **no_gpu,
         }
-    if why:
-        found["no_gpu"] = why
     if rates:
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        found["copy_rates"] = [] if why else copy_rates(devices)
+        found["copy_rates"] = [] if why else copy_rates(devices_of("cuda:*"))
     return found
 
 
@@ -113,7 +115,7 @@ def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
 
 
 def copy_rates(
-    devices: Sequence[torch.device], nbytes: int = RATE_BYTES
+    devices: Sequence[torch.device], nbytes: int = _RATE_BYTES
 ) -> list[dict[str, str | float]]:
     """Measure copies from and to host memory, within devices and between them.
 
@@ -128,43 +130,30 @@ def copy_rates(
     def on(device: torch.device, pinned: bool = False) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
-    host = torch.device("cpu")
+    def copies() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        for device in devices:
+            there = on(device)
+            for kind in ("pageable", "pinned") if device.type == "cuda" else ("pageable",):
+                here = on(torch.device("cpu"), kind == "pinned")
+                yield f"{kind} to {device}", there, here
+                yield f"{device} to {kind}", here, there
+            yield f"within {device}", on(device), there
+        for one, other in permutations(devices, 2):
+            yield f"{one} to {other}", on(other), on(one)
+
     rates: list[dict[str, str | float]] = []
-    for device in devices:
-        there = on(device)
-        for kind in ("pageable", *(["pinned"] if device.type == "cuda" else [])):
-            here = on(host, kind == "pinned")
-            for what, dst, src in (
-                (f"{kind} to {device}", there, here),
-                (f"{device} to {kind}", here, there),
-            ):
-                rates.append({"what": what, "bytes_per_second": _rate(dst, src, devices)})
-        rates.append(
-            {"what": f"within {device}", "bytes_per_second": _rate(on(device), there, devices)}
-        )
-    for one, other in permutations(devices, 2):
-        rate = _rate(on(other), on(one), devices)
-        rates.append({"what": f"{one} to {other}", "bytes_per_second": rate})
+    for what, dst, src in copies():
+        sample = host_time(partial(copy_, dst, src), synchronize=partial(synchronize, devices))
+        sample(1)
+        seconds = statistics.median(sample(_RATE_COPIES))
+        rates.append({"what": what, "bytes_per_second": nbytes / seconds})
     return rates
 
 
-def _rate(dst: torch.Tensor, src: torch.Tensor, devices: Sequence[torch.device]) -> float:
-    def synchronize() -> None:
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-    copy_(dst, src)
-    seconds = [_seconds(lambda: copy_(dst, src), synchronize) for _ in range(_RATE_COPIES)]
-    return dst.nbytes / statistics.median(seconds)
-
-
-def _seconds(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    synchronize()
-    begin = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - begin
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until the GPUs among the devices have done their work."""
+    for device in {d for d in devices if d.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def lines(found: dict[str, Any]) -> dict[str, list[str]]:
@@ -173,11 +162,11 @@ def lines(found: dict[str, Any]) -> dict[str, list[str]]:
     >>> lines({"gpus": [], "no_gpu": "the installed torch has no CUDA part"})
     {'gpus': ['none: the installed torch has no CUDA part']}
     """
-    if not found["gpus"]:
-        return {"gpus": [f"none: {found['no_gpu']}"]}
     texts = {"gpus": [_device_line(d) for d in found["gpus"]]}
     if "no_gpu" in found:
-        texts["gpus"].append(f"none is used: {found['no_gpu']}")
+        texts["gpus"].append(f"none{' is used' if found['gpus'] else ''}: {found['no_gpu']}")
+    if not found["gpus"]:
+        return texts
     software = found["gpu_software"]
     texts["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
     if found["gpu_links"]:
@@ -190,21 +179,18 @@ def lines(found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _device_line(device: dict[str, Any]) -> str:
-    text = (
+    nvlinks = f", {device['nvlinks']} NVLinks up" if device.get("nvlinks") else ""
+    return (
         f"{device['device']}: {device['name']}, compute capability {device['capability']}, "
         f"{device['memory_bytes'] / 2**30:.1f} GiB, {device['multiprocessors']} multiprocessors"
+        f"{nvlinks}"
     )
-    return f"{text}, {device['nvlinks']} NVLinks up" if device.get("nvlinks") else text
 
 
 def _link_line(link: dict[str, Any]) -> str:
+    reach = "peer access, tried" if link["works"] else f"peer access reported, but {link['defect']}"
     if not link["peer_access"]:
         reach = "no peer access"
-    elif link["works"]:
-        reach = "peer access, tried"
-    else:
-        reach = f"peer access reported, but {link['defect']}"
     rank = link["performance_rank"]
-    kind = link["link"] or "link unknown"
     ranked = "" if rank is None else f", performance rank {rank}"
-    return f"{link['from']} -> {link['to']}: {kind}; {reach}{ranked}"
+    return f"{link['from']} -> {link['to']}: {link['link'] or 'link unknown'}; {reach}{ranked}"

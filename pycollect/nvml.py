@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-NAME = "libnvidia-ml.so.1"
 _SUCCESS = 0
 _NVLINK_CAPABILITY = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 _MOST_NVLINKS = 36  # more than any GPU has; a query for a missing one fails
@@ -31,7 +30,6 @@ class Nvml:
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        self._handles: dict[str, ctypes.c_void_p | None] = {}
 
     def driver(self) -> str | None:
         """Return the driver's version, such as "580.95.05"."""
@@ -42,8 +40,6 @@ class Nvml:
     def link(self, one: str, other: str) -> str | None:
         """Return the fastest kind of link between two GPUs."""
         handles = self._handle(one), self._handle(other)
-        if None in handles:
-            return None
         found = ctypes.c_int(-1)
         nvlink = ctypes.c_int(_NVLINK_CAPABILITY)
         ok = self._query("nvmlDeviceGetP2PStatus", *handles, nvlink, ctypes.byref(found))
@@ -59,29 +55,27 @@ class Nvml:
         if handle is None:
             return None
         up = ctypes.c_uint(0)
-        states = []
-        for number in range(_MOST_NVLINKS):
-            link = ctypes.c_uint(number)
-            if self._query("nvmlDeviceGetNvLinkState", handle, link, ctypes.byref(up)):
-                states.append(up.value)
-        return sum(states)
+        links = map(ctypes.c_uint, range(_MOST_NVLINKS))
+        state = "nvmlDeviceGetNvLinkState", handle
+        return sum(up.value for link in links if self._query(*state, link, ctypes.byref(up)))
 
     def _handle(self, uuid: str) -> ctypes.c_void_p | None:
-        if uuid not in self._handles:
-            handle = ctypes.c_void_p()
-            name = f"GPU-{uuid.removeprefix('GPU-')}".encode()
-            found = self._query("nvmlDeviceGetHandleByUUID", name, ctypes.byref(handle))
-            self._handles[uuid] = handle if found else None
-        return self._handles[uuid]
+        handle = ctypes.c_void_p()
+        name = f"GPU-{uuid.removeprefix('GPU-')}".encode()
+        found = self._query("nvmlDeviceGetHandleByUUID", name, ctypes.byref(handle))
+        return handle if found else None
 
     def _query(self, function: str, *arguments: Any) -> bool:
-        """Call a function; return False if it fails or is missing, as in an old library."""
+        """Call a function; return False if it fails or is missing, as in an old library.
+
+        Also returns False if an argument is None, the handle of an unknown GPU.
+        """
         call = getattr(self._library, function, None)
-        return call is not None and call(*arguments) == _SUCCESS
+        return call is not None and None not in arguments and call(*arguments) == _SUCCESS
 
 
 @contextmanager
-def session(name: str = NAME) -> Iterator[Nvml | None]:
+def session(name: str = "libnvidia-ml.so.1") -> Iterator[Nvml | None]:
     """Open the library in this context; yield None if it is missing or does not work."""
     try:
         library = ctypes.CDLL(name)

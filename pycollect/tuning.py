@@ -21,6 +21,7 @@ from . import _C, collectives, collectives_along_dim
 from ._sizes import bytes_text
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
 from .errors import shown
+from .gpus import synchronize
 
 # An algorithm replaces the library's default only if it is faster by this factor, not by noise.
 _GAIN = 1.05
@@ -217,18 +218,12 @@ def _rank(
 def _sampler(
     collective: str, tensors: list[torch.Tensor], name: str | None, peer_access: bool
 ) -> Sampler:
-    gpus = {t.device for t in tensors if t.device.type == "cuda"}
-
     def rewrite() -> None:
         for t in tensors:
             t.zero_()
 
-    def synchronize() -> None:
-        for device in gpus:
-            torch.cuda.synchronize(device)
-
     run = partial(_CALLS[collective], tensors, algorithm=name, peer_access=peer_access)
-    return host_time(run, rewrite, synchronize)
+    return host_time(run, rewrite, partial(synchronize, [t.device for t in tensors]))
 
 
 def _spans(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycollect import _C, _build_check, cli, gpus, info, nvml
+from pycollect import _C, _build_check, _timing, cli, gpus, info, nvml
 from pycollect.info import describe
 from pycollect_bench import report
 
@@ -159,7 +159,7 @@ def test_a_build_without_cuda_is_reported_beside_gpus(three_gpus, monkeypatch, c
 def test_rates_are_those_of_copies(monkeypatch):
     cpu = torch.device("cpu")
     ticks = iter(range(1000))
-    monkeypatch.setattr(gpus.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: float(next(ticks)))
     rates = gpus.copy_rates([cpu, cpu], 4096)
     whats = [rate["what"] for rate in rates]
     assert whats == ["pageable to cpu", "cpu to pageable", "within cpu"] * 2 + ["cpu to cpu"] * 2
