@@ -45,10 +45,7 @@ def check() -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(
-            f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and none is installed; "
-            f"run: {_install()} torch, and then {rebuild_command()}"
-        ) from None
+        raise ImportError(_newer_torch("none", "")) from None
     found = {
         "torch": str(torch.__version__),
         "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
@@ -71,10 +68,7 @@ def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
     """
     has = torch["torch"]
     if _release(has) < OLDEST_TORCH:
-        return (
-            f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and {has} is installed; "
-            f"run: {_install()} --upgrade torch, and then {rebuild_command()}"
-        )
+        return _newer_torch(has, " --upgrade")
     if not build:
         here = Path(__file__).parent
         why = f"the compiled part of pycollect is missing in {here} for this Python"
@@ -92,6 +86,14 @@ def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
         wanted = build["torch"].partition("+")[0]
         return f"{why}; install that torch: {_install()} torch=={wanted}, or {rebuilt}"
     return f"{why}; {rebuilt}"
+
+
+def _newer_torch(has: str, upgrade: str) -> str:
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return (
+        f"pycollect needs torch {oldest} or newer and {has} is installed; "
+        f"run: {_install()}{upgrade} torch, and then {rebuild_command()}"
+    )
 
 
 def rebuild_command() -> str:
@@ -143,7 +145,3 @@ def _interface(version: str) -> object:
 
 def _major(cuda: str | None) -> str | None:
     return None if cuda is None else cuda.partition(".")[0]
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

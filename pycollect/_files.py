@@ -11,7 +11,7 @@ import io
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -90,7 +90,7 @@ def check_output_path(
         raise ValueError(f"the folder of the {what} {path} {why}") from None
 
 
-def check_picture(path: Path | str, endings: Sequence[str] = (".png", ".svg", ".pdf")) -> None:
+def check_picture(path: Path | str) -> None:
     """Raise ValueError unless a picture can be written there; its suffix selects the format.
 
     >>> check_picture("run.gif")
@@ -99,8 +99,8 @@ def check_picture(path: Path | str, endings: Sequence[str] = (".png", ".svg", ".
     """
     if not os.fspath(path):
         raise ValueError("the picture is '', which names no file")
-    if Path(path).suffix.lower() not in endings:
-        raise ValueError(f"a picture ends in {', '.join(endings)}, and {path} does not")
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"a picture ends in .png, .svg, .pdf, and {path} does not")
     check_output_path("picture", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a picture needs matplotlib; install pycollect[train]")

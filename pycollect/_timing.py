@@ -151,22 +151,17 @@ def host_time(
     return sample
 
 
-def repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
-    """Return a function that calls `run` this number of times, as timeit does."""
-    calls = range(times)
+def batched(
+    run: Callable[[], object], batch: int, timer: Callable[..., Sampler] = host_time
+) -> Sampler:
+    """Time `batch` calls of `run` in one go; a sample is the time of one call."""
+    calls = range(batch)
 
     def run_all() -> None:
         for _ in calls:
             run()
 
-    return run_all
-
-
-def batched(
-    run: Callable[[], object], batch: int, timer: Callable[..., Sampler] = host_time
-) -> Sampler:
-    """Time `batch` calls of `run` in one go; a sample is the time of one call."""
-    return timer(repeated(run, batch), calls_in_run=batch)
+    return timer(run_all, calls_in_run=batch)
 
 
 @contextmanager

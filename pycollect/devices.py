@@ -36,15 +36,12 @@ def devices(spec: DeviceSpec = None) -> list[torch.device]:
     [device(type='cpu'), device(type='cpu'), device(type='cpu')]
     """
     if spec is None:
-        gpus = _gpus()
-        return gpus or [torch.device("cpu")] * 2
-    if isinstance(spec, bool):
-        raise TypeError("devices: spec is a bool; pass a device, a string or a list of these")
+        return _gpus() or [torch.device("cpu")] * 2
     if _is_index(spec):
         index = _C.int_from(spec, "devices", "index")
         return [_gpu(index, f"index {index}")]
     if isinstance(spec, torch.device):
-        return [_checked(spec)]
+        return _parse("cpu" if spec.type == "cpu" else str(spec))
     if isinstance(spec, str):
         return _parse(spec.strip())
     if not isinstance(spec, Iterable):
@@ -90,9 +87,8 @@ def _parse(spec: str) -> list[torch.device]:
         if not gpus:
             raise ValueError(f"devices: {spec!r} matches nothing: no CUDA device is visible")
         return gpus
-    return [
-        _gpu(torch.cuda.current_device() if index is None and _gpus() else int(index or 0), spec)
-    ]
+    current = torch.cuda.current_device() if index is None and _gpus() else 0
+    return [_gpu(current if index is None else int(index), spec)]
 
 
 def _match(pattern: str) -> list[torch.device]:
@@ -127,12 +123,3 @@ def _gpu(index: int, spec: object) -> torch.device:
         visible = f"allowed are 0 to {count - 1}" if count else "no CUDA device is visible"
         raise ValueError(f"devices: {spec!r} does not exist; {visible}")
     return torch.device("cuda", index)
-
-
-def _checked(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None and _gpus() else device.index
-        return _gpu(index or 0, str(device))
-    if device.type != "cpu":
-        raise ValueError(f"devices: {str(device)!r} is not supported; allowed are cpu and cuda")
-    return torch.device("cpu")

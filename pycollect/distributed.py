@@ -88,17 +88,17 @@ def options(
         made.buffer_bytes = _bytes("buffer_bytes", buffer_bytes, least=4096)
     if symmetric_heap_bytes is not None:
         made.symmetric_heap_bytes = _bytes("symmetric_heap_bytes", symmetric_heap_bytes, least=0)
-    made.hosts = _choice("hosts", hosts, HOSTS)
+    _check_hosts(hosts)
+    made.hosts = hosts
     return made
 
 
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    listed = ", ".join(map(repr, allowed))
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__name__}; pass one of {listed}")
-    if value not in allowed:
-        raise ValueError(f"{name} is {shown(value)}; allowed are {listed}")
-    return value
+def _check_hosts(hosts: str) -> None:
+    allowed = ", ".join(map(repr, HOSTS))
+    if not isinstance(hosts, str):
+        raise TypeError(f"hosts is a {type(hosts).__name__}; pass one of {allowed}")
+    if hosts not in HOSTS:
+        raise ValueError(f"hosts is {shown(hosts)}; allowed are {allowed}")
 
 
 def _new_options() -> Any:
@@ -191,7 +191,7 @@ def _create(request: Any, given: Any) -> Any:
             "more than 292,000 years negative)"
         )
     made = _own(given)
-    _choice("hosts", made.hosts, HOSTS)  # the attributes can be set
+    _check_hosts(made.hosts)  # the attributes can be set
     made._is_default = not dist.is_initialized()
     made._timeout = request.timeout
     made.group_name = request.group_id

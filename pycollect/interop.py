@@ -148,12 +148,10 @@ def op_name(op: object, call: str) -> str:
     >>> op_name(torch.distributed.ReduceOp.PRODUCT, "all_reduce")
     'prod'
     """
-    name = getattr(op, "name", None)
-    if name is None and type(op).__name__ == "ReduceOp":  # torch wraps its enum in a class
-        name = getattr(getattr(op, "op", None), "name", None)
+    name = getattr(getattr(op, "op", op), "name", None)  # torch wraps its enum in a class
     if not isinstance(name, str):
         kind = type(op).__name__
         raise TypeError(
             f"{call}: op is a {kind}; pass a name such as 'sum' or a torch.distributed.ReduceOp"
         )
-    return {"PRODUCT": "prod"}.get(name, name.lower())
+    return "prod" if name == "PRODUCT" else name.lower()

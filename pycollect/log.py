@@ -12,16 +12,7 @@ from . import _C
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 logger = logging.getLogger("pycollect")
-
-
-def info(line: str) -> None:
-    """Log one line at level INFO; the extension calls it."""
-    logger.info(line)
-
-
-def warning(line: str) -> None:
-    """Log one line at level WARNING; the extension calls it."""
-    logger.warning(line)
+info, warning = logger.info, logger.warning  # the extension calls them
 
 
 def configure() -> None:

@@ -108,7 +108,7 @@ def _keeps_contract(collective: str, name: str, dtype: torch.dtype) -> bool:
     """Return whether an algorithm keeps the numerical contract for a dtype."""
     try:
         return _C.find_algorithm(collective, name).keeps_contract(str(dtype).removeprefix("torch."))
-    except ValueError:  # an unknown dtype, which the call itself rejects
+    except (TypeError, ValueError):  # no dtype of sums: the call itself moves or rejects it
         return False
 
 
@@ -123,11 +123,10 @@ def tunable() -> list[str]:
 
 def _candidates(collective: str) -> list[str]:
     """List the algorithms that keep the contract for float32; `choice` checks each dtype."""
-    in_place = collective != "all_gather"
     return [
         a.name
         for a in _C.algorithms(collective)
-        if a.keeps_contract("float32") and (a.in_place or not in_place)
+        if a.keeps_contract("float32") and (a.in_place or collective == "all_gather")
     ]
 
 

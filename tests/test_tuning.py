@@ -126,6 +126,15 @@ def test_invalid_arguments_are_refused_after_tuning():
     assert arrays[1].tolist() == [2.0] * 3
 
 
+def test_a_tuned_call_moves_dtypes_that_have_no_sums():
+    """Regression: it raised TypeError, as if the dtype had to be added."""
+    communicator = pc.Communicator("cpu*2")
+    communicator.tuning = Tuning({"broadcast": (SizeRange(math.inf, ("chain", None)),)})
+    x = [torch.tensor([1, 2], dtype=torch.uint16), torch.zeros(2, dtype=torch.uint16)]
+    communicator.broadcast(x)
+    assert x[1].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
