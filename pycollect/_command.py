@@ -53,12 +53,7 @@ class Interruption:
             self._before = signal.signal(signal.SIGTERM, _stop)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         if isinstance(error, KeyboardInterrupt):

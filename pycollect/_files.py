@@ -97,11 +97,9 @@ def check_picture(path: Path | str) -> None:
     Traceback (most recent call last):
     ValueError: a picture ends in .png, .svg, .pdf, and run.gif does not
     """
-    if not os.fspath(path):
-        raise ValueError("the picture is '', which names no file")
+    check_output_path("picture", path)
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"a picture ends in .png, .svg, .pdf, and {path} does not")
-    check_output_path("picture", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a picture needs matplotlib; install pycollect[train]")
 

@@ -120,7 +120,3 @@ def _main(argv: Sequence[str] | None) -> int:
         return run(args)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

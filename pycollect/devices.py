@@ -14,8 +14,9 @@ from . import _C
 DeviceSpec: TypeAlias = "str | torch.device | int | Iterable[str | torch.device | int] | None"
 
 _MOST_RANKS = 65536  # of one process; a larger number is taken for a typing error
-_TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
-_EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
+_EXACT = re.compile(
+    r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?(?:\s*\*\s*(?P<times>\d+))?", re.IGNORECASE
+)
 _MOST_CHARACTERS = 256  # of a string; int() refuses numbers of more than 4300 digits
 _FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a regular expression'
 
@@ -66,29 +67,25 @@ def _parse(spec: str) -> list[torch.device]:
             f"devices: {spec[:32]!r}... has {len(spec)} characters; at most {_MOST_CHARACTERS} are "
             "allowed"
         )
-    times = _TIMES.fullmatch(spec)
-    if times and _EXACT.fullmatch(times["device"]) and not spec.endswith(":*"):
-        count = int(times["times"])
-        if not 1 <= count <= _MOST_RANKS:
-            raise ValueError(
-                f"devices: {spec!r} asks for {count} ranks; allowed are *1 to *{_MOST_RANKS}"
-            )
-        return _parse(times["device"]) * count
     exact = _EXACT.fullmatch(spec)
     if exact is None:
         return _match(spec)
-    kind, index = exact["kind"].lower(), exact["index"]
-    if kind == "cpu":
+    index, times = exact["index"], int(exact["times"] or 1)
+    if not 1 <= times <= _MOST_RANKS:
+        raise ValueError(
+            f"devices: {spec!r} asks for {times} ranks; allowed are *1 to *{_MOST_RANKS}"
+        )
+    if exact["kind"].lower() == "cpu":
         if index not in (None, "0"):
             raise ValueError(f"devices: {spec!r} does not exist; the CPU is one device, 'cpu'")
-        return [torch.device("cpu")]
+        return [torch.device("cpu")] * times
     if index == "*":
         gpus = _gpus()
         if not gpus:
             raise ValueError(f"devices: {spec!r} matches nothing: no CUDA device is visible")
-        return gpus
+        return gpus * times
     current = torch.cuda.current_device() if index is None and _gpus() else 0
-    return [_gpu(current if index is None else int(index), spec)]
+    return [_gpu(current if index is None else int(index), spec)] * times
 
 
 def _match(pattern: str) -> list[torch.device]:

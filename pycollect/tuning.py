@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import compress, pairwise
 from numbers import Real
 from typing import Any
 
@@ -34,8 +35,6 @@ _CALLS: Mapping[str, Callable[..., object]] = {
     "broadcast": collectives.broadcast,
     "all_gather": collectives_along_dim.all_gather,
 }
-# Maps a call to the collective whose measurements it uses.
-_MEASURED_AS = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Tuning:
         >>> tuning.choice("all_reduce", [torch.ones(2).half(), torch.ones(2).half()])
         'two_shot'
         """
-        collective = _MEASURED_AS.get(call, call)
+        collective = "all_reduce" if call == "all_reduce_coalesced" else call
         spans = self.spans.get(collective)
         first = ranks[0] if isinstance(ranks, (list, tuple)) and ranks else None
         tensors = first if isinstance(first, (list, tuple)) else (first,)
@@ -233,10 +232,7 @@ def _spans(
     >>> _spans([4, 64, 1024], [("a", None), (None, "a"), (None, "a")])
     (SizeRange(up_to=16, ranking=('a', None)), SizeRange(up_to=inf, ranking=(None, 'a')))
     """
-    spans = []
-    for i, ranking in enumerate(rankings):
-        last = i + 1 == len(rankings)
-        if last or rankings[i + 1] != ranking:
-            up_to = math.inf if last else math.isqrt(sizes[i] * sizes[i + 1])
-            spans.append(SizeRange(up_to, ranking))
-    return tuple(spans)
+    ends = [*(math.isqrt(a * b) for a, b in pairwise(sizes)), math.inf]
+    # The last of equal rankings one after the other ends their range.
+    last = [a != b for a, b in pairwise(rankings)] + [True]
+    return tuple(SizeRange(*found) for found in compress(zip(ends, rankings, strict=True), last))
