@@ -76,28 +76,15 @@ def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[
     """Keep Ctrl-C from the processes started in the block; the caller ends them after the block.
 
     A terminal sends SIGINT to all processes, and each would print a traceback, even during its
-    start. Blocked signals are inherited. `by_multiprocessing`: that module starts the processes.
-    Before its first one it starts a resource tracker and then unblocks the signal, so the tracker
-    is started here first.
+    start. Blocked signals are inherited. Other threads of this process still receive them, so
+    Python's handling of SIGINT and SIGTERM is postponed to the end of the block.
+    `by_multiprocessing`: that module starts the processes. Before its first one it starts a
+    resource tracker and then unblocks the signal, so the tracker is started here first.
     """
     if by_multiprocessing:
         from multiprocessing import resource_tracker
 
         resource_tracker.ensure_running()
-    with _interrupts_later():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Postpone Python's handling of SIGINT and SIGTERM to the end of the block.
-
-    Blocking the signals is not enough: other threads of this process still receive them.
-    """
     arrived: list[int] = []
     before: dict[int, Any] = {}
     later = True
@@ -111,11 +98,14 @@ def _interrupts_later() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():  # handlers run in no other thread
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {n: signal.getsignal(n) for n in numbers if callable(signal.getsignal(n))}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         for number in before:
             signal.signal(number, postpone)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # A signal that arrives while the handlers are restored may raise and leave `postpone`
         # installed for the other signal; `postpone` then forwards that one.
         later = False

@@ -130,17 +130,6 @@ def _bytes(name: str, value: int, least: int) -> int:
     return value
 
 
-def _own(given: Any) -> Any:
-    """Return a copy of pycollect's options, or default options in place of another backend's."""
-    if isinstance(given, _C.Options):
-        return copy.copy(given)
-    if given is None or isinstance(given, _Base.Options):
-        return _new_options()
-    raise TypeError(
-        f"pg_options is a {type(given).__name__}; pass pycollect.distributed.options(...)"
-    )
-
-
 def _devices(gloo: Any) -> list[Any]:
     """Return Gloo's devices: the interfaces that GLOO_SOCKET_IFNAME names, or the one through which
     this host reaches MASTER_ADDR, because Gloo's default may be an address of this host only."""
@@ -190,7 +179,11 @@ def _create(request: Any, given: Any) -> Any:
             f"the timeout is {request.timeout}; it must not be negative (torch makes a timeout of "
             "more than 292,000 years negative)"
         )
-    made = _own(given)
+    if not (given is None or isinstance(given, _Base.Options)):
+        kind = type(given).__name__
+        raise TypeError(f"pg_options is a {kind}; pass pycollect.distributed.options(...)")
+    # Options of another backend are replaced by the default ones.
+    made: Any = copy.copy(given) if isinstance(given, _C.Options) else _new_options()
     _check_hosts(made.hosts)  # the attributes can be set
     made._is_default = not dist.is_initialized()
     made._timeout = request.timeout

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
-from . import _C, collectives, collectives_along_dim
+from . import _C
 from ._sizes import bytes_text
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
+from .collectives import all_reduce, broadcast, reduce
+from .collectives_along_dim import all_gather
 from .errors import shown
 from .gpus import synchronize
 
@@ -30,10 +32,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SECONDS = 0.1
 # The collectives that can be tuned, each called with one tensor per rank.
 _CALLS: Mapping[str, Callable[..., object]] = {
-    "all_reduce": collectives.all_reduce,
-    "reduce": collectives.reduce,
-    "broadcast": collectives.broadcast,
-    "all_gather": collectives_along_dim.all_gather,
+    call.__name__: call for call in (all_reduce, reduce, broadcast, all_gather)
 }
 
 
