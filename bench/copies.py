@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pycollect._sizes import bytes_text, size_argument, size_range
 from pycollect._timing import Effort, host_time, interleave
+from pycollect.gpus import synchronizer
 from pycollect_bench import report
-from pycollect_bench.clocks import synchronizer
 from pycollect_bench.options import effort, positive
 from pycollect_bench.runner import LIMIT, OURS, PEER, Item, Result, Row, Script
 

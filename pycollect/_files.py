@@ -31,8 +31,6 @@ _KINDS = (
 _STREAMS = ("a FIFO", "a device")
 _DESCRIPTORS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
-Fill = Callable[[BinaryIO], object]
-
 
 class OutputError(RuntimeError):
     """A file cannot be written; the message is one sentence."""
@@ -170,7 +168,7 @@ def write_picture(figure: Any, path: Path | str) -> None:
     write("picture", path, drawn.getvalue())
 
 
-def replace(path: Path | str, fill: Fill) -> None:
+def replace(path: Path | str, fill: Callable[[BinaryIO], object]) -> None:
     """Write a file next to the path and move it there, so that readers see only complete files.
 
     Raises OSError, and the exceptions of `fill`; the old file is then unchanged.

@@ -6,7 +6,7 @@ All values are plain, for `pycollect info --json`. Without a usable GPU, one sen
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _C, nvml
-from ._timing import host_time
+from ._timing import host_time, nothing
 from .collectives import copy_
 from .devices import devices as devices_of
 
@@ -143,17 +143,22 @@ def copy_rates(
 
     rates: list[dict[str, str | float]] = []
     for what, dst, src in copies():
-        sample = host_time(partial(copy_, dst, src), synchronize=partial(synchronize, devices))
+        sample = host_time(partial(copy_, dst, src), synchronize=synchronizer(devices))
         sample(1)
         seconds = statistics.median(sample(_RATE_COPIES))
         rates.append({"what": what, "bytes_per_second": nbytes / seconds})
     return rates
 
 
-def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until the GPUs among the devices have done their work."""
-    for device in {d for d in devices if d.type == "cuda"}:
-        torch.cuda.synchronize(device)
+def synchronizer(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return a function that waits for the GPUs among the devices, each once."""
+    gpus = sorted({d for d in devices if d.type == "cuda"}, key=str)
+
+    def synchronize() -> None:
+        for device in gpus:
+            _cuda.synchronize(device)
+
+    return synchronize if gpus else nothing
 
 
 def lines(found: dict[str, Any]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from ._timing import Effort, Sampler, host_time, interleave, median_ratio
 from .collectives import all_reduce, broadcast, reduce
 from .collectives_along_dim import all_gather
 from .errors import shown
-from .gpus import synchronize
+from .gpus import synchronizer
 
 # An algorithm replaces the library's default only if it is faster by this factor, not by noise.
 _GAIN = 1.05
@@ -220,7 +220,7 @@ def _sampler(
             t.zero_()
 
     run = partial(_CALLS[collective], tensors, algorithm=name, peer_access=peer_access)
-    return host_time(run, rewrite, partial(synchronize, [t.device for t in tensors]))
+    return host_time(run, rewrite, synchronizer(t.device for t in tensors))
 
 
 def _spans(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pycollect._timing import Sampler, Timing, estimate, host_time, nothing
+from pycollect.gpus import synchronizer
 
 # Number of calls in one graph, over which the cost of a replay is spread.
 GRAPH_CALLS = 100
@@ -28,19 +29,6 @@ _CYCLES_PER_SECOND = 2.5e9
 # The delay is _MARGIN times the measured issue time of a call, plus the least delay in seconds.
 _MARGIN, _LEAST_DELAY = 2.0, 50e-6
 _cuda: Any = torch.cuda  # torch has no type annotations for its events
-
-
-def synchronizer(devices: Sequence[torch.device]) -> Callable[[], None]:
-    """Return a function that waits for the GPUs among the devices, each once."""
-    gpus = sorted({d for d in devices if d.type == "cuda"}, key=str)
-    if not gpus:
-        return nothing
-
-    def synchronize() -> None:
-        for device in gpus:
-            _cuda.synchronize(device)
-
-    return synchronize
 
 
 def _recorded(device: torch.device) -> Any:

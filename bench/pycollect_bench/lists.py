@@ -14,10 +14,11 @@ import pycollect
 from pycollect import _C
 from pycollect._sizes import size_range
 from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave
+from pycollect.gpus import synchronizer
 
 from . import options, report
 from .cases import CPU, LENET, Buffers, Call, Case, run_checked, sized_case
-from .clocks import GRAPH_CALLS, gpu_time, graph_of, synchronizer
+from .clocks import GRAPH_CALLS, gpu_time, graph_of
 from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduce
 from .report import ONE_GPU, Column, Table, Target, at_least, over, percent_of_limit, where
 from .runner import GPU, GRAPH, LIMIT, OURS, PEER, WALL, Result, Row, clocked

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import pycollect
 from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave, shuffled
+from pycollect.gpus import synchronizer
 
 from . import host_calls
 from .cases import Buffers, Call, Case, run_checked
@@ -35,7 +36,6 @@ from .clocks import (
     recorded,
     sized,
     slowest_rank,
-    synchronizer,
 )
 from .lists import reason
 from .ranks import Rank

@@ -31,10 +31,10 @@ from pycollect._timing import (
     shuffled,
     turns,
 )
+from pycollect.gpus import synchronizer
 from pycollect.threads import launch
 
 from . import report
-from .clocks import synchronizer
 from .lists import reason
 from .options import effort
 from .ranks import Rank, Ranks

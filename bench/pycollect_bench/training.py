@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycollect._timing import Effort, Sampler, host_time, interleave
+from pycollect.gpus import synchronizer
 from pycollect.train.graph import GraphedStep
 from pycollect.train.losses import summed_cross_entropy
 from pycollect.train.models import MODELS
@@ -29,7 +30,6 @@ from pycollect.train.reduce import GRADIENT_REDUCTIONS
 from pycollect.train.replica_trainer import ReplicaTrainer
 from pycollect.train.settings import StepOptions
 
-from .clocks import synchronizer
 from .ranks import Rank, Ranks, RanksFailed
 from .report import ONE_GPU, devices_named
 from .runner import OURS, PEER, Result, Row
