@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import gpu_report
 import pycollect
+from pycollect import gpus
 from pycollect_bench import cases, clocks, lists, ranks, report, training
 from pycollect_bench.namespaces import why_no_namespaces
 
@@ -373,6 +374,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return clocks.gpu_time(tick, rewrite, [torch.device("cuda:0")], calls)
 
     monkeypatch.setattr(clocks, "_cuda", fake)
+    monkeypatch.setattr(gpus, "_cuda", fake)
     monkeypatch.setattr(clocks, "_recorded", recorded)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cases.Case, "on_gpus", True)
