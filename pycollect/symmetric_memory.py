@@ -6,6 +6,7 @@ place, without staging.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -98,10 +99,10 @@ class SymmetricAllocator:
         chosen = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(chosen, torch.dtype):
             raise TypeError(f"dtype is a {type(dtype).__name__}; pass a torch.dtype, or None")
-        if shape.numel() * chosen.itemsize >= 1 << 63:
+        if math.prod(shape) * chosen.itemsize >= 1 << 63:
             raise ValueError(f"size is {tuple(shape)}; a tensor has at most 2**63 - 1 bytes")
         made: torch.Tensor = self._backend.allocate_tensor(
-            shape.numel(), dtype=chosen, device=torch.device("cpu")
+            math.prod(shape), dtype=chosen, device=torch.device("cpu")
         )
         return made.view(shape)
 
