@@ -133,21 +133,31 @@ def fits(name: str, values: Values) -> bool:
     return name not in _FITS or bool(_FITS[name](**values))
 
 
-def run(operator: Any, name: str, values: Values) -> Any:
-    """Call an operator of the collective `name` with the arguments of its function."""
-    values = dict(values)
-    if "op" in values:
-        values["op"] = name_of(values["op"], name)
-    if "devices" in values:
-        values["devices"] = names_of(values["devices"])
-    if "split_sizes" in values:
-        values["split_sizes"] = flat(values["split_sizes"])
-    if "device" in values:
-        values["device"] = values["device"][0] if values["device"] else None
-    if name.endswith("_coalesced"):
-        values["world"], values["tensors"] = len(values["tensors"]), flat(values["tensors"])
-    result = operator(**values)
-    return list(result) if isinstance(result, (list, tuple)) else result
+def runner(operator: Any, name: str) -> Callable[[Values], Any]:
+    """Return a function that calls an operator with the arguments of the collective's function."""
+    positional = [a.name for a in operator._schema.arguments if not a.kwarg_only]
+
+    def run(given: Values) -> Any:
+        values = dict(given)
+        if "op" in values:
+            values["op"] = name_of(values["op"], name)
+        if "devices" in values:
+            values["devices"] = names_of(values["devices"])
+        if "split_sizes" in values:
+            values["split_sizes"] = flat(values["split_sizes"])
+        if "device" in values:
+            values["device"] = values["device"][0] if values["device"] else None
+        if name.endswith("_coalesced"):
+            values["world"], values["tensors"] = len(values["tensors"]), flat(values["tensors"])
+        first = []
+        for argument in positional:  # as graphs have them
+            if argument not in values:
+                break
+            first.append(values.pop(argument))
+        result = operator(*first, **values)
+        return list(result) if isinstance(result, (list, tuple)) else result
+
+    return run
 
 
 def in_graph(name: str) -> Function:
@@ -160,8 +170,9 @@ def _function(name: str) -> Function:
     packets = torch.ops.pycollect
     in_place = name if name.endswith("_") else f"{name}_"
     packet = getattr(packets, in_place if hasattr(packets, in_place) else name)
-    operator = packet.default
-    names = [a.name for a in operator._schema.arguments if a.name != "world"]
+    run = runner(packet.default, name)
+    run_out = runner(packet.out, name) if "out" in packet.overloads() else None
+    names = [a.name for a in packet.default._schema.arguments if a.name != "world"]
 
     def call(*arguments: Any) -> Any:
         mine, rest = arguments[:-3], arguments[-3:]
@@ -170,9 +181,9 @@ def _function(name: str) -> Function:
         plain = rest == _IN_GRAPH and _are_plain(mine[0]) and (out is None or _are_plain(out))
         if not (plain and fits(name, values)):
             return _outside(function, arguments)
-        if out is None:
-            return run(operator, name, values)
-        run(packet.out, name, {**values, "out": out})
+        if out is None or run_out is None:
+            return run(values)
+        run_out({**values, "out": out})
         return out if isinstance(out, Tensor) else list(out)
 
     return call

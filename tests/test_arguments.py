@@ -6,6 +6,7 @@ allowed, what to do). A refused call leaves the bytes and versions of its tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -75,6 +76,14 @@ def expanded():
     return [torch.arange(4.0).expand(6, 4) for _ in range(3)]
 
 
+class Failing(Sequence):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, rank):
+        raise KeyError("the storage of this list was lost")
+
+
 # Invalid tensor lists: a function that makes the list, the error, words of the message.
 ANY_LIST = {
     "empty": (list, ValueError, "empty"),
@@ -83,6 +92,7 @@ ANY_LIST = {
     "a number": (lambda: 3, EITHER, "list|sequence"),
     "None in it": (lambda: last(None), TypeError, r"\[2\].*None"),
     "a number in it": (lambda: last(1.5), TypeError, r"\[2\].*float"),
+    "a failing sequence": (Failing, KeyError, "storage of this list"),
     "lists in it": (lambda: [three(), three()], TypeError, r"\[0\].*list"),
     "another number of dims": (lambda: last(torch.zeros(24)), ValueError, r"\[2\].*shape.*24"),
     "another dtype": (lambda: last(three(torch.float64)[2]), ValueError, r"\[2\].*same dtype"),

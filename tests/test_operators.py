@@ -63,12 +63,13 @@ def test_operators_have_their_schema_kernels_and_gradients(schema):
 
 
 def arguments_of(function, *without):
-    """Names and defaults of a function, or of an operator, except for those of some names."""
+    """Names of a function's or an operator's arguments, and their defaults in a list, if any."""
     if isinstance(function, torch._ops.OpOverload):
-        found = {a.name: a.default_value for a in function._schema.arguments}
+        arguments = function._schema.arguments
+        found = {a.name: [a.default_value] if a.has_default_value() else [] for a in arguments}
     else:
         parameters = inspect.signature(function).parameters.values()
-        found = {p.name: None if p.default is p.empty else p.default for p in parameters}
+        found = {p.name: [] if p.default is p.empty else [p.default] for p in parameters}
     names = {"tensor_lists": "tensors"}
     return [(names.get(n, n), default) for n, default in found.items() if n not in without]
 
@@ -78,15 +79,17 @@ def test_a_function_and_its_operators_have_the_same_arguments(schema):
     """Names, order and defaults: the declarations in Python and in C++ are one table."""
     name = schema.split("(")[0]
     plain = name.partition(".")[0].rstrip("_")
-    public = getattr(pc, plain, None) or getattr(pc, f"{plain}_")
-    here = ("async_op", "streams", "peer_access")
-    mine = arguments_of(operator(name), "world")
-    if name != "copy":
-        assert mine == arguments_of(public, *here, *[] if name.endswith(".out") else ["out"])
+    mine = arguments_of(operator(name), "world", "out")
     if name in FUNCTIONAL:
         assert mine == arguments_of(getattr(autograd, name))
-    has_out = "out" in inspect.signature(public).parameters
-    assert has_out == (f"{plain}.out" in NAMES)
+    if name == "copy":
+        return
+    usual = [("async_op", [False]), ("streams", [None]), ("peer_access", [True])]
+    lacks = {"gather": ["async_op"], "copy": ["streams"], "replicate": ["async_op", "streams"]}
+    usual = [item for item in usual if item[0] not in lacks.get(plain, [])]
+    out = [("out", [None])] if f"{plain}.out" in NAMES else []
+    public = getattr(pc, plain, None) or getattr(pc, f"{plain}_")
+    assert arguments_of(public) == [*mine, *out, *usual]
 
 
 CPU = torch.device("cpu")

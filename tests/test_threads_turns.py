@@ -148,14 +148,17 @@ def test_a_callback_posts_the_last_part_of_a_collective():
             return y.item(), z.item()
         dist.recv(token, 1)
         out: list[torch.futures.Future[Any]] = []
+        posting = threading.Event()
 
         def post_second() -> None:
-            time.sleep(0.005)  # the first one runs
+            posting.wait()
+            time.sleep(0.02)  # the first one runs
             future = dist.all_reduce(y, async_op=True).get_future()
             out.append(future.then(lambda _: dist.all_reduce(z)))
 
         thread = threading.Thread(target=post_second)
         thread.start()
+        posting.set()
         dist.all_reduce(big)
         thread.join()
         out[0].wait()

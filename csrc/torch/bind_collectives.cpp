@@ -2,6 +2,7 @@
 // says, prepares a call and runs it.
 #include "bind_collectives.h"
 
+#include <cxxabi.h>
 #include <pybind11/detail/exception_translation.h>
 
 #include <span>
@@ -80,6 +81,10 @@ PyObject* call_function(PyObject* self, PyObject* const* values, Py_ssize_t coun
     return function({values, static_cast<std::size_t>(count)}).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
+#ifdef __GLIBCXX__
+  } catch (abi::__forced_unwind&) {  // Python ends a daemon thread when it ends itself
+    throw;
+#endif
   } catch (...) {
     py::detail::try_translate_exceptions();
   }
@@ -102,7 +107,8 @@ void bind_function(py::module_& m, const Declaration& declaration) {
 }  // namespace
 
 void bind_collectives(py::module_& m) {
-  for (const Declaration& declaration : declarations()) bind_function(m, declaration);
+  for (const Declaration& declaration : declarations())
+    if (declaration.in_python) bind_function(m, declaration);
   m.def(
       "drain",
       [] {

@@ -196,7 +196,7 @@ const std::vector<Declaration>& declarations() {
       {"gather", gather, blocks, {&kInputs, &kTarget, &kDim, &kOneOut}, one},
       {"replicate", broadcast, replicate, {&kInputs, &kDevices}, many},
       {"copy_", scatter, copy, {&kTo, &kFrom}},
-      {"copy", scatter, copy, {&kTensor, &kDevice}, one},  // an operator alone
+      {"copy", scatter, copy, {&kTensor, &kDevice}, one, false},
   };
   return all;
 }

@@ -35,6 +35,7 @@ struct Declaration {
   // The result of the operator that returns new tensors: "Tensor" or "Tensor[]"; null if there is
   // no such operator.
   const char* result = nullptr;
+  bool in_python = true;  // false: operators alone
 
   ListArgs args() const { return {.collective = collective, .call = name}; }
   bool has_one_result() const { return result == std::string_view("Tensor"); }

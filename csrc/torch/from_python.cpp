@@ -19,7 +19,9 @@ py::object items_of(py::handle list, const ArgumentName& label) {
                         !THPVariable_Check(list.ptr()) && !py::hasattr(list, "__dlpack__");
   require_type(sequence, label.call, ": ", label, " is a ", Py_TYPE(list.ptr())->tp_name,
                "; pass a list with one tensor per rank");
-  return py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "not a sequence"));
+  auto items = py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "not a sequence"));
+  if (!items) throw py::error_already_set();  // of the sequence's own functions
+  return items;
 }
 
 std::size_t size_of(const py::object& items) { return PySequence_Fast_GET_SIZE(items.ptr()); }

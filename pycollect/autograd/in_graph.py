@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._in_graph import Values, fits, name_of, run
+from .._in_graph import Values, fits, name_of, runner
 from .._skip_compile import skip_compile
 from ..collectives import ranks_of
 
@@ -44,9 +44,10 @@ def operator_in_graph(
         name = function.__name__.lstrip("_")
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        names = {p.name for p in parameters}
-        required = {p.name for p in parameters if p.default is p.empty}
+        names = [p.name for p in parameters]
+        required = [p.name for p in parameters if p.default is p.empty]
         operator = getattr(torch.ops.pycollect, name).default
+        run = runner(operator, name)
         _record(operator, name, adapted(function) if adapted else function)
 
         @functools.wraps(function)
@@ -54,14 +55,15 @@ def operator_in_graph(
             if not is_compiling():
                 return function(*args, **kwargs)
             values: Values = {**dict(zip(positional, args, strict=False)), **kwargs}
-            if len(values) != len(args) + len(kwargs) or not required <= values.keys() <= names:
+            known = all(n in names for n in values) and all(n in values for n in required)
+            if not known or len(values) != len(args) + len(kwargs):
                 return _refused(function, args, kwargs)
             for key in ("device", "devices"):
                 if key in values and not (name == "gather" and values[key] is None):
                     values[key] = ranks_of(values[key], name)
             if not _is_valid(name, positional[0], values, ops):
                 return _refused(function, args, kwargs)
-            result: R = run(operator, name, values)
+            result: R = run(values)
             return result
 
         return either
