@@ -20,12 +20,26 @@ template <class T, class Op, class V>
   if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>) {
     using Wrapping = Vector<std::make_unsigned_t<T>>;  // signed overflow is undefined in C++
     return as<V>(as<Wrapping>(a) + as<Wrapping>(b));
-  } else if constexpr (std::is_same_v<Op, Prod> && is_complex<T>) {
+  } else if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
+    return a + b;
+  else if constexpr (std::is_same_v<Op, Prod> && is_complex<T>)
     return complex_product<V, kVectorBytes / sizeof(T) * 2>(a, b);
-  } else {
-    constexpr bool kHaveNaN = is_float<T>;
-    PYCOLLECT_REDUCE_OPS(PYCOLLECT_RETURN_COMBINED)
-  }
+  else if constexpr (std::is_same_v<Op, Prod>)
+    return a * b;
+  else if constexpr (std::is_same_v<Op, Min> && is_float<T>)
+    return (a < b) | (a != a) ? a : b;  // NaN propagates
+  else if constexpr (std::is_same_v<Op, Max> && is_float<T>)
+    return (a > b) | (a != a) ? a : b;
+  else if constexpr (std::is_same_v<Op, Min>)
+    return a < b ? a : b;
+  else if constexpr (std::is_same_v<Op, Max>)
+    return a > b ? a : b;
+  else if constexpr (std::is_same_v<Op, BitAnd>)
+    return a & b;
+  else if constexpr (std::is_same_v<Op, BitOr>)
+    return a | b;
+  else
+    return a ^ b;
 }
 
 // Divides the wrapped sum by the number of ranks, rounding toward zero. Floats that hold every

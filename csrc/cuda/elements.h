@@ -98,12 +98,16 @@ struct NumericOps {
   }
 
   static constexpr Acc combined(Acc a, Acc b) {
-    if constexpr (std::same_as<Op, Prod> && is_complex<T>) {
+    if constexpr (std::same_as<Op, Avg>)
+      return a + b;
+    else if constexpr (std::same_as<Op, Prod> && is_complex<T>)
       return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
-    } else {
-      constexpr bool kHaveNaN = true;  // costs integers nothing
-      PYCOLLECT_REDUCE_OPS(PYCOLLECT_RETURN_COMBINED)
-    }
+    else if constexpr (std::same_as<Op, Prod>)
+      return a * b;
+    else if constexpr (std::same_as<Op, Min>)
+      return (a < b) | (a != a) ? a : b;  // NaN propagates
+    else
+      return (a > b) | (a != a) ? a : b;
   }
 
   // A float that is not divided is multiplied by 1, which changes no bit of it.
@@ -142,8 +146,12 @@ struct BitwiseOps {
     return v;
   }
   static constexpr Acc combined(Acc a, Acc b) {
-    constexpr bool kHaveNaN = false;
-    PYCOLLECT_REDUCE_OPS(PYCOLLECT_RETURN_COMBINED)
+    if constexpr (std::same_as<Op, BitAnd>)
+      return a & b;
+    else if constexpr (std::same_as<Op, BitOr>)
+      return a | b;
+    else
+      return a ^ b;
   }
   constexpr Acc finished(Acc v) const { return v; }
 };

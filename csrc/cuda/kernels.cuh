@@ -107,14 +107,3 @@ const void* fold_kernel() {
 }
 
 }  // namespace pycollect::cuda
-
-// Instantiations of the folds of a type. A product of integers has the same bits for signed and
-// unsigned types, so it has kernels for unsigned types only. Avg is also the sum.
-#define PYCOLLECT_FOLD(T, Op) template const void* pycollect::cuda::fold_kernel<T, Op>();
-#define PYCOLLECT_FOLDS_BUT_PRODUCT(T) \
-  PYCOLLECT_FOLD(T, Avg)               \
-  PYCOLLECT_FOLD(T, Min)               \
-  PYCOLLECT_FOLD(T, Max)
-#define PYCOLLECT_FOLDS(T)       \
-  PYCOLLECT_FOLDS_BUT_PRODUCT(T) \
-  PYCOLLECT_FOLD(T, Prod)

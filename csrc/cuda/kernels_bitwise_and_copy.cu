@@ -4,12 +4,12 @@
 
 namespace pycollect::cuda {
 
-PYCOLLECT_FOLD(uint8_t, BitAnd)
-PYCOLLECT_FOLD(uint8_t, BitOr)
-PYCOLLECT_FOLD(uint8_t, BitXor)
-PYCOLLECT_FOLD(Bool, BitAnd)
-PYCOLLECT_FOLD(Bool, BitOr)
-PYCOLLECT_FOLD(Bool, BitXor)
+template const void* fold_kernel<uint8_t, BitAnd>();
+template const void* fold_kernel<uint8_t, BitOr>();
+template const void* fold_kernel<uint8_t, BitXor>();
+template const void* fold_kernel<Bool, BitAnd>();
+template const void* fold_kernel<Bool, BitOr>();
+template const void* fold_kernel<Bool, BitXor>();
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ KernelArgs args) {

@@ -3,6 +3,9 @@
 
 namespace pycollect::cuda {
 
-PYCOLLECT_FOLDS(Float8E4M3)
+template const void* fold_kernel<Float8E4M3, Avg>();
+template const void* fold_kernel<Float8E4M3, Prod>();
+template const void* fold_kernel<Float8E4M3, Min>();
+template const void* fold_kernel<Float8E4M3, Max>();
 
 }  // namespace pycollect::cuda

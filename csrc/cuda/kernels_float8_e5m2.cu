@@ -3,6 +3,9 @@
 
 namespace pycollect::cuda {
 
-PYCOLLECT_FOLDS(Float8E5M2)
+template const void* fold_kernel<Float8E5M2, Avg>();
+template const void* fold_kernel<Float8E5M2, Prod>();
+template const void* fold_kernel<Float8E5M2, Min>();
+template const void* fold_kernel<Float8E5M2, Max>();
 
 }  // namespace pycollect::cuda

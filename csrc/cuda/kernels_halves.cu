@@ -3,7 +3,13 @@
 
 namespace pycollect::cuda {
 
-PYCOLLECT_FOLDS(Half)
-PYCOLLECT_FOLDS(BFloat16)
+template const void* fold_kernel<Half, Avg>();
+template const void* fold_kernel<Half, Prod>();
+template const void* fold_kernel<Half, Min>();
+template const void* fold_kernel<Half, Max>();
+template const void* fold_kernel<BFloat16, Avg>();
+template const void* fold_kernel<BFloat16, Prod>();
+template const void* fold_kernel<BFloat16, Min>();
+template const void* fold_kernel<BFloat16, Max>();
 
 }  // namespace pycollect::cuda

@@ -3,9 +3,15 @@
 
 namespace pycollect::cuda {
 
-PYCOLLECT_FOLDS(double)
-PYCOLLECT_FOLDS(float)
-PYCOLLECT_FOLD(Complex<float>, Prod)
-PYCOLLECT_FOLD(Complex<double>, Prod)
+template const void* fold_kernel<double, Avg>();
+template const void* fold_kernel<double, Prod>();
+template const void* fold_kernel<double, Min>();
+template const void* fold_kernel<double, Max>();
+template const void* fold_kernel<float, Avg>();
+template const void* fold_kernel<float, Prod>();
+template const void* fold_kernel<float, Min>();
+template const void* fold_kernel<float, Max>();
+template const void* fold_kernel<Complex<float>, Prod>();
+template const void* fold_kernel<Complex<double>, Prod>();
 
 }  // namespace pycollect::cuda

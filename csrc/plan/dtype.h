@@ -1,7 +1,7 @@
-// Defines every element type and every reduction in one place: the two tables below determine the
-// enums, the names, the kernel tables of host and device, and which pairs are refused
-// (docs/adding-an-algorithm.md). The types here only store bits: the kernels convert narrow floats
-// to float.
+// Defines every element type and every reduction in one place: the lists below determine the enums,
+// the kernel tables of host and device, and which pairs are refused. To add one, add it to a list
+// (and its arithmetic to cpu/ and cuda/). The types here only store bits: the kernels convert
+// narrow floats to float.
 #pragma once
 #include <array>
 #include <concepts>
@@ -37,69 +37,38 @@ struct Complex {
   T real, imag;
 };
 
-// The element types: enumerator, type of the stored bits, name in torch, and torch's ScalarType.
-#define PYCOLLECT_DTYPES(ROW)                             \
-  ROW(f64, double, "float64", Double)                     \
-  ROW(f32, float, "float32", Float)                       \
-  ROW(f16, Half, "float16", Half)                         \
-  ROW(bf16, BFloat16, "bfloat16", BFloat16)               \
-  ROW(f8e4m3, Float8E4M3, "float8_e4m3fn", Float8_e4m3fn) \
-  ROW(f8e5m2, Float8E5M2, "float8_e5m2", Float8_e5m2)     \
-  ROW(i8, int8_t, "int8", Char)                           \
-  ROW(i16, int16_t, "int16", Short)                       \
-  ROW(i32, int32_t, "int32", Int)                         \
-  ROW(i64, int64_t, "int64", Long)                        \
-  ROW(u8, uint8_t, "uint8", Byte)                         \
-  ROW(boolean, Bool, "bool", Bool)                        \
-  ROW(c64, Complex<float>, "complex64", ComplexFloat)     \
-  ROW(c128, Complex<double>, "complex128", ComplexDouble)
+// The order of the enums is the order of the lists.
+enum class DType : uint8_t {
+  f64,
+  f32,
+  f16,
+  bf16,
+  f8e4m3,
+  f8e5m2,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  boolean,
+  c64,
+  c128
+};
+using DTypes = TypeList<double, float, Half, BFloat16, Float8E4M3, Float8E5M2, int8_t, int16_t,
+                        int32_t, int64_t, uint8_t, Bool, Complex<float>, Complex<double>>;
+static_assert(DTypes::size == static_cast<std::size_t>(DType::c128) + 1);
 
-// The reductions: enumerator, which is also the name, type, kind, the reduction that it is on
-// bools, and how it combines the accumulators a and b, which on the host are vectors. The product
-// of complex numbers is in cpu/fold_ops.h and cuda/elements.h.
-#define PYCOLLECT_REDUCE_OPS(ROW)                        \
-  ROW(sum, Sum, Numeric, BitOr, (a + b))                 \
-  ROW(avg, Avg, Numeric, BitOr, (a + b))                 \
-  ROW(prod, Prod, Numeric, BitAnd, (a * b))              \
-  ROW(min, Min, Extremum, BitAnd, PYCOLLECT_A_IF(a < b)) \
-  ROW(max, Max, Extremum, BitOr, PYCOLLECT_A_IF(a > b))  \
-  ROW(band, BitAnd, Bitwise, BitAnd, (a & b))            \
-  ROW(bor, BitOr, Bitwise, BitOr, (a | b))               \
-  ROW(bxor, BitXor, Bitwise, BitXor, (a ^ b))
-
-// One of a and b; NaN propagates. A comparison of integers with themselves would cost time.
-#define PYCOLLECT_A_IF(condition) \
-  (kHaveNaN ? ((condition) | (a != a) ? a : b) : ((condition) ? a : b))
-
-struct Numeric {};
-struct Extremum {};  // not defined for complex numbers
-struct Bitwise {};   // neither for floats
-struct BitAnd;
-struct BitOr;
-#define PYCOLLECT_REDUCTION(name, type, kind, bools, combined) \
-  struct type : kind {                                         \
-    using OnBools = bools;                                     \
-  };
-PYCOLLECT_REDUCE_OPS(PYCOLLECT_REDUCTION)
-#undef PYCOLLECT_REDUCTION
-// Statements of a function of two accumulators a and b, which return them combined by Op. The
-// function has a constant kHaveNaN.
-#define PYCOLLECT_RETURN_COMBINED(name, type, kind, bools, combined) \
-  if constexpr (std::is_same_v<Op, type>) return combined;
-
-namespace detail {
-template <class, class... Ts>
-using Rest = TypeList<Ts...>;
-}  // namespace detail
-
-#define PYCOLLECT_ENUMERATOR(name, ...) name,
-#define PYCOLLECT_TYPE(name, type, ...) , type
-enum class DType : uint8_t { PYCOLLECT_DTYPES(PYCOLLECT_ENUMERATOR) };
-enum class ReduceOp : uint8_t { PYCOLLECT_REDUCE_OPS(PYCOLLECT_ENUMERATOR) };
-using DTypes = detail::Rest<void PYCOLLECT_DTYPES(PYCOLLECT_TYPE)>;
-using ReduceOps = detail::Rest<void PYCOLLECT_REDUCE_OPS(PYCOLLECT_TYPE)>;
-#undef PYCOLLECT_ENUMERATOR
-#undef PYCOLLECT_TYPE
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+struct Sum {};
+struct Avg {};
+struct Prod {};
+struct Min {};
+struct Max {};
+struct BitAnd {};
+struct BitOr {};
+struct BitXor {};
+using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
+static_assert(ReduceOps::size == static_cast<std::size_t>(ReduceOp::bxor) + 1);
 
 template <class T>
 inline constexpr bool is_complex = false;
@@ -113,11 +82,13 @@ inline constexpr bool is_narrow = std::same_as<T, Half> || std::same_as<T, BFloa
 template <class T>
 inline constexpr bool is_float = std::floating_point<T> || is_narrow<T>;
 template <class Op>
-inline constexpr bool is_bitwise = std::derived_from<Op, Bitwise>;
+inline constexpr bool is_bitwise =
+    std::same_as<Op, BitAnd> || std::same_as<Op, BitOr> || std::same_as<Op, BitXor>;
 template <class Op>
-inline constexpr bool is_extremum = std::derived_from<Op, Extremum>;
+inline constexpr bool is_extremum = std::same_as<Op, Min> || std::same_as<Op, Max>;
 
-// Reductions that the contract allows.
+// Reductions that the contract allows: no bitwise ones on floats and complex numbers, no min and
+// max of complex numbers, and no average of bools.
 template <class Op, class T>
 concept ReducesOn =
     !(is_bitwise<Op> && (is_float<T> || is_complex<T>)) && !(is_extremum<Op> && is_complex<T>) &&
@@ -163,42 +134,17 @@ constexpr bool reduces(DType t, ReduceOp op) {
 
 // Names of the dtypes, and after them those of torch's dtypes that have no reduction. Ranks agree
 // on a dtype by its index here, also where the data moves as that of another type of as many bytes.
-#define PYCOLLECT_NAME(enumerator, type, name, scalar) name,
-inline constexpr std::array kAllDTypeNames{PYCOLLECT_DTYPES(PYCOLLECT_NAME)
-                                           // Only moved.
-                                           "uint16",
-                                           "uint32",
-                                           "uint64",
-                                           "complex32",
-                                           "float8_e4m3fnuz",
-                                           "float8_e5m2fnuz",
-                                           "float8_e8m0fnu",
-                                           "float4_e2m1fn_x2",
-                                           "bits8",
-                                           "bits16",
-                                           "bits1x8",
-                                           "bits2x4",
-                                           "bits4x2",
-                                           "int1",
-                                           "int2",
-                                           "int3",
-                                           "int4",
-                                           "int5",
-                                           "int6",
-                                           "int7",
-                                           "uint1",
-                                           "uint2",
-                                           "uint3",
-                                           "uint4",
-                                           "uint5",
-                                           "uint6",
-                                           "uint7",
-                                           "bcomplex32"};
-#undef PYCOLLECT_NAME
+inline constexpr std::array kAllDTypeNames{
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int16",
+    "int32", "int64", "uint8", "bool", "complex64", "complex128",
+    // Only moved.
+    "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+    "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4",
+    "uint5", "uint6", "uint7", "bcomplex32"};
 inline constexpr std::span kDTypeNames = std::span(kAllDTypeNames).first<DTypes::size>();
-#define PYCOLLECT_NAME(name, ...) #name,
-inline constexpr std::array kReduceOpNames{PYCOLLECT_REDUCE_OPS(PYCOLLECT_NAME)};
-#undef PYCOLLECT_NAME
+inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
+    "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
 constexpr const char* name(DType t) { return kDTypeNames[static_cast<std::size_t>(t)]; }
 constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<std::size_t>(op)]; }
 

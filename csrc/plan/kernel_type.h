@@ -18,7 +18,7 @@ constexpr auto kernel_type() {
   constexpr bool sums = std::is_same_v<Op, Sum>, products = std::is_same_v<Op, Prod>;
   using Same = std::conditional_t<sums && kSumsDivide, Avg, Op>;
   if constexpr (std::is_same_v<T, Bool> && !is_bitwise<Op>)
-    return KernelType<Bool, typename Op::OnBools>{};
+    return KernelType<Bool, std::conditional_t<sums || std::is_same_v<Op, Max>, BitOr, BitAnd>>{};
   else if constexpr (is_bitwise<Op> && !std::is_same_v<T, Bool>)
     return KernelType<uint8_t, Op>{};
   else if constexpr (std::is_integral_v<T> && (products || std::is_same_v<Same, Sum>))

@@ -14,11 +14,34 @@ namespace {
 
 std::optional<DType> find_dtype(at::ScalarType type) {
   switch (type) {
-#define PYCOLLECT_CASE(dtype, type, name, scalar) \
-  case at::ScalarType::scalar:                    \
-    return DType::dtype;
-    PYCOLLECT_DTYPES(PYCOLLECT_CASE)
-#undef PYCOLLECT_CASE
+    case at::kDouble:
+      return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kFloat8_e4m3fn:
+      return DType::f8e4m3;
+    case at::kFloat8_e5m2:
+      return DType::f8e5m2;
+    case at::kChar:
+      return DType::i8;
+    case at::kShort:
+      return DType::i16;
+    case at::kInt:
+      return DType::i32;
+    case at::kLong:
+      return DType::i64;
+    case at::kByte:
+      return DType::u8;
+    case at::kBool:
+      return DType::boolean;
+    case at::kComplexFloat:
+      return DType::c64;
+    case at::kComplexDouble:
+      return DType::c128;
     default:
       return std::nullopt;
   }

@@ -32,7 +32,7 @@ struct TensorGrid {
 struct ListArgs {
   Collective collective;
   const char* call;        // name of the Python function, for error messages and profiles
-  TensorGrid inputs = {};  // scatter and copy_: one, and dst and src, of a world of none
+  TensorGrid inputs = {};  // scatter: one tensor, copy_: dst and src, both with a world of 0
   ReduceOp op = ReduceOp::sum;
   int64_t root = 0;
   int64_t dim = 0;

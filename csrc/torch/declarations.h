@@ -11,9 +11,10 @@
 
 namespace pycollect {
 
+// The arguments of a call from Python.
 struct PythonCall {
   ListArgs args;
-  Producers producers = {};
+  Producers producers = {};  // the streams of memory that is not torch's
 };
 
 struct Parameter {
