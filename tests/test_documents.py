@@ -250,31 +250,55 @@ ADDED = r"""
 #include <cstdio>
 
 #include "csrc/cpu/fold.h"
+#include "csrc/cuda/elements.h"
 
 using namespace pycollect;
 
+template <class T>
+void print_fold(DType dtype, ReduceOp op, const T (&a)[4], const T (&b)[4]) {
+  T result[4];
+  void *dst = result, *srcs[] = {const_cast<T*>(a), const_cast<T*>(b)};
+  cpu::find_fold(dtype, op)({&dst, 1}, {srcs, 2}, 4, {.world = 2});
+  std::printf("%s %s", name(dtype), name(op));
+  for (const T x : result) std::printf(" %g", static_cast<double>(x));
+  std::printf("\n");
+}
+
 int main() {
   const float a[] = {-3, 1, NAN, 2}, b[] = {2, -4, 1, -2};
-  float result[4];
-  void *dst = result, *srcs[] = {const_cast<float*>(a), const_cast<float*>(b)};
-  cpu::find_fold(DType::f32, ReduceOp::absmax)({&dst, 1}, {srcs, 2}, 4, {.world = 2});
-  std::printf("%s %g %g %g %g %d", name(ReduceOp::absmax), result[0], result[1], result[2],
-              result[3], reduces(DType::c64, ReduceOp::absmax));
+  const uint16_t c[] = {1, 40000, 65535, 7}, d[] = {2, 40000, 1, 7};
+  print_fold(DType::f32, ReduceOp::absmax, a, b);
+  print_fold(DType::u16, ReduceOp::absmax, c, d);
+  print_fold(DType::u16, ReduceOp::sum, c, d);
+  print_fold(DType::u16, ReduceOp::max, c, d);
+  std::printf("%d %d %s\n", reduces(DType::c64, ReduceOp::absmax),
+              is_kernel_type<uint16_t, AbsMax>, kAllDTypeNames[15]);
+  for (int i = 0; i < 4; ++i)
+    std::printf("%g ", cuda::Arithmetic<float, AbsMax>::combined(a[i], b[i]));
 }
 """
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.slow
-def test_a_reduction_is_added_as_the_document_says(tmp_path):
-    (change,) = [code for language, code in BLOCKS if language == "diff"]
-    for room in ("cpu", "plan"):
+def test_a_reduction_and_a_dtype_are_added_as_the_document_says(tmp_path):
+    for room in ("cpu", "cuda", "plan"):
         shutil.copytree(ROOT / "csrc" / room, tmp_path / "csrc" / room)
-    patch = ["git", "apply", "-"]
-    subprocess.run(patch, cwd=tmp_path, input=change, text=True, check=True)
+    changes = [code for language, code in BLOCKS if language == "diff"]
+    for change in changes:
+        patch = ["git", "apply", "-"]
+        subprocess.run(patch, cwd=tmp_path, input=change, text=True, check=True)
     (tmp_path / "main.cpp").write_text(ADDED)
     command = ["g++", "-std=c++20", "-O0", "-I.", "main.cpp", "-o", "main"]
     folds = [str(path) for path in tmp_path.glob("csrc/cpu/fold*.cpp")]
     subprocess.run([*command, *folds], cwd=tmp_path, check=True)
     printed = subprocess.run(tmp_path / "main", check=True, capture_output=True, text=True).stdout
-    assert printed == "absmax -3 -4 nan -2 0"
+    assert len(changes) == 2
+    assert printed.splitlines() == [
+        "float32 absmax -3 -4 nan -2",
+        "uint16 absmax 2 40000 65535 7",
+        "uint16 sum 3 14464 0 14",
+        "uint16 max 2 40000 65535 7",
+        "0 1 uint32",
+        "-3 -4 nan -2 ",
+    ]

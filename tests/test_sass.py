@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = f"""
-#include "{ROOT}/csrc/cuda/kernels_bitwise_and_copy.cu"
+#include "{ROOT}/csrc/cuda/kernels_bools_and_copy.cu"
 namespace pycollect::cuda {{
 template const void* fold_kernel<float, Avg>();
 template const void* fold_kernel<BFloat16, Avg>();

@@ -1,12 +1,18 @@
 // The fold kernels in 32-byte vectors, for processors with AVX2 and F16C.
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#include "../plan/reductions.h"
+#pragma GCC pop_options
+#endif
 #include "fold_tables.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
 
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")

@@ -1,12 +1,18 @@
 // The fold kernels in 64-byte vectors, for processors with AVX-512 F, BW, VL and DQ.
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+#include "../plan/reductions.h"
+#pragma GCC pop_options
+#endif
 #include "fold_tables.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")

@@ -89,7 +89,7 @@ void fold(Pointers dsts, Pointers srcs, std::size_t count, const FoldOptions& op
 
 template <class T, class Op>
 constexpr Fold entry() {
-  if constexpr (ReducesOn<Op, T>)
+  if constexpr (reduces_on<Op, T>)
     return &fold<T, Op>;
   else
     return nullptr;

@@ -1,4 +1,4 @@
-// The arithmetic: combines two vectors of accumulators, and divides for `avg`. Included inside the
+// Combines vectors of accumulators, and divides for `avg`. Included inside the
 // namespace of an instruction set (see fold_vectors.h).
 #pragma once
 #include "fold_elements.h"
@@ -13,33 +13,6 @@ template <class V, int kLanes>
   const V a = __builtin_shuffle(x, lane & ~decltype(sign[0] + 0){1});
   const V b = __builtin_shuffle(x, lane | 1), swapped = __builtin_shuffle(y, lane ^ 1);
   return a * y + as<V>(as<Bits>(b * swapped) ^ sign);
-}
-
-template <class T, class Op, class V>
-[[gnu::always_inline]] inline V apply(V a, V b) {
-  if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>) {
-    using Wrapping = Vector<std::make_unsigned_t<T>>;  // signed overflow is undefined in C++
-    return as<V>(as<Wrapping>(a) + as<Wrapping>(b));
-  } else if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
-    return a + b;
-  else if constexpr (std::is_same_v<Op, Prod> && is_complex<T>)
-    return complex_product<V, kVectorBytes / sizeof(T) * 2>(a, b);
-  else if constexpr (std::is_same_v<Op, Prod>)
-    return a * b;
-  else if constexpr (std::is_same_v<Op, Min> && is_float<T>)
-    return (a < b) | (a != a) ? a : b;  // NaN propagates
-  else if constexpr (std::is_same_v<Op, Max> && is_float<T>)
-    return (a > b) | (a != a) ? a : b;
-  else if constexpr (std::is_same_v<Op, Min>)
-    return a < b ? a : b;
-  else if constexpr (std::is_same_v<Op, Max>)
-    return a > b ? a : b;
-  else if constexpr (std::is_same_v<Op, BitAnd>)
-    return a & b;
-  else if constexpr (std::is_same_v<Op, BitOr>)
-    return a | b;
-  else
-    return a ^ b;
 }
 
 // Divides the wrapped sum by the number of ranks, rounding toward zero. Floats that hold every
@@ -70,7 +43,16 @@ struct ElementOps : Element<T> {
   explicit ElementOps(const FoldOptions& o)
       : Element<T>(o), world(o.world), inverse(1.0 / o.world) {}
 
-  [[gnu::always_inline]] static Acc combined(Acc a, Acc b) { return apply<T, Op>(a, b); }
+  [[gnu::always_inline]] static Acc combined(Acc a, Acc b) {
+    if constexpr (std::is_same_v<Op, Prod> && is_complex<T>) {
+      return complex_product<Acc, kVectorBytes / sizeof(T) * 2>(a, b);
+    } else if constexpr (std::is_integral_v<T> && Op::kOperands == Operands::numbers) {
+      using Wrapping = Vector<std::make_unsigned_t<T>>;  // signed overflow is undefined in C++
+      return as<Acc>(Op::template combined<false>(as<Wrapping>(a), as<Wrapping>(b)));
+    } else {
+      return Op::template combined<is_float<T>>(a, b);
+    }
+  }
   [[gnu::always_inline]] Acc finished(Acc v) const {
     if constexpr (!std::is_same_v<Op, Avg>)
       return v;

@@ -7,7 +7,14 @@
 #include "kernel_table.h"
 #include "thread_work.h"
 
-namespace pycollect::cuda {
+namespace pycollect {
+
+template <class T>
+constexpr Complex<T> operator*(Complex<T> a, Complex<T> b) {
+  return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+}
+
+namespace cuda {
 
 // Rounds fp32 to an 8-bit float, to nearest, ties to even. Subnormals of the 8-bit type are
 // computed with normal fp32 numbers only.
@@ -32,7 +39,7 @@ constexpr uint8_t narrowed(float value, Float8Specials::Codes codes) {
 // Arithmetic of types with one accumulator per element. `Accessor` converts between fp16 and fp32.
 template <class T, class Op>
 struct NumericOps {
-  static constexpr bool kExtremum = is_extremum<Op>;
+  static constexpr bool kExtremum = Op::kOperands == Operands::ordered;
   using Integer32 = std::conditional_t<kExtremum, int32_t, uint32_t>;  // unsigned: sums wrap
   using Integer = std::conditional_t<sizeof(T) == 8,
                                      std::conditional_t<kExtremum, int64_t, uint64_t>, Integer32>;
@@ -97,18 +104,7 @@ struct NumericOps {
     }
   }
 
-  static constexpr Acc combined(Acc a, Acc b) {
-    if constexpr (std::same_as<Op, Avg>)
-      return a + b;
-    else if constexpr (std::same_as<Op, Prod> && is_complex<T>)
-      return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
-    else if constexpr (std::same_as<Op, Prod>)
-      return a * b;
-    else if constexpr (std::same_as<Op, Min>)
-      return (a < b) | (a != a) ? a : b;  // NaN propagates
-    else
-      return (a > b) | (a != a) ? a : b;
-  }
+  static constexpr Acc combined(Acc a, Acc b) { return Op::template combined<is_float<T>>(a, b); }
 
   // A float that is not divided is multiplied by 1, which changes no bit of it.
   constexpr Acc finished(Acc v) const {
@@ -145,19 +141,13 @@ struct BitwiseOps {
   constexpr Acc encode(const Accessor&, Acc v) const {
     return v;
   }
-  static constexpr Acc combined(Acc a, Acc b) {
-    if constexpr (std::same_as<Op, BitAnd>)
-      return a & b;
-    else if constexpr (std::same_as<Op, BitOr>)
-      return a | b;
-    else
-      return a ^ b;
-  }
+  static constexpr Acc combined(Acc a, Acc b) { return Op::template combined<false>(a, b); }
   constexpr Acc finished(Acc v) const { return v; }
 };
 
 template <class T, class Op>
-using Arithmetic =
-    std::conditional_t<is_bitwise<Op>, BitwiseOps<Op, std::same_as<T, Bool>>, NumericOps<T, Op>>;
+using Arithmetic = std::conditional_t<Op::kOperands == Operands::bits,
+                                      BitwiseOps<Op, std::same_as<T, Bool>>, NumericOps<T, Op>>;
 
-}  // namespace pycollect::cuda
+}  // namespace cuda
+}  // namespace pycollect

@@ -11,7 +11,7 @@ using KernelTable = std::array<std::array<Value, ReduceOps::size>, DTypes::size>
 namespace detail {
 template <class Value, class T, class Op, class Make>
 constexpr Value made(Make make) {
-  if constexpr (ReducesOn<Op, T>)
+  if constexpr (reduces_on<Op, T>)
     return make(kernel_type<T, Op, true>());
   else
     return {};

@@ -106,4 +106,18 @@ const void* fold_kernel() {
   return reinterpret_cast<const void*>(&fold_level<T, Op>);
 }
 
+template <class T, class... Op>
+FoldKernels fold_kernels_of(TypeList<Op...>) {
+  const auto kernel = [](auto* op) -> const void* {
+    using Operation = std::remove_pointer_t<decltype(op)>;
+    if constexpr (is_kernel_type<T, Operation>) return fold_kernel<T, Operation>();
+    return nullptr;
+  };
+  return {kernel(static_cast<Op*>(nullptr))...};
+}
+template <class T>
+FoldKernels fold_kernels() {
+  return fold_kernels_of<T>(ReduceOps{});
+}
+
 }  // namespace pycollect::cuda

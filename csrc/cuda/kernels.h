@@ -1,12 +1,15 @@
 // Host declarations of the kernels. Each is compiled once, in one of kernels_*.cu.
 #pragma once
+#include "../plan/kernel_type.h"
 
 namespace pycollect::cuda {
 
-// Kernels that take KernelArgs. `T` and `Op` are those of a KernelType, where Avg also stands for
-// Sum. Linking fails without an instantiation in kernels_*.cu.
-template <class T, class Op>
-const void* fold_kernel();
+// Kernels that take KernelArgs, by op; null where no dtype computes in `T` with it. `T` and the op
+// are those of a KernelType, where `avg` also stands for `sum`. Linking fails without an
+// instantiation in kernels_*.cu.
+using FoldKernels = std::array<const void*, ReduceOps::size>;
+template <class T>
+FoldKernels fold_kernels();
 const void* copy_kernel();
 
 }  // namespace pycollect::cuda

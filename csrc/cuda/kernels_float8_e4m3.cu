@@ -3,9 +3,6 @@
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<Float8E4M3, Avg>();
-template const void* fold_kernel<Float8E4M3, Prod>();
-template const void* fold_kernel<Float8E4M3, Min>();
-template const void* fold_kernel<Float8E4M3, Max>();
+template FoldKernels fold_kernels<Float8E4M3>();
 
 }  // namespace pycollect::cuda

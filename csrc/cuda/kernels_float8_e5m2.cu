@@ -3,9 +3,6 @@
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<Float8E5M2, Avg>();
-template const void* fold_kernel<Float8E5M2, Prod>();
-template const void* fold_kernel<Float8E5M2, Min>();
-template const void* fold_kernel<Float8E5M2, Max>();
+template FoldKernels fold_kernels<Float8E5M2>();
 
 }  // namespace pycollect::cuda

@@ -3,13 +3,7 @@
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<Half, Avg>();
-template const void* fold_kernel<Half, Prod>();
-template const void* fold_kernel<Half, Min>();
-template const void* fold_kernel<Half, Max>();
-template const void* fold_kernel<BFloat16, Avg>();
-template const void* fold_kernel<BFloat16, Prod>();
-template const void* fold_kernel<BFloat16, Min>();
-template const void* fold_kernel<BFloat16, Max>();
+template FoldKernels fold_kernels<Half>();
+template FoldKernels fold_kernels<BFloat16>();
 
 }  // namespace pycollect::cuda

@@ -1,19 +1,11 @@
-// Fold kernels for integers of one and two bytes. A product has the same bits for signed and
-// unsigned types, so products have kernels for unsigned types only.
+// Fold kernels for integers of one and two bytes; those of uint8 compute all bitwise reductions.
 #include "kernels.cuh"
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<int8_t, Avg>();
-template const void* fold_kernel<int8_t, Min>();
-template const void* fold_kernel<int8_t, Max>();
-template const void* fold_kernel<uint8_t, Avg>();
-template const void* fold_kernel<uint8_t, Min>();
-template const void* fold_kernel<uint8_t, Max>();
-template const void* fold_kernel<int16_t, Avg>();
-template const void* fold_kernel<int16_t, Min>();
-template const void* fold_kernel<int16_t, Max>();
-template const void* fold_kernel<uint8_t, Prod>();
-template const void* fold_kernel<uint16_t, Prod>();
+template FoldKernels fold_kernels<int8_t>();
+template FoldKernels fold_kernels<uint8_t>();
+template FoldKernels fold_kernels<int16_t>();
+template FoldKernels fold_kernels<uint16_t>();
 
 }  // namespace pycollect::cuda

@@ -3,15 +3,9 @@
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<double, Avg>();
-template const void* fold_kernel<double, Prod>();
-template const void* fold_kernel<double, Min>();
-template const void* fold_kernel<double, Max>();
-template const void* fold_kernel<float, Avg>();
-template const void* fold_kernel<float, Prod>();
-template const void* fold_kernel<float, Min>();
-template const void* fold_kernel<float, Max>();
-template const void* fold_kernel<Complex<float>, Prod>();
-template const void* fold_kernel<Complex<double>, Prod>();
+template FoldKernels fold_kernels<double>();
+template FoldKernels fold_kernels<float>();
+template FoldKernels fold_kernels<Complex<float>>();
+template FoldKernels fold_kernels<Complex<double>>();
 
 }  // namespace pycollect::cuda

@@ -11,7 +11,7 @@ const void* find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
   if (kind == KernelKind::copy) return copy_kernel();
   static const auto folds = kernel_table<const void*>([](auto kernel) {
     using K = decltype(kernel);
-    return fold_kernel<typename K::Type, typename K::Operation>();
+    return fold_kernels<typename K::Type>()[index_of<typename K::Operation>(ReduceOps{})];
   });
   return folds[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }

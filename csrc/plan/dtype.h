@@ -1,21 +1,18 @@
-// Defines every element type and every reduction in one place: the lists below determine the enums,
-// the kernel tables of host and device, and which pairs are refused. To add one, add it to a list
-// (and its arithmetic to cpu/ and cuda/). The types here only store bits: the kernels convert
-// narrow floats to float.
+// The table of element types, and what follows from it and from the table of reductions: names, and
+// which pairs are refused. A type here only stores bits; its arithmetic is in cpu/fold_elements.h
+// and cuda/elements.h, and cuda/kernels_*.cu name it.
 #pragma once
 #include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <tuple>
 #include <type_traits>
 
-namespace pycollect {
+#include "reductions.h"
 
-template <class... Ts>
-struct TypeList {
-  static constexpr std::size_t size = sizeof...(Ts);
-};
+namespace pycollect {
 
 struct Half {
   uint16_t bits;
@@ -37,7 +34,6 @@ struct Complex {
   T real, imag;
 };
 
-// The order of the enums is the order of the lists.
 enum class DType : uint8_t {
   f64,
   f32,
@@ -54,21 +50,44 @@ enum class DType : uint8_t {
   c64,
   c128
 };
-using DTypes = TypeList<double, float, Half, BFloat16, Float8E4M3, Float8E5M2, int8_t, int16_t,
-                        int32_t, int64_t, uint8_t, Bool, Complex<float>, Complex<double>>;
-static_assert(DTypes::size == static_cast<std::size_t>(DType::c128) + 1);
+// A row of the table of dtypes: the element type, and torch's name.
+template <class T>
+struct DTypeRow {
+  const char* name;
+  constexpr operator const char*() const { return name; }
+};
+// In the order of the enum.
+inline constexpr std::tuple kDTypeTable{
+    DTypeRow<double>{"float64"},
+    DTypeRow<float>{"float32"},
+    DTypeRow<Half>{"float16"},
+    DTypeRow<BFloat16>{"bfloat16"},
+    DTypeRow<Float8E4M3>{"float8_e4m3fn"},
+    DTypeRow<Float8E5M2>{"float8_e5m2"},
+    DTypeRow<int8_t>{"int8"},
+    DTypeRow<int16_t>{"int16"},
+    DTypeRow<int32_t>{"int32"},
+    DTypeRow<int64_t>{"int64"},
+    DTypeRow<uint8_t>{"uint8"},
+    DTypeRow<Bool>{"bool"},
+    DTypeRow<Complex<float>>{"complex64"},
+    DTypeRow<Complex<double>>{"complex128"},
+};
+static_assert(std::tuple_size_v<decltype(kDTypeTable)> == static_cast<unsigned>(DType::c128) + 1);
+// Names of torch's dtypes that have no reduction and are only moved.
+inline constexpr std::array kMovedDTypeNames{
+    // Elements of whole bytes.
+    "uint16", "uint32", "uint64", "complex32", "bcomplex32", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "bits8", "bits16",
+    // Parts of a byte.
+    "float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "int1", "int2", "int3", "int4", "int5",
+    "int6", "int7", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"};
 
-enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
-struct Sum {};
-struct Avg {};
-struct Prod {};
-struct Min {};
-struct Max {};
-struct BitAnd {};
-struct BitOr {};
-struct BitXor {};
-using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
-static_assert(ReduceOps::size == static_cast<std::size_t>(ReduceOp::bxor) + 1);
+namespace detail {
+template <class... T>
+TypeList<T...> types(const std::tuple<DTypeRow<T>...>&);
+}  // namespace detail
+using DTypes = decltype(detail::types(kDTypeTable));  // the element types
 
 template <class T>
 inline constexpr bool is_complex = false;
@@ -81,22 +100,15 @@ inline constexpr bool is_narrow = std::same_as<T, Half> || std::same_as<T, BFloa
                                   std::same_as<T, Float8E4M3> || std::same_as<T, Float8E5M2>;
 template <class T>
 inline constexpr bool is_float = std::floating_point<T> || is_narrow<T>;
-template <class Op>
-inline constexpr bool is_bitwise =
-    std::same_as<Op, BitAnd> || std::same_as<Op, BitOr> || std::same_as<Op, BitXor>;
-template <class Op>
-inline constexpr bool is_extremum = std::same_as<Op, Min> || std::same_as<Op, Max>;
-
 // Reductions that the contract allows: no bitwise ones on floats and complex numbers, no min and
 // max of complex numbers, and no average of bools.
 template <class Op, class T>
-concept ReducesOn =
-    !(is_bitwise<Op> && (is_float<T> || is_complex<T>)) && !(is_extremum<Op> && is_complex<T>) &&
-    !(std::same_as<Op, Avg> && std::same_as<T, Bool>);
+inline constexpr bool reduces_on =
+    std::same_as<T, Bool> ? !std::is_void_v<typename Op::OnBools>
+    : is_complex<T>       ? Op::kOperands == Operands::numbers
+                          : Op::kOperands != Operands::bits || !is_float<T>;
 
 namespace detail {
-template <class Op, class T>
-inline constexpr bool reduces_on = ReducesOn<Op, T>;  // nvcc loses packs of concepts
 struct TypeFacts {
   std::size_t bytes;
   bool accumulates_in_itself, is_integer;
@@ -132,19 +144,19 @@ constexpr bool reduces(DType t, ReduceOp op) {
   return detail::kFacts[static_cast<std::size_t>(t)].reduces[static_cast<std::size_t>(op)];
 }
 
-// Names of the dtypes, and after them those of torch's dtypes that have no reduction. Ranks agree
-// on a dtype by its index here, also where the data moves as that of another type of as many bytes.
-inline constexpr std::array kAllDTypeNames{
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int16",
-    "int32", "int64", "uint8", "bool", "complex64", "complex128",
-    // Only moved.
-    "uint16", "uint32", "uint64", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-    "int1", "int2", "int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4",
-    "uint5", "uint6", "uint7", "bcomplex32"};
+namespace detail {
+template <class... Op>
+constexpr std::array<const char*, sizeof...(Op)> op_names(TypeList<Op...>) {
+  return {Op::kName...};
+}
+}  // namespace detail
+// Ranks agree on a dtype by its index here, also where the data moves as that of another type of as
+// many bytes.
+inline constexpr auto kAllDTypeNames =
+    std::apply([](auto... name) { return std::array<const char*, sizeof...(name)>{name...}; },
+               std::tuple_cat(kDTypeTable, kMovedDTypeNames));
 inline constexpr std::span kDTypeNames = std::span(kAllDTypeNames).first<DTypes::size>();
-inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
-    "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
+inline constexpr auto kReduceOpNames = detail::op_names(ReduceOps{});
 constexpr const char* name(DType t) { return kDTypeNames[static_cast<std::size_t>(t)]; }
 constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<std::size_t>(op)]; }
 

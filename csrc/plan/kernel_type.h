@@ -15,11 +15,11 @@ struct KernelType {
 // `kSumsDivide`: a sum is computed as an average over one rank, as the device's kernels do.
 template <class T, class Op, bool kSumsDivide>
 constexpr auto kernel_type() {
-  constexpr bool sums = std::is_same_v<Op, Sum>, products = std::is_same_v<Op, Prod>;
-  using Same = std::conditional_t<sums && kSumsDivide, Avg, Op>;
-  if constexpr (std::is_same_v<T, Bool> && !is_bitwise<Op>)
-    return KernelType<Bool, std::conditional_t<sums || std::is_same_v<Op, Max>, BitOr, BitAnd>>{};
-  else if constexpr (is_bitwise<Op> && !std::is_same_v<T, Bool>)
+  constexpr bool products = std::is_same_v<Op, Prod>;
+  using Same = std::conditional_t<std::is_same_v<Op, Sum> && kSumsDivide, Avg, Op>;
+  if constexpr (std::is_same_v<T, Bool>)
+    return KernelType<Bool, typename Op::OnBools>{};
+  else if constexpr (Op::kOperands == Operands::bits)
     return KernelType<uint8_t, Op>{};
   else if constexpr (std::is_integral_v<T> && (products || std::is_same_v<Same, Sum>))
     return KernelType<std::make_unsigned_t<T>, Op>{};
@@ -28,5 +28,19 @@ constexpr auto kernel_type() {
   else
     return KernelType<T, Same>{};
 }
+
+// Whether the device computes some reduction of some dtype as `Op` on elements of type T.
+namespace detail {
+template <class K, class T, class... Op>
+constexpr bool computes(TypeList<Op...>) {
+  return (std::is_same_v<decltype(kernel_type<T, Op, true>()), K> || ...);
+}
+template <class K, class... T>
+constexpr bool any_computes(TypeList<T...>) {
+  return (computes<K, T>(ReduceOps{}) || ...);
+}
+}  // namespace detail
+template <class T, class Op>
+inline constexpr bool is_kernel_type = detail::any_computes<KernelType<T, Op>>(DTypes{});
 
 }  // namespace pycollect

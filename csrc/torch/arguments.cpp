@@ -12,39 +12,19 @@
 namespace pycollect {
 namespace {
 
-std::optional<DType> find_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return DType::f64;
-    case at::kFloat:
-      return DType::f32;
-    case at::kHalf:
-      return DType::f16;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kFloat8_e4m3fn:
-      return DType::f8e4m3;
-    case at::kFloat8_e5m2:
-      return DType::f8e5m2;
-    case at::kChar:
-      return DType::i8;
-    case at::kShort:
-      return DType::i16;
-    case at::kInt:
-      return DType::i32;
-    case at::kLong:
-      return DType::i64;
-    case at::kByte:
-      return DType::u8;
-    case at::kBool:
-      return DType::boolean;
-    case at::kComplexFloat:
-      return DType::c64;
-    case at::kComplexDouble:
-      return DType::c128;
-    default:
-      return std::nullopt;
-  }
+// Returns the index of torch's type in kAllDTypeNames, or kNoDType.
+constexpr uint8_t kNoDType = 255;
+uint8_t find_dtype(at::ScalarType type) {
+  static const auto numbers = [] {
+    std::array<uint8_t, static_cast<std::size_t>(at::ScalarType::NumOptions)> found;
+    found.fill(kNoDType);
+    const auto& types = c10::getStringToDtypeMap();
+    for (uint8_t i = 0; i < kAllDTypeNames.size(); ++i)
+      if (const auto named = types.find(kAllDTypeNames[i]); named != types.end())
+        found[static_cast<std::size_t>(named->second)] = i;
+    return found;
+  }();
+  return numbers[static_cast<std::size_t>(type)];
 }
 
 Float8Specials::Codes probe(at::ScalarType type) {
@@ -137,18 +117,16 @@ std::string dtype_name(const at::Tensor& tensor) {
 }
 
 DType dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
-  const auto found = find_dtype(tensor.scalar_type());
-  if (!found) [[unlikely]]
+  const uint8_t number = find_dtype(tensor.scalar_type());
+  if (number >= DTypes::size) [[unlikely]]
     refuse_dtype(tensor, label, kDTypeNames);
-  return *found;
+  return DType{number};
 }
 
 uint8_t dtype_number(const at::Tensor& tensor, const ArgumentName& label) {
-  if (const auto found = find_dtype(tensor.scalar_type())) return static_cast<uint8_t>(*found);
-  const auto* const found =
-      std::find(kAllDTypeNames.begin(), kAllDTypeNames.end(), dtype_name(tensor));
-  if (found == kAllDTypeNames.end()) refuse_dtype(tensor, label, kAllDTypeNames);
-  return static_cast<uint8_t>(found - kAllDTypeNames.begin());
+  const uint8_t number = find_dtype(tensor.scalar_type());
+  if (number == kNoDType) refuse_dtype(tensor, label, kAllDTypeNames);
+  return number;
 }
 
 DType moved_dtype_of(const at::Tensor& tensor, const ArgumentName& label) {

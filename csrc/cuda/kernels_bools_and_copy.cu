@@ -1,15 +1,10 @@
-// Kernels that work on bytes: bitwise operations, bools and copies.
+// Fold kernels for bools, and the kernel that copies.
 #include "copy_kernel.h"
 #include "kernels.cuh"
 
 namespace pycollect::cuda {
 
-template const void* fold_kernel<uint8_t, BitAnd>();
-template const void* fold_kernel<uint8_t, BitOr>();
-template const void* fold_kernel<uint8_t, BitXor>();
-template const void* fold_kernel<Bool, BitAnd>();
-template const void* fold_kernel<Bool, BitOr>();
-template const void* fold_kernel<Bool, BitXor>();
+template FoldKernels fold_kernels<Bool>();
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ KernelArgs args) {

@@ -1,0 +1,109 @@
+// The table of reductions: a row says everything about one, for the vectors of the host and the
+// numbers of a GPU. Names, checks and kernels follow from it. The arithmetic is compiled once for
+// each instruction set (see cpu/fold_vectors.h), so this includes only types of std.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+namespace pycollect {
+
+// What a reduction takes: numbers; numbers that have an order, which excludes complex ones; or
+// bits, which excludes floats too.
+enum class Operands : uint8_t { numbers, ordered, bits };
+
+struct BitAnd {
+  static constexpr const char* kName = "band";
+  static constexpr auto kOperands = Operands::bits;
+  using OnBools = BitAnd;  // the same reduction of bools, as an operation on bits; void: none
+  // `kNans`: the operands may be NaN, which `min` and `max` keep. Each compares inside its
+  // conditional, because GCC knows only that form of an integer minimum.
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    return a & b;
+  }
+};
+
+struct BitOr {
+  static constexpr const char* kName = "bor";
+  static constexpr auto kOperands = Operands::bits;
+  using OnBools = BitOr;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    return a | b;
+  }
+};
+
+struct BitXor {
+  static constexpr const char* kName = "bxor";
+  static constexpr auto kOperands = Operands::bits;
+  using OnBools = BitXor;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    return a ^ b;
+  }
+};
+
+struct Sum {
+  static constexpr const char* kName = "sum";
+  static constexpr auto kOperands = Operands::numbers;
+  using OnBools = BitOr;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    return a + b;
+  }
+};
+
+struct Avg : Sum {  // whose sum the kernels divide
+  static constexpr const char* kName = "avg";
+  using OnBools = void;
+};
+
+struct Prod {
+  static constexpr const char* kName = "prod";
+  static constexpr auto kOperands = Operands::numbers;
+  using OnBools = BitAnd;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    return a * b;
+  }
+};
+
+struct Min {
+  static constexpr const char* kName = "min";
+  static constexpr auto kOperands = Operands::ordered;
+  using OnBools = BitAnd;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    if constexpr (kNans) return (a < b) | (a != a) ? a : b;
+    return a < b ? a : b;
+  }
+};
+
+struct Max {
+  static constexpr const char* kName = "max";
+  static constexpr auto kOperands = Operands::ordered;
+  using OnBools = BitOr;
+  template <bool kNans, class V>
+  [[gnu::always_inline]] static constexpr V combined(V a, V b) {
+    if constexpr (kNans) return (a > b) | (a != a) ? a : b;
+    return a > b ? a : b;
+  }
+};
+
+template <class... Ts>
+struct TypeList {
+  static constexpr unsigned size = sizeof...(Ts);
+};
+template <class T, class... Ts>
+constexpr unsigned index_of(TypeList<Ts...>) {
+  unsigned i = 0;
+  (void)((std::is_same_v<T, Ts> || (++i, false)) || ...);
+  return i;
+}
+
+// The rows, in the order of the enum, which is that of torch's ReduceOps.
+using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+static_assert(ReduceOps::size == static_cast<unsigned>(ReduceOp::bxor) + 1);
+
+}  // namespace pycollect
