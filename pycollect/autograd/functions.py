@@ -236,18 +236,21 @@ def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
     >>> (a + 2 * b).sum().backward(); weight.grad
     tensor([3., 3.])
     """
-    ranks = tuple(ranks_of(devices, "replicate"))
+    ranks = ranks_of(devices, "replicate")
     if isinstance(tensors, (list, tuple)) and not tensors:
         return [[] for _ in ranks]
     copies = _replicate(tensors, ranks)
     return [copies[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
-@operator_in_graph()
-def _replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[Tensor]:
+def _with_ranks(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    return lambda tensors, devices: function(tensors, ranks_of(devices, "replicate"))
+
+
+@operator_in_graph(adapted=_with_ranks)
+def _replicate(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
     """Return the result of the operator: all copies of one tensor after another."""
-    ranks = tuple(ranks_of(devices, "replicate"))
-    return apply(Replicate(ranks, _devices(tensors, "replicate")), tensors)
+    return apply(Replicate(tuple(devices), _devices(tensors, "replicate")), tensors)
 
 
 def _devices(tensors: Sequence[Tensor], call: str) -> Devices:
