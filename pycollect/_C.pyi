@@ -175,7 +175,6 @@ def close_groups() -> bool: ...
 
 class EndKind:
     PEER_LOST: EndKind
-    DEADLOCK: EndKind
     TIMED_OUT: EndKind
 
 class RankVariables:

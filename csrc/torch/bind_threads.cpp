@@ -102,7 +102,6 @@ void bind_threads(py::module_& m) {
   if (!torch.attr("is_available")().cast<bool>()) return;
   py::enum_<EndKind>(m, "EndKind")
       .value("PEER_LOST", EndKind::peer_lost)
-      .value("DEADLOCK", EndKind::deadlock)
       .value("TIMED_OUT", EndKind::timed_out);
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<RankVariables, std::shared_ptr<RankVariables>>(m, "RankVariables")

@@ -25,11 +25,8 @@ PyObject* RankVariables::Place::find_names() const {
 
 std::vector<RankVariables::Place> RankVariables::places_of(const Variables& variables) {
   std::vector<Place> places;
-  for (const auto& [module, name] : variables) {
-    Place place{interned(module), interned(name.empty() ? module : name), {}};
-    if (name.empty()) place.names = reference(PyImport_GetModuleDict());
-    places.push_back(std::move(place));
-  }
+  for (const auto& [module, name] : variables)
+    places.push_back({interned(module), interned(name), {}});
   return places;
 }
 

@@ -14,8 +14,7 @@ namespace pycollect {
 // could interrupt.
 class RankVariables {
  public:
-  // A variable is a module and a name in it. An empty name stands for the module itself, in
-  // sys.modules. Every rank begins with the current values.
+  // A variable is a module and a name in it. Every rank begins with the current values.
   using Variables = std::vector<std::pair<std::string, std::string>>;
   RankVariables(int world, Variables variables);
 
