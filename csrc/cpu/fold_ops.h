@@ -1,5 +1,5 @@
-// Combines vectors of accumulators, and divides for `avg`. Included inside the
-// namespace of an instruction set (see fold_vectors.h).
+// Combines vectors of accumulators, and divides for `avg`. Included inside the namespace of an
+// instruction set (see fold_vectors.h).
 #pragma once
 #include "fold_elements.h"
 

@@ -43,4 +43,11 @@ constexpr bool any_computes(TypeList<T...>) {
 template <class T, class Op>
 inline constexpr bool is_kernel_type = detail::any_computes<KernelType<T, Op>>(DTypes{});
 
+template <class T, class... Ts>
+constexpr unsigned index_of(TypeList<Ts...>) {
+  unsigned i = 0;
+  (void)((std::is_same_v<T, Ts> || (++i, false)) || ...);
+  return i;
+}
+
 }  // namespace pycollect

@@ -1,6 +1,7 @@
 // The table of reductions: a row says everything about one, for the vectors of the host and the
-// numbers of a GPU. Names, checks and kernels follow from it. The arithmetic is compiled once for
-// each instruction set (see cpu/fold_vectors.h), so this includes only types of std.
+// numbers of a GPU. Names, checks and kernels follow from it. This is compiled once for each
+// instruction set of the host (see cpu/fold_vectors.h), so it includes only types of std, and has
+// no functions but those that are always inline.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -15,8 +16,7 @@ struct BitAnd {
   static constexpr const char* kName = "band";
   static constexpr auto kOperands = Operands::bits;
   using OnBools = BitAnd;  // the same reduction of bools, as an operation on bits; void: none
-  // `kNans`: the operands may be NaN, which `min` and `max` keep. Each compares inside its
-  // conditional, because GCC knows only that form of an integer minimum.
+  // `kNans`: the operands may be NaN.
   template <bool kNans, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a & b;
@@ -68,6 +68,8 @@ struct Prod {
   }
 };
 
+// NaN propagates. The comparison stands in the conditional itself: GCC knows an integer minimum and
+// maximum only in that form.
 struct Min {
   static constexpr const char* kName = "min";
   static constexpr auto kOperands = Operands::ordered;
@@ -94,12 +96,6 @@ template <class... Ts>
 struct TypeList {
   static constexpr unsigned size = sizeof...(Ts);
 };
-template <class T, class... Ts>
-constexpr unsigned index_of(TypeList<Ts...>) {
-  unsigned i = 0;
-  (void)((std::is_same_v<T, Ts> || (++i, false)) || ...);
-  return i;
-}
 
 // The rows, in the order of the enum, which is that of torch's ReduceOps.
 using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
