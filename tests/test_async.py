@@ -162,19 +162,20 @@ if sys.argv[1] == "drop":
 """
 
 
-# Python 3.11 to 3.13 ends the thread by an exception that no code may catch.
+# Python 3.11 to 3.13 ends the thread by an exception that no code may catch. The thread creates and
+# frees no tensors: torch aborts if it is ended while torch frees one.
 EXITS_IN_A_CALL = """
 import threading, time
-import numpy
+import torch
 import pycollect as pc
 class Slow:
-    values = numpy.ones(4, numpy.float32)
-    def __dlpack__(self, **options):
+    def __index__(self):
         time.sleep(0.02)
-        return self.values.copy().__dlpack__()
+        return 0
+tensors = [torch.ones(4), torch.ones(4)]
 def call():
     while True:
-        pc.all_reduce([Slow(), Slow()], "max")
+        pc.broadcast(tensors, src=Slow())
 threading.Thread(target=call, daemon=True).start()
 time.sleep(0.2)
 """
