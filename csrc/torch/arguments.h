@@ -3,7 +3,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <ostream>
 #include <span>
 #include <string>
