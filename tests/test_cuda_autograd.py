@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import pycollect as pc
-from pycollect import autograd
-from pycollect.train import DataParallel, GluonTrainer, convert_sync_batchnorm, run_lockstep
+from pycollect import autograd, threads
+from pycollect.train import DataParallel, GluonTrainer, convert_sync_batchnorm
 
 pytestmark = pytest.mark.cuda
 DEVICES = ("cuda:0*2", ["cuda:0", "cpu"], ["cpu", "cuda:0", "cpu"])
@@ -73,36 +73,43 @@ def test_batch_norm_over_ranks(devices: object, memory_format: torch.memory_form
     ranks = pc.devices(devices)
     shares = [4, 0, 3][: len(ranks)] if len(ranks) == 3 else [4, 3]
     layer = nn.BatchNorm2d(4).double()
-    layers = convert_sync_batchnorm([copy.deepcopy(layer).to(device) for device in ranks])
     X = torch.randn(7, 4, 5, 3, dtype=torch.float64).to(memory_format=memory_format)
     whole, factor = X.clone().requires_grad_(), torch.randn_like(X)
-    shards = on_devices(X.split(shares), devices)
-    got = run_lockstep([partial(m, x) for m, x in zip(layers, shards, strict=True)])
+    shards, factors = (on_devices(t.split(shares), devices) for t in (X, factor))
+
+    def run(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mine = convert_sync_batchnorm(copy.deepcopy(layer).to(ranks[rank]))
+        y = mine(x := shards[rank])
+        (y * factors[rank]).sum().backward()
+        return y.detach(), x.grad, mine.running_var
+
+    found = threads.launch(run, len(ranks), device=ranks)
     expected = layer(whole)
     (expected * factor).sum().backward()
-    factors = on_devices(factor.split(shares), devices)
-    torch.autograd.backward([(y * f).sum() for y, f in zip(got, factors, strict=True)])
-    for y, e, x, g in zip(
-        got, expected.split(shares), shards, whole.grad.split(shares), strict=True
-    ):
+    parts = zip(found, expected.split(shares), whole.grad.split(shares), strict=True)
+    for (y, dx, running_var), e, g in parts:
         close(y, e)
-        close(x.grad, g)
-    for m in layers:
-        close(m.running_var, layer.running_var)
+        close(dx, g)
+        close(running_var, layer.running_var)
 
 
 def test_batch_norm_over_ranks_under_autocast() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()).cuda()
-    nets = [copy.deepcopy(net) for _ in range(2)]
-    convert_sync_batchnorm(nets)
     X = torch.randn(16, 3, 8, 8, device="cuda")
+
+    def run(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = convert_sync_batchnorm(copy.deepcopy(net))
+        with torch.autocast("cuda", torch.float16):
+            y = mine(X.split(8)[rank])
+        y.float().square().sum().backward()
+        return y.detach(), mine[1].running_mean
+
+    (_, mean), (last, _) = found = threads.launch(run, 2, device="cuda:0")
     with torch.autocast("cuda", torch.float16):
         expected = net(X)
-        got = run_lockstep([partial(n, x) for n, x in zip(nets, X.split(8), strict=True)])
-    assert got[1].dtype == torch.float16
-    close(torch.cat(got), expected, rtol=1e-2, atol=1e-2)
-    torch.autograd.backward([y.float().square().sum() for y in got])
-    close(nets[0][1].running_mean, net[1].running_mean)
+    assert last.dtype == torch.float16
+    close(torch.cat([y for y, _ in found]), expected, rtol=1e-2, atol=1e-2)
+    close(mean, net[1].running_mean)
 
 
 @pytest.mark.parametrize("devices", ["cuda:0*2", ["cuda:0", "cpu"], "cuda:0"], ids=str)

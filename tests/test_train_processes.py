@@ -1,4 +1,4 @@
-"""One process per rank: the numbers of one process, one process's output, every error once."""
+"""Ranks that are processes or threads train as the replicas of one process do, to the bit."""
 
 from __future__ import annotations
 
@@ -6,143 +6,315 @@ import atexit
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import programs
 import pytest
 import torch
+import torch.distributed as dist
 from dist_pool import Pools, RankContext
-from sites import PROCESSES, only_on
+from PIL import Image
+from sites import HOSTS, PROCESSES, not_on, only_on, slow_on_processes
 from torch import Tensor, nn
+from train_cases import same_bits as same_module
 
-from pycollect.train import Data, checkpoint
+from pycollect._command import Stopped
+from pycollect.train import Data, ReplicaTrainer, checkpoint, sgd_factory, train
 from pycollect.train.__main__ import main
 from pycollect.train.comparison import compare_reductions
 from pycollect.train.config import Config
+from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.progress_printer import ProgressPrinter
 from pycollect.train.run_result import same_bits
+from pycollect.train.settings import StepOptions
 from pycollect.train.training_loop import run
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
 DATA = Data("noise", (X[:41], Y[:41]), (X[41:], Y[41:]))
 
-pytestmark = [only_on(PROCESSES, "the trainer of torchrun")]
+pytestmark = [not_on(HOSTS, "the trainer sees one group"), slow_on_processes]
+of_processes = only_on(PROCESSES, "the trainer of torchrun")
 
 
-def net(norm: bool) -> nn.Module:
+class Sometimes(nn.Module):
+    """Uses one layer for shards with a positive sum only, another one never; with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rarely, self.never = (nn.Linear(36, 36) for _ in range(3))
+        self.last, self.dropout = nn.Linear(36, 3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x.flatten(1)))
+        hidden = self.rarely(hidden) if x.sum() > 0 else hidden
+        scores: Tensor = self.last(self.dropout(hidden))
+        return scores
+
+
+def net(kind: str) -> nn.Module:
     torch.manual_seed(5)
-    norms = [nn.BatchNorm2d(4)] if norm else []
-    return nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.Flatten(), nn.Linear(64, 3))
+    if kind == "sometimes":
+        return Sometimes()
+    norms = [nn.BatchNorm2d(4)] if kind == "norm" else []
+    dropouts = [nn.Dropout(0.2)] if kind == "dropout" else []
+    return nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.Flatten(), *dropouts, nn.Linear(64, 3))
 
 
-class Ends(nn.Sequential):
-    """A module that makes a process to which it was sent abort at interpreter exit."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if multiprocessing.parent_process() is not None:  # a copy in the same process has no parent
-            atexit.register(os.abort)
-
-
-def prepared(world: int, norm: bool, backend: str | None = None, **options: Any) -> PreparedRun:
+def prepared(world: int, kind: str = "", backend: str | None = None, **options: Any) -> PreparedRun:
     chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
-    chosen |= {"model": net(norm), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
+    chosen |= {"model": net(kind), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
     return prepare(Config.of(chosen), backend)
 
 
-def trained(
-    me: RankContext, norm: bool, options: dict[str, Any]
-) -> tuple[list[float], list[float], Any]:
-    """One rank's losses, accuracies and parameters."""
-    result = run(prepared(me.world, norm, me.spec.backend, **options), ProgressPrinter(quiet=True))
-    return result.losses, [e.accuracy for e in result.epochs], result.parameters
+def quietly(made: PreparedRun) -> tuple[list[float], list[float], list[Tensor]]:
+    """Losses, accuracies, and the parameters and buffers of a process's first rank."""
+    torch.set_num_threads(1)
+    result = run(made, ProgressPrinter(quiet=True))
+    return (
+        result.losses,
+        [e.accuracy for e in result.epochs],
+        [*result.module.state_dict().values()],
+    )
 
 
-def alone(world: int, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
-    torch.set_num_threads(1)  # as in each process
-    result = run(prepared(world, norm, **options), ProgressPrinter(quiet=True))
-    return result.losses, [e.accuracy for e in result.epochs], result.parameters
+def trained(me: RankContext, kind: str, options: dict[str, Any]) -> Any:
+    return quietly(prepared(me.world, kind, me.spec.backend, **options))
 
 
-def assert_alike(world: int, outcome: Any, norm: bool, options: dict[str, Any]) -> None:
-    losses, accuracies, parameters = alone(world, norm, options)
-    for theirs in outcome:
-        assert theirs[0] == losses
-        assert theirs[1] == accuracies
-        assert all(map(same_bits, parameters, theirs[2]))
+def assert_alike(outcome: Any, expected: Any, *, buffers: bool = True) -> None:
+    """All ranks have the losses and accuracies, and rank 0 the model, of the expected run."""
+    for rank, theirs in enumerate(outcome):
+        assert theirs[:2] == expected[:2]
+        if rank == 0 or buffers:
+            assert all(map(same_bits, theirs[2], expected[2]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("world", "kind", "options"),
     [
-        {},
-        {"weights": "80,20", "drop_last": True},
-        {"weights": "0,1"},  # rank 0 has no examples
-        {"microbatch": 3, "prefetch": 2},
-        {"shuffle": False, "seed": 4},
+        (2, "", {}),
+        (2, "", {"weights": "80,20", "drop_last": True}),
+        (2, "", {"weights": "0,1", "overlap": False}),  # rank 0 has no examples
+        (2, "dropout", {"microbatch": 3, "prefetch": 2}),
+        (2, "", {"shuffle": False, "seed": 4}),
+        (3, "sometimes", {}),  # the last batch of 41 has one example: two ranks have none
+        (3, "sometimes", {"overlap": False, "microbatch": 4}),
+        (2, "norm", {"drop_last": True}),
+        (2, "norm", {"sync_batchnorm": True}),
+        (3, "norm", {"sync_batchnorm": True, "weights": "0,1,1", "microbatch": 3}),
     ],
+    ids=str,
 )
-def test_processes_have_the_bits_of_one(pools: Pools, options: dict[str, Any]) -> None:
-    assert_alike(2, pools(2).run(trained, False, options), False, options)
+def test_ranks_have_the_bits_of_one_process(
+    pools: Pools, world: int, kind: str, options: dict[str, Any]
+) -> None:
+    outcome = pools(world).run(trained, kind, options)
+    each = kind != "norm" or "sync_batchnorm" in options  # otherwise statistics are each rank's own
+    assert_alike(outcome, quietly(prepared(world, kind, **options)), buffers=each)
+    if not each:
+        assert not all(map(same_bits, outcome[0][2], outcome[1][2]))
 
 
-@pytest.mark.slow
-def test_batch_statistics_are_each_ranks_own(pools: Pools, tmp_path: Path) -> None:
-    options = [{"drop_last": True, "checkpoint": tmp_path / f"{name}.pt"} for name in "ab"]
-    assert_alike(2, pools(2).run(trained, True, options[0]), True, options[1])
-    found = [
-        checkpoint.load(of["checkpoint"])["run"]["engine"]["replicas"]["buffers"] for of in options
-    ]
-    for theirs, mine in zip(*found, strict=True):
-        assert all(same_bits(theirs[name], mine[name]) for name in mine)
-    assert not same_bits(found[0][0]["1.running_mean"], found[0][1]["1.running_mean"])
-
-
-@pytest.mark.slow
-def test_more_ranks_than_examples(pools: Pools) -> None:
-    """The last batch of 41 has one example, so that two of three ranks have none."""
-    assert_alike(3, pools(3).run(trained, False, {}), False, {})
-
-
-@pytest.mark.slow
+@of_processes
 def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
-    outcome = pools(2, backend="gloo").run(trained, False, {})
-    losses, _, parameters = alone(2, False, {})
+    outcome = pools(2, backend="gloo").run(trained, "", {})
+    losses, _, state = quietly(prepared(2))
     for theirs in outcome:
         assert theirs[0] == pytest.approx(losses, abs=1e-5)
-        for a, b in zip(parameters, theirs[2], strict=True):
+        for a, b in zip(state, theirs[2], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def stopped_and_continued(me: RankContext, folder: str) -> bool:
-    """Compare two epochs and a third in another run with three epochs in one; with dropout."""
-
-    def once(epochs: int, **options: Any) -> list[Tensor]:
-        made = prepared(me.world, True, me.spec.backend, epochs=epochs, drop_last=True, **options)
-        made.module.add_module("dropout", nn.Dropout(0.2))
-        return run(made, ProgressPrinter(quiet=True)).parameters
-
-    path = Path(folder) / "run.pt"
-    whole = once(3)
-    once(2, checkpoint=path)
+def continued(me: RankContext, options: dict[str, Any]) -> Any:
     torch.manual_seed(me.rank)
-    continued = once(3, resume=path)
-    return all(map(same_bits, whole, continued))
+    return trained(me, "dropout", options)
 
 
-@pytest.mark.slow
-def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path) -> None:
-    assert pools(2).run(stopped_and_continued, str(tmp_path)) == [True, True]
-    state = checkpoint.load(tmp_path / "run.pt")
-    assert len(state["run"]["engine"]["generators"]) == 2
-    with pytest.raises(checkpoint.CheckpointError, match="processes over pycollect, not None"):
-        prepared(2, True, drop_last=True, resume=tmp_path / "run.pt")
+@pytest.mark.parametrize("first", ["group", "one process"])
+@pytest.mark.parametrize("then", ["group", "one process"])
+def test_a_run_is_continued_by_the_same_ranks(
+    pools: Pools, tmp_path: Path, first: str, then: str
+) -> None:
+    """Also by the other kind of ranks; each has its own dropout."""
+    part = {"epochs": 1, "checkpoint": tmp_path / "run.pt"}
+    rest = {"epochs": 3, "resume": tmp_path / "run.pt"}
+    expected = quietly(prepared(2, "dropout", epochs=3))
+    ends = []
+    for how, options in ((first, part), (then, rest)):
+        if how == "group":
+            ends.append(pools(2).run(continued, options))
+        else:
+            ends.append([quietly(prepared(2, "dropout", **options))])
+    assert_alike(ends[1], expected)
+    if first == then == "group":
+        with pytest.raises(checkpoint.CheckpointError, match=r"kinds of devices .*, not"):
+            prepared(3, "dropout", resume=tmp_path / "run.pt")
+
+
+def refused(me: RankContext) -> list[str]:
+    """The errors of a trainer in a group, and its exact sums after them."""
+    make = {"optimizer": sgd_factory(0.1), "group": dist.group.WORLD}
+    one = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    def step(module: nn.Module, **shares: Any) -> None:
+        mine = X[:3].flatten(1)
+        ReplicaTrainer(module, "cpu", **make).step(mine, Y[:3], **shares)
+
+    calls = [
+        lambda: ReplicaTrainer(one, "cpu*2", **make),
+        lambda: ReplicaTrainer(one, "cpu", options=StepOptions(compile=True), **make),
+        lambda: step(one),
+        lambda: step(one, shares=[3]),
+        lambda: step(one, shares=[2, 2]),
+        lambda: step(Clamps(36, 3), shares=[3, 3]),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller compares
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
+    messages = [
+        "a process of a group has one rank, not 2 devices",
+        "a compiled step needs all ranks in one process",
+        "pass all ranks' shares",
+        "one share per rank: 1 for 2",
+        "must be at least 0 and add up to 3",
+        "forward changes parameter weight in place, and in this process",
+    ]
+    for found in pools(2).run(refused):
+        for message, text in zip(messages, found, strict=True):
+            assert message in text
+    with pytest.raises(ValueError, match=r"pass a group, of processes or of the threads that pyc"):
+        ReplicaTrainer(
+            net("norm"), "cpu*2", optimizer=sgd_factory(1), options=StepOptions(sync_batchnorm=True)
+        )
+
+
+def test_batch_statistics_of_one_process_are_taken_by_threads() -> None:
+    """Every replica is returned, outside of any group; the caller's autocast applies."""
+    options = {"data": DATA, "sync_batchnorm": True, "epochs": 1, "quiet": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = train("cpu*3", 8, 0.05, model=net("norm"), **options)
+    result = train("cpu*3", 8, 0.05, model=net("norm"), **options)
+    assert len(result.modules) == 3
+    assert all(same_module(mine, result.module) for mine in result.modules)
+    assert 1e-6 < abs(narrow.losses[0] - result.losses[0]) < 0.1
+    first, second = (module.eval()(X) for module in result.modules[:2])
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="which 'naive' does not sum over: leave out the reduct"):
+        train("cpu*2", model=net("norm"), reduce="naive", **options)
+
+
+def measured(
+    me: RankContext, folder: str, **options: Any
+) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """Train with a fake clock: a pass takes 1 ms on rank 0 and 3 ms on rank 1."""
+    seconds = (0.001, 0.003)[me.rank]
+    options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
+    with mock.patch.object(ReplicaTrainer, "rank_seconds", return_value=[seconds]):
+        made = run(prepared(me.world, "", me.spec.backend, **options), ProgressPrinter(quiet=True))
+    return [step.shares for step in made.steps], made.parameters
+
+
+def measured_in_parts(me: RankContext, folder: str) -> bool:
+    """Two runs of one epoch have the shares of one run of two, with a delay of two steps."""
+    whole, _ = measured(me, f"{folder}/whole")
+    measured(me, f"{folder}/part", epochs=1)
+    path = f"{folder}/part/run.pt"
+    return measured(me, f"{folder}/part", epochs=2, resume=path)[0] == whole
+
+
+@of_processes
+def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Path) -> None:
+    pool = pools(2)
+    (mine, a), (theirs, b) = pool.run(measured, str(tmp_path))
+    assert mine == theirs
+    assert len({shares for shares in mine if sum(shares) == 8}) > 1
+    assert all(map(same_bits, a, b))
+    path = tmp_path / "run.pt"
+    assert checkpoint.load(path)["run"]["engine"]["auto"]["step"] == len(mine) == 12
+    again = {"weights": None, "replay_shares": path}
+    expected = quietly(prepared(2, **again))
+    assert_alike(pool.run(trained, "", again), expected)
+    assert all(map(same_bits, a, expected[2]))
+    for name in ("whole", "part"):
+        (tmp_path / name).mkdir()
+    assert pool.run(measured_in_parts, str(tmp_path)) == [True, True]
+
+
+def stopped(me: RankContext, path: str, signalled: list[int]) -> tuple[int, bool]:
+    """Get SIGTERM at this rank's given check; compare a resumed run with an uninterrupted one."""
+    check, checks = Interrupt.check, 0
+
+    def send_signal(self: Interrupt) -> None:
+        nonlocal checks
+        checks += 1
+        if checks == signalled[me.rank]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        check(self)
+
+    store = dist.distributed_c10d._get_default_store()
+    consensus = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
+    options = {"sync_batchnorm": True, "momentum": 0.9}
+    made = prepared(me.world, "norm", me.spec.backend, checkpoint=path, **options)
+    with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
+        run(made, ProgressPrinter(quiet=True), consensus)
+    steps = len(checkpoint.load(path)["run"]["steps"])
+    parts = ({"resume": path}, {})
+    ends = [trained(me, "norm", {**options, **part})[2] for part in parts]
+    return steps, all(map(same_bits, *ends))
+
+
+@of_processes
+@pytest.mark.parametrize(
+    ("signalled", "after"), [([2, 2], 3), ([4, 2], 5), ([2, 5], 6), ([6, 6], 6)]
+)
+def test_processes_stop_after_the_same_step(
+    pools: Pools, tmp_path: Path, signalled: list[int], after: int
+) -> None:
+    """An epoch has 6 steps; the seventh check is at the end of the epoch."""
+    found = pools(2).run(stopped, str(tmp_path / "run.pt"), signalled)
+    assert found == [(after, True)] * 2
+
+
+def test_rank_threads_stop_after_the_same_step(tmp_path: Path) -> None:
+    """The main thread gets the signal; all ranks stop, and the run goes on with the same bits."""
+    torch.set_num_threads(1)
+    path = tmp_path / "run.pt"
+    check, checks = Interrupt.check, 0
+
+    def send_signal(self: Interrupt) -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # the main thread runs its handler
+        check(self)
+
+    made = prepared(2, "norm", sync_batchnorm=True, checkpoint=path)
+    with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
+        run(made, ProgressPrinter(quiet=True))
+    assert 2 <= len(checkpoint.load(path)["run"]["steps"]) <= 4
+    whole = quietly(prepared(2, "norm", sync_batchnorm=True))
+    assert_alike([quietly(prepared(2, "norm", sync_batchnorm=True, resume=path))], whole)
 
 
 def test_every_process_has_a_device() -> None:
@@ -151,20 +323,6 @@ def test_every_process_has_a_device() -> None:
     assert devices_of(None, "pycollect", 3) == devices_of("cpu", "gloo", 3) == [cpu] * 3
     with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one per"):
         devices_of("cpu*2", "gloo", 3)
-
-
-def test_ddp_needs_every_parameter_to_be_used() -> None:
-    class Spare(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(36, 3)
-            self.spare = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.flatten(1))
-
-    options = {"data": DATA, "model": Spare(), "names": ("pycollect", "ddp"), "quiet": True}
-    with pytest.raises(ValueError, match=r"not depend on spare\.weight, spare\.bias, .* freeze"):
-        compare_reductions("cpu*2", 8, 0.05, epochs=1, **options)
 
 
 def test_only_the_first_process_to_fail_prints() -> None:
@@ -203,19 +361,22 @@ def test_backend_and_processes_must_fit(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def torchrun(*arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "pycollect.train", *arguments]
-    done = programs.run(command, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return done.returncode, done.stdout, done.stderr
+# --- commands -------------------------------------------------------------------------------------
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+THREADS = [sys.executable, "-m", "pycollect.threads", "--nproc", "2"]
+TRAIN = ["-m", "pycollect.train", "--backend", "pycollect"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
-def test_under_torchrun_only_rank_0_prints() -> None:
-    code, out, err = torchrun("--backend", "pycollect", "--data", "digits", "--epochs", "1")
-    assert (code, err) == (0, "")
-    header, epoch, _, last = out.splitlines()
-    assert header.endswith("on [cpu, cpu], reduced by DistributedDataParallel over pycollect")
+@pytest.mark.parametrize("launcher", [TORCHRUN, THREADS], ids=["torchrun", "threads"])
+def test_only_rank_0_prints(launcher: list[str]) -> None:
+    command = [*launcher, *TRAIN, "--data", "digits", "--epochs", "1"]
+    done = programs.run(command, timeout=120, env={**os.environ, **ONE_THREAD})
+    assert (done.returncode, done.stderr) == (0, "")
+    header, epoch, _, last = done.stdout.splitlines()
+    assert header.endswith("on [cpu, cpu], reduced by processes over pycollect")
     assert epoch.startswith("epoch 1, time ")
     assert last.startswith("test acc: ")
 
@@ -223,37 +384,67 @@ def test_under_torchrun_only_rank_0_prints() -> None:
 @pytest.mark.slow
 def test_an_error_of_one_rank_is_printed_once(tmp_path: Path) -> None:
     """The second of two images is damaged; only rank 1 reads it."""
-    from PIL import Image
-
     for part in ("train", "val"):
         for name in "ab":
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("RGB", (8, 8)).save(tmp_path / part / name / "0.png")
     (tmp_path / "train" / "b" / "0.png").write_bytes(b"")
     arguments = ["--data", "folder", "--data-dir", str(tmp_path), "--image-size", "16"]
-    code, out, err = torchrun("--backend", "pycollect", "--no-shuffle", *arguments)
-    assert code != 0
-    assert out.count("\n") == 1  # the header only
-    assert len(re.findall("error: .*cannot be decoded as an image", err)) == 1
-    assert "PeerLost" not in err
+    command = [*TORCHRUN, *TRAIN, "--no-shuffle", *arguments]
+    done = programs.run(command, timeout=120, env={**os.environ, **ONE_THREAD})
+    assert done.returncode != 0
+    assert done.stdout.count("\n") == 1  # the header only
+    assert len(re.findall("error: .*cannot be decoded as an image", done.stderr)) == 1
+    assert "PeerLost" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_comparison_with_ddp(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """DDP's ranks skip the interpreter's exit, where gloo's threads may abort them."""
-    options = {"data": DATA, "model": Ends(*net(False)), "epochs": 1, "overlap": True}
+def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
+    path, log = tmp_path / "run.pt", tmp_path / "log"
+    options = ["--data", "digits", "--checkpoint", str(path), "--log-file", str(log)]
+    environment = {**os.environ, **ONE_THREAD}
+    with programs.Program(
+        [*TORCHRUN, *TRAIN, *options, "--epochs", "40"], stdout=-1, stderr=-1, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("LeNet")
+        assert process.stdout.readline().startswith("epoch 1")
+        time.sleep(0.1)  # into the next epoch
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert errors.count(f"interrupted; continue with --resume {path} --checkpoint {path}\n") == 1
+    state = checkpoint.load(path)["run"]
+    assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
+    epochs = len(state["epochs"]) + 1
+    command = [*TORCHRUN, *TRAIN, "--resume", path, "--epochs", str(epochs)]
+    done = programs.run(command, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"epoch {epochs}, time" in done.stdout
+
+
+class Ends(nn.Sequential):
+    """A module that makes a process to which it was sent abort at interpreter exit."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if multiprocessing.parent_process() is not None:  # a copy in the same process has no parent
+            atexit.register(os.abort)
+
+
+@pytest.mark.slow
+def test_a_comparison_with_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Spawned ranks skip the interpreter's exit, where gloo's threads may abort them."""
+    options = {"data": DATA, "model": Ends(*net("")), "epochs": 1, "overlap": True}
     options["plot"] = tmp_path / "three.png"
-    names = ("naive", "pycollect", "ddp")
-    torch.set_num_threads(2)
-    comparison = compare_reductions(
-        "cpu*2", 8, 0.05, names=names, ddp_backend="pycollect", **options
-    )
-    naive, ours, ddp = comparison.run_results
+    names = ("naive", "pycollect", "processes")
+    comparison = compare_reductions("cpu*2", 8, 0.05, names=names, backend="pycollect", **options)
+    naive, ours, processes = comparison.run_results
     assert ours.difference(naive) == 0
-    assert ddp.difference(naive) < 1e-5
+    assert processes.difference(naive) < 1e-5
     assert not any(t.is_shared() for t in (*DATA.train, *options["model"].parameters()))
-    assert len(ddp.steps) == len(ours.steps) == 6
+    assert len(processes.steps) == len(ours.steps) == 6
     assert (tmp_path / "three.png").stat().st_size > 10_000
     lines = capfd.readouterr().out.splitlines()
-    assert [line.rpartition("(")[2] for line in lines[1:4]] == ["naive)", "pycollect)", "ddp)"]
-    assert [line.split()[0] for line in lines[5:8]] == list(names)
+    assert sum(line.startswith("epoch 1, time") for line in lines) == 3
+    assert [line.split()[0] for line in lines[-4:-1]] == list(names)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from train_cases import (
@@ -21,6 +22,7 @@ from train_cases import (
     trained,
 )
 
+from pycollect import threads
 from pycollect.train import (
     MODELS,
     LeNet,
@@ -300,23 +302,29 @@ def test_options_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("shares", [None, [7, 0, 2]])
+@pytest.mark.parametrize("shares", [[3, 3, 3], [7, 0, 2]])
 def test_batch_statistics_over_all_ranks_are_those_of_the_whole_batch(
-    overlap: bool, shares: list[int] | None
+    overlap: bool, shares: list[int]
 ) -> None:
     def module() -> nn.Module:
         torch.manual_seed(0)
         layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)]
         return nn.Sequential(*layers).double()
 
+    def run(rank: int, world: int) -> nn.Module:
+        options = {"sync_batchnorm": True, "overlap": overlap, "bucket_bytes": 1}
+        mine = replicas_of(module(), 1, group=dist.group.WORLD, **options)
+        for X, y in batches([9, 9, 9]):
+            own = (part.split(shares)[rank] for part in (X.double(), y))
+            assert len(mine.step(*own, shares=shares)) == 1
+        assert 0 <= mine.evaluate(((X.double(), y) for X, y in batches([4]))) <= 1
+        return mine.modules[0]
+
     whole = replicas_of(module(), 1)
-    replicas = replicas_of(module(), 3, sync_batchnorm=True, overlap=overlap, bucket_bytes=1)
     for X, y in batches([9, 9, 9]):
         whole.step(X.double(), y)
-        losses = replicas.step(X.double(), y, shares=shares)
-    assert len(losses) == 3
-    for mine in replicas.modules:
-        assert same_bits(mine, replicas.modules[0])
+    ranks = threads.launch(run, 3)
+    for mine in ranks:
+        assert same_bits(mine, ranks[0])
         for name, value in whole.modules[0].state_dict().items():
             torch.testing.assert_close(mine.state_dict()[name], value, rtol=0, atol=1e-10)
-    assert 0 <= replicas.evaluate(((X.double(), y) for X, y in batches([4]))) <= 1

@@ -28,7 +28,6 @@ from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, 
 from .gluon import GluonTrainer
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .lockstep import lockstep_exchange, lockstep_size, run_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
@@ -86,15 +85,12 @@ __all__ = [
     "linear_lr",
     "load_dataset",
     "load_model",
-    "lockstep_exchange",
-    "lockstep_size",
     "naive_all_reduce",
     "reduce_gradients_coalesced",
     "reduce_gradients_naive",
     "replicate_module",
     "replicate_params",
     "resnet18",
-    "run_lockstep",
     "sgd",
     "sgd_factory",
     "split_batch",

@@ -43,8 +43,9 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     launch_context = LaunchContext()
     try:
         try:
-            check_backend(args.backend)
-            launch_context = torchrun_context(args.backend)
+            backend = None if args.compare else args.backend
+            check_backend(backend)
+            launch_context = torchrun_context(backend)
             prepared = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))
         except ValueError as error:
             # Before the rendezvous every process raises the same error; then only rank 0 prints it.
@@ -77,22 +78,19 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
 def _prepare(args: Namespace, world: int) -> PreparedRun:
     if args.compare:
         check_options(vars(args))
+        check_comparison(args.compare, args.backend)
+        return prepare(config(args))
     asked = config(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
-    prepared = prepare(asked, args.backend)
-    if args.compare:
-        check_comparison(prepared, args.compare, args.ddp_backend)
-    elif args.ddp_backend is not None:
-        raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
-    return prepared
+    return prepare(asked, args.backend)
 
 
 def _run(args: Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:
-    if prepared.backend is not None:
-        run_rank(prepared, launch_context)
-    elif args.compare:
-        compare(prepared, args.compare, ProgressPrinter(), args.ddp_backend)
+    if args.compare:
+        compare(prepared, args.compare, ProgressPrinter(), args.backend)
+    elif prepared.backend is not None:
+        run_rank(prepared, launch_context, ProgressPrinter())
     else:
         run(prepared, ProgressPrinter())
 

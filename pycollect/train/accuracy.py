@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pycollect as pc
@@ -34,47 +35,57 @@ def accuracy(
     modules: Sequence[nn.Module],
     devices: Sequence[torch.device],
     batches: Iterable[tuple[Tensor, Tensor]],
+    group: dist.ProcessGroup | None = None,
 ) -> float:
     """Return the fraction of labels that have the highest score, 0..1.
 
     An example has one label, or one for each pixel or position. The modules run in evaluation mode
-    with the buffers of rank 0, so the tested model is the one that a checkpoint stores. Raises
+    with the buffers of rank 0, so the tested model is the one that a checkpoint stores. With a
+    group each process has one module and its part of the batches, and all return the same. Raises
     ValueError if there are no labels, or if they have another shape than the scores' argmax.
     """
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
     labels = 0
-    with _as_rank_0(modules):
+    with _as_rank_0(modules, group):
         for X, y in batches:
             labels += y.numel()
             shards = zip(*split_batch(X, y, devices), modules, correct, strict=True)
             for X_shard, y_shard, module, count in shards:
                 if len(X_shard):
                     count += right_labels(module(X_shard), y_shard)
+    right = sum(int(count) for count in correct)
+    if group is not None:
+        numbers = torch.tensor([right, labels], device=devices[0])
+        dist.all_reduce(numbers, group=group)
+        right, labels = numbers.tolist()
     if labels == 0:
         raise ValueError("no examples to evaluate")
-    return sum(int(count) for count in correct) / labels
+    return right / labels
 
 
 @contextmanager
-def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _as_rank_0(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> Iterator[None]:
     """Put all modules in evaluation mode with rank 0's buffers; restore both at the end."""
     parts = [part for module in modules for part in module.modules()]
     training = [part.training for part in parts]
+    others = modules[1:] if group is None else modules  # of the modules that take its buffers
     buffers = [list(module.buffers()) for module in modules]
-    kept = [[buffer.clone() for buffer in mine] for mine in buffers[1:]]
-    owned = [(part, dict(part._buffers)) for module in modules[1:] for part in module.modules()]
+    kept = [[buffer.clone() for buffer in module.buffers()] for module in others]
+    owned = [(part, dict(part._buffers)) for module in others for part in module.modules()]
     try:
         for module in modules:
             module.eval()
         _broadcast(buffers)
+        for buffer in buffers[0] if group is not None else ():
+            dist.broadcast(buffer, group=group, group_src=0)
         yield
     finally:
         for part, mode in zip(parts, training, strict=True):
             part.training = mode
         for part, own in owned:
             part._buffers.update(own)
-        for mine, before in zip(buffers[1:], kept, strict=True):
-            for buffer, value in zip(mine, before, strict=True):
+        for module, before in zip(others, kept, strict=True):
+            for buffer, value in zip(module.buffers(), before, strict=True):
                 buffer.copy_(value)
 
 

@@ -1,7 +1,8 @@
 """Overlap of gradient reduction and backward pass: in buckets, the last layers first.
 
 A hook on every parameter runs when its gradient is complete. As soon as all gradients of a bucket
-are complete on all ranks, its reduction starts in the background. The bits do not depend on the
+are complete on all ranks of this process, and those of the buckets before it, its reduction starts
+in the background; so all processes start them in the same order. The bits do not depend on the
 bucketing, because every sum is taken in rank order.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import pycollect as pc
 
-from .reduce import Reduction, matching_gradients, start
+from .reduce import BucketSum, Pending
 
 
 @dataclass
@@ -25,8 +26,7 @@ class _Bucket:
     """Parameters that are reduced together, and their gradients that are not complete yet."""
 
     indices: list[int]
-    missing: set[tuple[int, int]] = field(default_factory=set)  # (rank, parameter index)
-    launched: bool = False
+    missing: set[tuple[int, int]] = field(default_factory=set)  # (replica, parameter index)
 
 
 def bucket_indices(params: Sequence[Tensor], nbytes: int) -> list[list[int]]:
@@ -51,25 +51,26 @@ def bucket_indices(params: Sequence[Tensor], nbytes: int) -> list[list[int]]:
 class Buckets:
     """Starts the gradient reductions of a training step as early as possible.
 
-    `parameters` are [rank][index], alike on all ranks. The hooks act only inside `during`.
+    `parameters` are [replica][index], alike on all replicas. The hooks act only inside `during`.
     """
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], reduction: Reduction, nbytes: int
+        self, parameters: Sequence[Sequence[nn.Parameter]], bucket_sum: BucketSum, nbytes: int
     ) -> None:
-        self._parameters, self._reduction = parameters, reduction
+        self._parameters, self._sum = parameters, bucket_sum
         self._buckets = [_Bucket(found) for found in bucket_indices(parameters[0], nbytes)]
         self._trained = [param.requires_grad for param in parameters[0]]
-        self._ranks: frozenset[int] = frozenset()  # ranks in the current backward pass
+        self._running: frozenset[int] = frozenset()  # replicas in the current backward pass
+        self._launched = 0  # buckets whose reductions have started
         self._streams: dict[torch.device, Any] = {}
-        self._works: list[pc.Work] = []
+        self._pending: list[Pending] = []
         self._lock = threading.Lock()  # autograd runs hooks in one thread per GPU
         self._hooks = [
             params[index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._complete, bucket, (rank, index))
+                partial(self._complete, number, (replica, index))
             )
-            for bucket in self._buckets
-            for rank, params in enumerate(parameters)
+            for number, bucket in enumerate(self._buckets)
+            for replica, params in enumerate(parameters)
             for index in bucket.indices
         ]
 
@@ -84,34 +85,42 @@ class Buckets:
             hook.remove()
 
     @contextmanager
-    def during(self, ranks: Collection[int]) -> Iterator[None]:
-        """Reduce all gradients during the backward pass of these ranks and right after it.
+    def during(self, replicas: Collection[int]) -> Iterator[None]:
+        """Start all reductions during the backward pass of these replicas and right after it.
 
-        Every other rank has finished its backward pass. A rank that lacks a gradient which another
-        rank has gets zeros.
+        Every other replica has finished its backward pass. `wait` waits for the reductions; after
+        an error there is nothing to wait for.
         """
         for bucket in self._buckets:
-            bucket.missing = {(rank, index) for rank in ranks for index in bucket.indices}
-            bucket.launched = False
+            bucket.missing = {(replica, index) for replica in replicas for index in bucket.indices}
+        self._launched = 0
         devices = {params[0].device for params in self._parameters}
         self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
-        self._ranks = frozenset(ranks)
+        self._running = frozenset(replicas)
         try:
             yield
-            self._ranks = frozenset()
+            self._running = frozenset()
             for bucket in self._buckets:
-                if not bucket.launched:
-                    self._launch(bucket)
+                bucket.missing.clear()
+            self._launch()
+        except BaseException:
+            # Of processes, another one may never start its part: the group ends such reductions.
+            self._pending = [own for own in self._pending if isinstance(own, pc.Work)]
+            self.wait()
+            raise
         finally:
-            self._ranks = frozenset()
-            works, self._works = self._works, []
-            for work in works:
-                work.wait()
+            self._running = frozenset()
 
-    def _complete(self, bucket: _Bucket, which: tuple[int, int], param: Tensor) -> None:
-        """Mark a gradient as complete; launch its bucket if it was the last one missing."""
-        rank, _ = which
-        if rank not in self._ranks:
+    def wait(self) -> None:
+        """Wait until the gradients of all started reductions are the sums over all ranks."""
+        pending, self._pending = self._pending, []
+        for reduction in pending:
+            reduction.wait()
+
+    def _complete(self, number: int, which: tuple[int, int], param: Tensor) -> None:
+        """Mark a gradient as complete; start the reductions for which it was the last one."""
+        replica, _ = which
+        if replica not in self._running:
             return
         mine = self._streams.get(param.device)
         if mine is not None:
@@ -119,26 +128,25 @@ class Buckets:
             if here != mine:
                 mine.wait_stream(here)
         with self._lock:
-            if bucket.launched:
+            if number < self._launched:
                 raise RuntimeError(
                     "a gradient has changed after the start of its reduction, as in re-entrant "
                     "checkpoints: use use_reentrant=False, or switch the overlap off"
                 )
-            bucket.missing.discard(which)
-            bucket.launched = not bucket.missing
-            last = bucket.launched
-        if last:
-            self._launch(bucket)
+            self._buckets[number].missing.discard(which)
+            self._launch()
 
-    def _launch(self, bucket: _Bucket) -> None:
-        """Start the reduction of a bucket, ordered after its gradients."""
-        with ExitStack() as stack, torch.no_grad():
-            # Autograd's threads do not inherit the caller's current streams.
-            for stream in self._streams.values():
-                stack.enter_context(torch.cuda.stream(stream))
-            gradients = matching_gradients(
-                [[params[index] for index in bucket.indices] for params in self._parameters]
-            )
-            work = start(self._reduction, gradients) if gradients[0] else None
-        if work is not None:
-            self._works.append(work)
+    def _launch(self) -> None:
+        """Start the reductions of the next buckets that are complete, after their gradients."""
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            bucket = self._buckets[self._launched]
+            self._launched += 1
+            with ExitStack() as stack, torch.no_grad():
+                # Autograd's threads do not inherit the caller's current streams.
+                for stream in self._streams.values():
+                    stack.enter_context(torch.cuda.stream(stream))
+                reduction = self._sum.start(
+                    [[params[index] for index in bucket.indices] for params in self._parameters]
+                )
+            if reduction is not None:
+                self._pending.append(reduction)

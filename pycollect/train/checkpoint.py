@@ -6,7 +6,7 @@ Reading executes no code from the file; a damaged file raises a one-sentence Che
 
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .._files import check_input, replace
 from .data.dataset import first_line
 
 FORMAT = "pycollect.train"
-VERSION = 1  # of the checkpoint layout; `load` refuses any other
+VERSION = 2  # of the checkpoint layout; `load` refuses any other
 PARTS = ("settings", "identity", "source", "run")
 
 
@@ -95,28 +95,6 @@ def load_model(path: Path | str, module: nn.Module) -> None:
 
 def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
-
-
-def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:
-    """Return the states of torch's random generators: the CPU's, and one per GPU in `devices`.
-
-    >>> list(generators([torch.device("cpu")]))
-    ['cpu']
-    """
-    states = {"cpu": torch.get_rng_state()}
-    for device in dict.fromkeys(devices):
-        if device.type == "cuda":
-            states[str(device)] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_generators(states: Mapping[str, Tensor]) -> None:
-    """Restore torch's random generators from the states that `generators` returned."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, name)
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

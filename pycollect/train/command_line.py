@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from .comparison import DDP_BACKEND, PAIR, parse_names
+from .comparison import DEFAULT_BACKEND, PAIR, parse_names
 from .comparison import NAMES as COMPARED
 from .config import PREFETCH, Config
 from .data import IMAGE_SIZE, NAMES
@@ -162,25 +162,20 @@ def _add_reduction(p: argparse._ArgumentGroup) -> None:
         help="naive: Dive into Deep Learning's loop over the tensors (default: pycollect)",
     )
     how.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="pycollect, gloo or nccl: one process per rank, started by torchrun, with torch's "
-        "DistributedDataParallel",
-    )
-    how.add_argument(
         "--compare",
         nargs="?",
         type=_names,
         const=PAIR,
         metavar="NAME,NAME",
-        help=f"run several of {','.join(COMPARED)} on the same batches, those of one process "
-        "taking turns at every step, and print the ratios of the median reduction time and of the "
-        f"median epoch time (alone: {','.join(PAIR)})",
+        help=f"run several of {','.join(COMPARED)} one after the other on the same batches, and "
+        "print the ratios of the median times of a reduction, a step and an epoch (alone: "
+        f"{','.join(PAIR)})",
     )
     p.add_argument(
-        "--ddp-backend",
+        "--backend",
         metavar="NAME",
-        help=f"backend of torch.distributed for the ddp of --compare (default: {DDP_BACKEND})",
+        help="pycollect, gloo or nccl: one process per rank, started by torchrun, or those of "
+        f"--compare (default there: {DEFAULT_BACKEND})",
     )
 
 

@@ -1,71 +1,157 @@
-"""The interface of the training engines: all ranks in one process, or one rank per process."""
+"""The engine of a run: the replicas of this process, and its part in the ranks of all processes.
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+All ranks are replicas of one process, or each is a process (or thread) of the default group of
+torch.distributed. Data order, shares and sums are the same, so the bits are, too, where the group
+adds in rank order, as pycollect's does.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .data import Examples
+from .generators import generators, set_generators
+from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .optimizers import MakeOptimizer, sgd_factory
-from .settings import RunSettings
-from .shares import AutoShares
+from .optimizers import sgd_factory
+from .prepared_run import PreparedRun
+from .reduce import GRADIENT_REDUCTIONS
+from .replica_trainer import ReplicaTrainer, gathered
+from .shares import AutoShares, shares_of
 from .step_clock import StepSeconds
 
 
-class Engine(Protocol):
-    """A training engine: the ranks of this process, and its part in those of all processes."""
+class Engine:
+    """Trains the replicas of this process on shares that are even, weighted or measured.
+
+    If the run has a `backend`, each rank is a process of the default group, and all must call the
+    same methods in the same order. Measured shares are equal in all processes, because each
+    computes them from the times of all ranks.
+    """
+
+    def __init__(self, prepared: PreparedRun) -> None:
+        settings, config = prepared.settings, prepared.config
+        self.group = None if prepared.backend is None else dist.group.WORLD
+        devices = settings.devices
+        self.replicas = ReplicaTrainer(
+            prepared.module,
+            devices if self.group is None else devices[dist.get_rank()],
+            optimizer=sgd_factory(settings.lr, settings.momentum, settings.weight_decay),
+            reduction=GRADIENT_REDUCTIONS[config.reduce],
+            options=prepared.step_options(),
+            group=self.group,
+            seed=settings.seed,
+        )
+        # The loader of a process takes its part of a batch ahead of the steps before.
+        delay = 0 if self.group is None else prepared.loading.prefetch
+        self.auto = AutoShares(len(devices), delay) if settings.weights == "auto" else None
+        known = settings.weights is not None and settings.weights != "auto"
+        self._weights: Any = settings.weights if known else [1.0] * len(devices)
+        self._graph = config.graph
+        self._graphs: dict[int, Callable[[Tensor, Tensor], Sequence[Tensor]]] = {}
+        self.seconds = StepSeconds()
+        self.shares: tuple[int, ...] = ()  # the examples of every rank in the last step
 
     @property
     def devices(self) -> Sequence[torch.device]:
         """The devices of this process's ranks."""
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process prints and writes files: true in the process of rank 0."""
+        return self.replicas.devices
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The replicas of this process, in rank order."""
+        return self.replicas.modules
 
     @property
-    def auto(self) -> AutoShares | None:
-        """The measured shares, or None if shares are even or weighted."""
-
-    @property
-    def seconds(self) -> StepSeconds:
-        """The seconds of the parts of the last step."""
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The number of examples of every rank, over all processes, in the last step."""
+    def is_main_process(self) -> bool:
+        """Whether this process prints and writes files: true in that of rank 0."""
+        return self.replicas.ranks[0] == 0
 
     def loader(self, examples: Examples, loading: LoaderOptions, *, ahead: bool = True) -> Loader:
-        """Return a loader of the part of every batch that this process's ranks need.
+        """Return a loader of this process's part of every batch.
 
-        With `ahead`, for training, it copies the shards to the GPUs ahead if the shares are known.
+        With `ahead`, for training, it copies shards to the GPUs ahead if the shares are known.
         """
+
+        def part(indices: Tensor, steps: int) -> Tensor:
+            shares = self._shares(len(indices), steps if ahead else 0)
+            return torch.split(indices, shares)[self.replicas.ranks[0]]
+
+        if self.group is not None:
+            own = (lambda n: [n]) if ahead else None
+            return Loader(examples, loading, devices=self.devices, shares=own, part=part)
+        unknown = not ahead or self.auto is not None or self._graph
+        shares = None if unknown else partial(shares_of, weights=self._weights)
+        return Loader(examples, loading, devices=self.devices, shares=shares)
+
+    def _shares(self, n: int, steps: int = 0) -> list[int]:
+        """Return the shares of a batch of n examples that comes `steps` steps after the next."""
+        return self.auto.shares_ahead(n, steps) if self.auto else shares_of(n, self._weights)
 
     def step(self, batch: Batch) -> Sequence[Tensor]:
         """Train on one batch; return the summed losses of this process's ranks."""
+        n = batch.examples
+        self.shares = tuple(self.auto.shares(n) if self.auto else self._shares(n))
+        if self._graph:
+            return self._replay(batch)
+        if batch.shards is None:
+            losses = self.replicas.step(batch.X, batch.y, shares=self.shares)
+        else:
+            losses = self.replicas.step_on_shards(*batch.shards, shares=self.shares)
+        self.seconds = self.replicas.seconds
+        if self.auto:
+            self.auto.observe(gathered(self.replicas.rank_seconds(), self.group))
+        return losses
+
+    def _replay(self, batch: Batch) -> list[Tensor]:
+        """Replay the CUDA graph of the step; each batch size is captured at its first use."""
+        n = len(batch.y)
+        begin = time.perf_counter()
+        if n not in self._graphs:
+            shares = self.shares
+            self._graphs[n] = GraphedStep.of(batch.X, batch.y, self.replicas, shares=shares)
+        losses = self._graphs[n](batch.X, batch.y)
+        # The parts of a graph cannot be timed separately, so all of its time counts as compute.
+        self.seconds = StepSeconds(compute=time.perf_counter() - begin)
+        return [loss.clone() for loss in losses]  # the next replay overwrites the originals
 
     def local_examples(self) -> int:
         """Return the number of examples in the losses of this process's last step."""
+        return sum(self.shares[rank] for rank in self.replicas.ranks)
 
     def total(self, sums: list[float]) -> list[float]:
         """Return the numbers summed over all processes; collective."""
+        if self.group is None:
+            return sums
+        whole = torch.tensor(sums, dtype=torch.float64, device=self.devices[0])
+        dist.all_reduce(whole)
+        return list(whole.tolist())
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the fraction of examples that are classified correctly."""
+        """Return the fraction of examples classified correctly; all ranks take part."""
+        return self.replicas.evaluate((batch.X, batch.y) for batch in batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state on which the next steps depend."""
+        """Return all state on which the next steps depend; collective over processes."""
+        return {
+            "replicas": self.replicas.state_dict(),
+            "auto": self.auto.state_dict() if self.auto else None,
+            "generators": gathered([generators(self.devices)], self.group),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`."""
+        """Restore a state of `state_dict`, of the same ranks.
 
-
-def optimizer_of(settings: RunSettings) -> MakeOptimizer:
-    """Return the function that makes an optimizer for a list of parameters."""
-    return sgd_factory(settings.lr, settings.momentum, settings.weight_decay)
+        The generators are those of this process if the state has as many processes.
+        """
+        self.replicas.load_state_dict(state["replicas"])
+        if self.auto:
+            self.auto.load_state_dict(state["auto"])
+        processes = 1 if self.group is None else self.replicas.world
+        if len(state["generators"]) == processes:
+            set_generators(state["generators"][self.replicas.ranks[0]])

@@ -19,12 +19,19 @@ class Interrupt:
 
     Signal handlers stay unchanged if `enabled` is false, and outside of the main thread, the only
     one that handles signals. `consensus` decides for processes that must stop at the same check.
+    Checks of a rank's thread look at the signals of `source`, a context of the main thread.
 
     >>> with Interrupt(enabled=True) as interrupt:
     ...     interrupt.check()
     """
 
-    def __init__(self, enabled: bool, consensus: "StopConsensus | None" = None) -> None:
+    def __init__(
+        self,
+        enabled: bool,
+        consensus: "StopConsensus | None" = None,
+        source: "Interrupt | None" = None,
+    ) -> None:
+        self._source = self if source is None else source
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._consensus = consensus
         self._received = 0  # number of the received signal, 0 for none
@@ -54,8 +61,9 @@ class Interrupt:
     def check(self) -> None:
         """Raise Stopped if a signal was received, and all processes stop at this check."""
         self._checks += 1
-        if self._received and (self._consensus is None or self._consensus.reached(self._checks)):
-            raise Stopped(self._received)
+        number = self._source._received
+        if number and (self._consensus is None or self._consensus.reached(self._checks)):
+            raise Stopped(number)
 
 
 class StopConsensus:

@@ -43,8 +43,11 @@ class PreparedRun:
 
     def __post_init__(self) -> None:
         self.data.check_test_image()
-        if self.backend is not None and self.config.overlap is not None:
-            raise ValueError("DistributedDataParallel always overlaps: leave the option out")
+        if self.settings.sync_batchnorm and self.config.reduce != "pycollect":
+            raise ValueError(
+                "batch statistics over all ranks need a thread or process for each, which "
+                f"{self.config.reduce!r} does not sum over: leave out the reduction"
+            )
         if self.config.graph:
             self._check_graph()
         if self.config.compile:
@@ -92,7 +95,7 @@ class PreparedRun:
             )
 
     def _check_compile(self) -> None:
-        self.options(overlap=False, exact_times=False)
+        self.step_options()
         if self.settings.weights == "auto" or self.config.exact_times:
             raise ValueError(
                 "a compiled step has no parts and ranks to time: leave out --compile, or measured "
@@ -122,16 +125,19 @@ class PreparedRun:
     @property
     def reducer(self) -> str:
         """The name of the gradient reduction for messages."""
-        if self.backend is None:
-            return self.config.reduce
-        return f"DistributedDataParallel over {self.backend}"
+        return self.config.reduce if self.backend is None else f"processes over {self.backend}"
+
+    @property
+    def needs_threads(self) -> bool:
+        """Whether every rank must be a thread of this process: layers exchange statistics."""
+        several = len(self.settings.devices) > 1
+        return self.backend is None and self.settings.sync_batchnorm and several
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for equal bits, as plain numbers and strings."""
         stored = {k: v for k, v in self.settings.stored().items() if k not in _FREE}
         return {
             "data": self.data.name,
-            "processes_over": self.backend,
             "training_examples": count(self.data.train),
             "image_shape": list(self.data.image_shape),
             "parameters": sum(p.numel() for p in self.module.parameters()),
@@ -155,14 +161,14 @@ class PreparedRun:
             },
         }
 
-    def options(self, *, overlap: bool, exact_times: bool) -> StepOptions:
-        """Return the options of a training step in one process."""
+    def step_options(self) -> StepOptions:
+        """Return the options of a training step."""
         return StepOptions(
             microbatch=self.settings.microbatch,
-            overlap=overlap,
+            overlap=self.config.overlap is not False,
             sync_batchnorm=self.settings.sync_batchnorm,
             strict=self.settings.strict,
-            exact_times=exact_times,
+            exact_times=self.config.exact_times,
             compile=self.config.compile,
         )
 

@@ -25,13 +25,12 @@ from .._command import interrupts_kept_from_children
 from . import checkpoint, records
 from .config import Config
 from .interrupt import StopConsensus
-from .log import Log
 from .module_replication import replicate_module
 from .prepared_run import PreparedRun
 from .progress_printer import ProgressPrinter
 from .run_result import RunResult
 from .step_clock import wait_for
-from .training_loop import run, start_run, train_epochs
+from .training_loop import run
 
 T = TypeVar("T")
 # torch's type stubs lack the exports of these two modules.
@@ -165,17 +164,20 @@ def join(backend: str, launch_context: LaunchContext) -> None:
     )
 
 
-def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
+def run_rank(
+    prepared: PreparedRun, launch_context: LaunchContext, printer: ProgressPrinter
+) -> None:
     """Train as one rank of several processes; only rank 0 prints and writes files."""
     assert prepared.backend is not None
     join(prepared.backend, launch_context)
     if launch_context.rank:
         prepared = replace(prepared, config=replace(prepared.config, log=None, plot=None))
+        printer = ProgressPrinter(quiet=True)
     own = prepared.settings.devices[launch_context.rank]
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
     )
-    run(prepared, ProgressPrinter(quiet=launch_context.rank != 0), consensus)
+    run(prepared, printer, consensus)
     dist.destroy_process_group()
 
 
@@ -187,26 +189,25 @@ def threads_per_rank(world: int) -> int:
 def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
-    Raises ValueError if data or model cannot be pickled for another process.
+    The result has the model of rank 0. Raises ValueError if data or model cannot be pickled for
+    another process.
     """
     world = len(prepared.settings.devices)
-    threads = threads_per_rank(world)
-    with tempfile.TemporaryDirectory() as folder:
-        config = replace(prepared.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
-        config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself
-        prepared = replace(prepared, backend=backend, config=config)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = replace(prepared.config, checkpoint=folder / "run.pt", log=None, plot=None)
         try:  # a file: passed as arguments, the caller's tensors would become shared memory
-            torch.save(prepared, Path(folder) / "prepared")
+            torch.save(replace(prepared, backend=backend, config=config), folder / "prepared")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"ddp runs in spawned processes, for which data or model cannot be pickled: {error}"
+                f"processes are spawned, for which data or model cannot be pickled: {error}"
             ) from error
-        _spawn((folder, world, threads, printer), world)
-        state = checkpoint.load(Path(folder) / "run.pt")["run"]
+        _spawn((name, world, threads_per_rank(world), printer), world)
+        state = checkpoint.load(folder / "run.pt")["run"]
     steps, epochs = records.restored(state)
     (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
     module.load_state_dict(state["engine"]["replicas"]["model"])
-    return RunResult("ddp", prepared.settings, epochs, steps, [module])
+    return RunResult("processes", prepared.settings, epochs, steps, [module])
 
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
@@ -225,13 +226,7 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
             process.kill()
 
 
-def _spawned(
-    rank: int,
-    folder: str,
-    world: int,
-    threads: int,
-    printer: ProgressPrinter,
-) -> None:
+def _spawned(rank: int, folder: str, world: int, threads: int, printer: ProgressPrinter) -> None:
     # Kill this process when its parent dies; torch's own choice, SIGINT, is blocked here.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
     parent = multiprocessing.parent_process()
@@ -240,12 +235,7 @@ def _spawned(
     torch.set_num_threads(threads)
     prepared: PreparedRun = torch.load(Path(folder) / "prepared", weights_only=False)
     launch_context = LaunchContext(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
-    assert prepared.backend is not None
-    join(prepared.backend, launch_context)
-    quiet = replace(printer, quiet=printer.quiet or rank != 0)
-    with Log(None) as log, prepared.repeatable():
-        train_epochs(prepared, start_run(prepared, "ddp", log), quiet, suffix=" (ddp)")
-    dist.destroy_process_group()
-    # DistributedDataParallel still holds the group. A gloo thread that releases its last tensor
-    # during interpreter shutdown aborts the process, so skip the shutdown.
+    run_rank(prepared, launch_context, printer)
+    # A gloo thread that releases its last tensor during interpreter shutdown aborts the process, so
+    # skip the shutdown.
     os._exit(0)

@@ -3,19 +3,25 @@
 A reduction takes `gradients[rank][parameter]` and leaves the sum over the ranks in every rank, in
 place. Both reductions of this module add in rank order. They give the same bits for float32 and
 float64; of float16 and bfloat16 the naive one rounds every partial sum, the other only the result.
+
+`ListSum` and `GroupSum` start the sum of a bucket of parameters: over replicas of one process by a
+reduction, or over processes with a replica each by torch.distributed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import pycollect as pc
 
 Gradients: TypeAlias = Sequence[Sequence[Tensor]]
 Reduction: TypeAlias = Callable[[Gradients], None]
+_SPARSE = "a gradient is sparse: make the layer with sparse=False"
 
 
 def naive_all_reduce(data: Sequence[Tensor]) -> None:
@@ -67,19 +73,6 @@ def reduce_gradients_coalesced(gradients: Gradients) -> None:
     pc.all_reduce_coalesced(gradients)
 
 
-def start(reduction: Reduction, gradients: Gradients) -> pc.Work | None:
-    """Start a reduction; return its Work to wait for, or None if it has already finished.
-
-    >>> g = [[torch.ones(2)], [torch.ones(2)]]; work = start(reduce_gradients_coalesced, g)
-    >>> work.wait(); g[1]
-    [tensor([2., 2.])]
-    """
-    if reduction is reduce_gradients_coalesced:
-        return pc.all_reduce_coalesced(gradients, async_op=True)
-    reduction(gradients)
-    return None
-
-
 def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """Return the gradients of `parameters[rank][i]`, zeros where only other ranks have one.
 
@@ -97,9 +90,110 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             if param.grad.layout != torch.strided:
-                raise ValueError("a gradient is sparse: make the layer with sparse=False")
+                raise ValueError(_SPARSE)
             mine.append(param.grad)
     return gradients
+
+
+class Pending(Protocol):
+    """A sum that has been started."""
+
+    def wait(self) -> object:
+        """Wait until the gradients hold the sum; for GPUs, until the current streams will."""
+
+
+class BucketSum(Protocol):
+    """Sums the gradients of some parameters over all ranks."""
+
+    def start(
+        self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
+    ) -> Pending | None:
+        """Start the sum for `parameters[replica][i]`, the replicas being those of this process.
+
+        Returns None if it has already finished, as it may without `async_op`. A gradient that only
+        other ranks have counts as zeros; what no rank has stays None. Raises ValueError for sparse
+        gradients.
+        """
+
+
+@dataclass(frozen=True)
+class ListSum:
+    """The `BucketSum` of ranks that are all replicas of this process.
+
+    >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> a.sum().backward(); ListSum(reduce_gradients_coalesced).start([[a], [b]]).wait(); b.grad
+    tensor([1., 1.])
+    """
+
+    reduction: Reduction
+
+    def start(
+        self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
+    ) -> Pending | None:
+        """Start the reduction; see `BucketSum`."""
+        gradients = matching_gradients(parameters)
+        if not gradients[0]:
+            return None
+        if async_op and self.reduction is reduce_gradients_coalesced:
+            return pc.all_reduce_coalesced(gradients, async_op=True)
+        self.reduction(gradients)
+        return None
+
+
+@dataclass(frozen=True)
+class GroupSum:
+    """The `BucketSum` of ranks that are processes, or threads, of a torch.distributed group.
+
+    Each process calls it with the same parameters in the same order. The gradients of one dtype are
+    one message, which begins with the number of ranks that have each of them.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(
+        self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
+    ) -> Pending | None:
+        """Start an all-reduce for every dtype; see `BucketSum`."""
+        (mine,) = parameters
+        trained = [param for param in mine if param.requires_grad]
+        dtypes = dict.fromkeys(param.dtype for param in trained)
+        return _Messages([self._message([p for p in trained if p.dtype == t]) for t in dtypes])
+
+    def _message(self, params: list[Tensor]) -> "_Message":
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
+            raise ValueError(_SPARSE)
+        known = params[0].new_tensor([float(p.grad is not None) for p in params])
+        parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params]
+        whole = torch.cat([known, *parts])
+        return _Message(params, whole, dist.all_reduce(whole, group=self.group, async_op=True))
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Gradients of parameters on their way, behind the number of ranks that have each."""
+
+    params: Sequence[Tensor]
+    whole: Tensor
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+        sizes = [len(self.params), *(param.numel() for param in self.params)]
+        parts = torch.split(self.whole, sizes)
+        for i, (param, part) in enumerate(zip(self.params, parts[1:], strict=True)):
+            if param.grad is not None:
+                param.grad.copy_(part.view_as(param))
+            elif parts[0][i] != 0:  # on a GPU this waits for it, where a rank lacks a gradient
+                param.grad = part.view_as(param).clone()
+
+
+@dataclass(frozen=True)
+class _Messages:
+    messages: Sequence[_Message]
+
+    def wait(self) -> None:
+        for message in self.messages:
+            message.wait()
 
 
 GRADIENT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(

@@ -4,18 +4,19 @@ Every rank computes a summed loss on its shard of a batch. The gradients are sum
 and divided by the batch size, and every replica's optimizer takes the same step. A rank without
 examples contributes zeros.
 
-The ranks run forward and backward in turn or jointly. In turn, each finishes before the next
-begins: only one has activations in memory, and on the CPU each has all cores. Jointly, all run
-forward before one common backward pass, which batch statistics over all ranks require.
+All ranks are replicas of one process, or each is a replica in a process of a torch.distributed
+group. Replicas of one process run forward and backward in turn: only one has activations in memory,
+and on the CPU each has all cores. On several GPUs all run forward before one common backward pass,
+which has a thread for each GPU.
 """
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pycollect as pc
@@ -24,7 +25,7 @@ from pycollect.devices import DeviceSpec
 from .accuracy import accuracy
 from .buckets import Buckets
 from .compiled_step import CompiledStep
-from .lockstep import run_lockstep
+from .generators import RankGenerators
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .module_check import SingleValueCheck, explained
 from .module_replication import (
@@ -35,7 +36,7 @@ from .module_replication import (
     replicate_module,
 )
 from .optimizers import MakeOptimizer, check_step
-from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
+from .reduce import BucketSum, GroupSum, ListSum, Reduction, reduce_gradients_coalesced
 from .settings import StepOptions
 from .shares import check_split, check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
@@ -51,13 +52,21 @@ class ReplicaTrainer:
     returns the *sum* over a shard's examples, without dimensions and never a mean (default:
     `summed_cross_entropy`). `reduction` sums the gradients over the ranks (default: in one
     collective; see GRADIENT_REDUCTIONS). `options` are the `StepOptions`, by default all at their
-    defaults. Each rank has its own batch statistics, and the model takes rank 0's, unless the
-    options synchronise them.
+    defaults. With a `seed` each rank draws from random states of its own, as in dropout; without
+    one, and in a compiled step, all draw in turn from torch's generators. Each rank has its own
+    batch statistics, and the model takes rank 0's, unless the options synchronise them.
 
-    `modules`, `parameters` and `optimizers` are lists with an item for each rank. A trainer can be
-    copied by copy.deepcopy, and pickled. Raises ValueError for a module without parameters to train
-    or one that `replicate_module` refuses, a loss whose `reduction` is not "sum", an optimizer
-    whose step needs a closure, and a device that does not exist.
+    With a `group` of torch.distributed, each of its processes (or ranks as threads) has one rank:
+    `devices` is this process's device, all call the same methods in the same order, and gradients
+    are summed over the group instead of by `reduction`. Over the backend "pycollect" the bits are
+    those of replicas in one process.
+
+    `modules`, `parameters` and `optimizers` are lists with an item for each rank of this process.
+    Without a group a trainer can be copied by copy.deepcopy, and pickled. Raises ValueError for a
+    module without parameters to train or one that `replicate_module` refuses, a loss whose
+    `reduction` is not "sum", an optimizer whose step needs a closure, a device that does not exist,
+    several devices for a process of a group, and for batch statistics over several ranks without a
+    group.
 
     >>> from pycollect.train import LeNet, sgd_factory
     >>> replicas = ReplicaTrainer(LeNet(), "cpu*2", optimizer=sgd_factory(0.1))
@@ -74,30 +83,41 @@ class ReplicaTrainer:
         loss: Loss = summed_cross_entropy,
         reduction: Reduction = reduce_gradients_coalesced,
         options: StepOptions | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int | None = None,
     ) -> None:
         check_reduction(loss)
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires grad: nothing to train")
         self.devices = pc.devices(devices)
         self.options = options or StepOptions()
+        self.group = group
+        self.ranks = _ranks_of(self.devices, group)
+        self._check_group()
         self.modules = replicate_module(module, self.devices)
-        if self.options.sync_batchnorm:
-            self.modules = convert_sync_batchnorm(self.modules)
+        if self.options.sync_batchnorm and group is not None:
+            self.modules = [convert_sync_batchnorm(mine, group) for mine in self.modules]
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
         self._clock = StepClock(self.devices, self.options.exact_times)
+        alike = seed is None or self.options.compile  # a graph draws by itself
+        self.generators = None if alike else RankGenerators(self.devices, self.ranks, seed or 0)
         # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
         gpus = {device for device in self.devices if device.type == "cuda"}
-        self._joint = self.options.sync_batchnorm or len(gpus) > 1
+        self._joint = len(gpus) > 1
         self._single_values = SingleValueCheck(self.modules[0])
         self._buckets = self._make_buckets()
         self._compiled = self._make_compiled()
 
     @property
+    def _sum(self) -> BucketSum:
+        return ListSum(self.reduction) if self.group is None else GroupSum(self.group)
+
+    @property
     def world(self) -> int:
-        """The number of ranks."""
-        return len(self.devices)
+        """The number of ranks, of all processes."""
+        return len(self.devices) if self.group is None else dist.get_world_size(self.group)
 
     @property
     def seconds(self) -> StepSeconds:
@@ -112,60 +132,82 @@ class ReplicaTrainer:
         return self._clock.rank_seconds()
 
     def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
-        """Train on one batch; return each rank's summed loss, on its device.
+        """Train on one batch; return the summed loss of each rank here, on its device.
 
-        X has shape [n, ...] and y [n], on any device; `shares` are the numbers of examples per
-        rank, even by default. A loss is a tensor without dimensions; a rank without examples has 0.
-        Raises ValueError if X and y differ in length, for shares that do not add up to n, for a
-        batch without examples or that `strict` forbids, for a shard of one example under batch
-        normalisation, for a loss with dimensions, where torch does not record gradients, and for a
-        forward pass that changes parameters in place, differently on the ranks.
+        X has shape [n, ...] and y [n], on any device; `shares` are the numbers of examples of all
+        ranks, even by default. With a group, X and y are this process's part of the batch, and the
+        shares must be given, alike in all processes. A loss is a tensor without dimensions; a rank
+        without examples has 0. Raises ValueError if X and y differ in length, for shares that do
+        not fit them, for a batch without examples or that `strict` forbids, for a shard of one
+        example under batch normalisation, for a loss with dimensions, where torch does not record
+        gradients, and for a forward pass that changes parameters in place, differently on the ranks
+        or in a process of a group.
         """
         self._clock.begin()
-        self._check(len(X))
+        if shares is None and self.group is not None:
+            raise ValueError("a process of a group has a part of the batch: pass all ranks' shares")
         shares = shares_of(len(X), [1] * self.world) if shares is None else shares
+        here = self._here(shares)
+        check_split(X, y, len(self.devices), here)
+        self._check(sum(shares))
         if self._compiled and self._compiled.prepare():
-            check_split(X, y, self.world, shares)
-            self._check_shards(shares, X)
+            self._single_values.check([tuple(shares)], X)
             return self._timed(self._compiled.on_batch(X, y, shares))
-        X_shards, y_shards = scatter(X, y, self.devices, shares)
+        X_shards, y_shards = scatter(X, y, self.devices, here)
         self._clock.end_of("split")
-        return self._train(X_shards, y_shards)
+        return self._train(X_shards, y_shards, shares)
 
-    def step_on_shards(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+    def step_on_shards(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], *, shares: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Train on shards that are already on their ranks' devices; return as `step` does.
 
-        `X[rank]` has shape [k, ...] and `y[rank]` [k]. Raises ValueError unless there is one shard
-        of each for every rank, with one label per example, and in the cases of `step`.
+        `X[i]` has shape [k, ...] and `y[i]` [k], for each rank of this process. With a group the
+        `shares` of all ranks must be given; without one they are those of the shards. Raises
+        ValueError unless there is one shard of each for every rank, with one label per example, and
+        in the cases of `step`.
         """
         self._clock.begin()
-        if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
+        sizes = [len(part) for part in X]
+        if sizes != [len(part) for part in y] or len(X) != len(self.devices):
             raise ValueError("there must be one shard for each rank, with one label per example")
-        self._check(sum(map(len, X)))
+        shares = sizes if shares is None else shares
+        if self._here(shares) != sizes:
+            raise ValueError(f"the shares {list(shares)} are not those of the shards, {sizes}")
+        self._check(sum(shares))
         if self._compiled and self._compiled.prepare():
-            self._check_shards(list(map(len, X)), X[0])
+            self._single_values.check([tuple(shares)], X[0])
             return self._timed(self._compiled.on_shards(X, y))
-        return self._train(X, y)
+        return self._train(X, y, shares)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Return the fraction of labels that have the highest score, 0..1.
 
         `batches` has pairs (X, y) of shapes [k, ...] and [k], or [k, ...] for scores
-        [k, classes, ...]. Every label counts once and all ranks take part, with rank 0's batch
-        statistics. Training mode and the ranks' own statistics are restored. Raises ValueError if
-        there are no labels, or if they have another shape than the scores' argmax.
+        [k, classes, ...]; with a group, this process's part of each batch. Every label counts once
+        and all ranks take part, with rank 0's batch statistics. Training mode and the ranks' own
+        statistics are restored. Raises ValueError if there are no labels, or if they have another
+        shape than the scores' argmax.
         """
-        return accuracy(self.modules, self.devices, batches)
+        return accuracy(self.modules, self.devices, batches, self.group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's model state, the buffers of all ranks, and rank 0's optimizer state.
+        """Return this process's model and optimizer state, and the buffers of all ranks.
 
-        Parameters and optimizers of all ranks are equal. Tensors are not copied.
+        The random states of the ranks are among them if the trainer has a `seed`. Parameters and
+        optimizers of all ranks are equal. Tensors are not copied; in a group all processes must
+        call it.
         """
+        buffers = [dict(mine.named_buffers()) for mine in self.modules]
+        states: Sequence[Any] = [None] * len(buffers)
+        if self.generators is not None:
+            states = self.generators.states
+        of_ranks = gathered(list(zip(buffers, states, strict=True)), self.group)
         return {
             "model": self.modules[0].state_dict(),
-            "buffers": [dict(mine.named_buffers()) for mine in self.modules],
+            "buffers": [found for found, _ in of_ranks],
             "optimizer": self.optimizers[0].state_dict(),
+            "generators": [found for _, found in of_ranks],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,7 +220,8 @@ class ReplicaTrainer:
             raise ValueError(
                 f"the state is for {len(state['buffers'])} ranks, and there are {self.world}"
             )
-        mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
+        of_ranks = [state["buffers"][rank] for rank in self.ranks]
+        mine = zip(self.modules, self.optimizers, of_ranks, strict=True)
         for module, optimizer, buffers in mine:
             module.load_state_dict(state["model"])
             # torch keeps the given tensors, and no two ranks may share their momentum.
@@ -186,6 +229,8 @@ class ReplicaTrainer:
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
                     buffer.copy_(buffers[name])
+        if self.generators is not None:
+            self.generators.states = [state["generators"][rank] for rank in self.ranks]
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and compiled steps are bound to the parameters of this trainer.
@@ -228,105 +273,127 @@ class ReplicaTrainer:
         if self.options.strict:
             check_strict(n, self.world, self.options.microbatch)
 
-    def _check_shards(self, shares: Sequence[int], example: Tensor) -> None:
-        """Raise ValueError if a shard is too small for batch normalisation."""
-        self._single_values.check([tuple(shares)], example)
+    def _check_group(self) -> None:
+        """Raise ValueError for options or devices that do not fit the group, or its absence."""
+        if self.group is not None and len(self.devices) != 1:
+            raise ValueError(f"a process of a group has one rank, not {len(self.devices)} devices")
+        if self.group is not None and self.options.compile:
+            raise ValueError("a compiled step needs all ranks in one process: leave out compile")
+        if self.group is None and self.options.sync_batchnorm and self.world > 1:
+            raise ValueError(
+                "batch statistics over all ranks need ranks that run at the same time: pass a "
+                "group, of processes or of the threads that pycollect.threads.launch starts"
+            )
+
+    def _here(self, shares: Sequence[int]) -> list[int]:
+        """Return the shares of this process's ranks; ValueError unless each rank has one."""
+        if len(shares) != self.world:
+            raise ValueError(f"there must be one share per rank: {len(shares)} for {self.world}")
+        return [shares[rank] for rank in self.ranks]
 
     def _timed(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the losses; all time of a compiled step counts as compute."""
         self._clock.end_of("compute")
         return losses
 
-    def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
-        """Run the training step on the shards; return each rank's summed loss."""
-        parts = list(self._microbatches(X, y))
-        self._single_values.check([tuple(map(len, y_parts)) for _, y_parts in parts], X[0])
+    def _train(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], shares: Sequence[int]
+    ) -> list[Tensor]:
+        """Run the training step on the shards; return the summed loss of each rank here."""
+        n = sum(shares)
+        sizes = microbatches(tuple(shares), self.options.microbatch or n)
+        self._single_values.check(sizes, X[0])  # in a group all raise alike, and none waits
         for params in self.parameters:
             for param in params:
                 param.grad = None  # unlike zeros, this saves adding the first gradient
         early = self._current_buckets()
         versions = [[param._version for param in params] for params in self.parameters]
         losses: dict[int, Tensor] = {}
-        for i, (X_parts, y_parts) in enumerate(parts, 1):
-            buckets = early if i == len(parts) else None
-            for rank, loss in self._pass(X_parts, y_parts, buckets).items():
-                losses[rank] = losses[rank] + loss if rank in losses else loss
+        for i, (X_parts, y_parts) in enumerate(self._microbatches(X, y, sizes), 1):
+            buckets = early if i == len(sizes) else None
+            for index, loss in self._pass(X_parts, y_parts, buckets).items():
+                losses[index] = losses[index] + loss if index in losses else loss
         self._check_parameters(versions)
         self._clock.end_of("compute")
-        gradients = matching_gradients(self.parameters)
-        if early is None:
-            with torch.no_grad():
-                self.reduction(gradients)
+        with torch.no_grad():
+            if early is not None:
+                early.wait()
+            elif pending := self._sum.start(self.parameters, async_op=False):
+                pending.wait()
         self._clock.end_of("reduction")
-        n = sum(map(len, X))
-        for mine, optimizer in zip(gradients, self.optimizers, strict=True):
-            torch._foreach_div_(mine, n)
+        for params, optimizer in zip(self.parameters, self.optimizers, strict=True):
+            torch._foreach_div_([param.grad for param in params if param.grad is not None], n)
             optimizer.step()
         self._clock.end_of("update")
         return [
-            losses[rank] if rank in losses else torch.zeros((), device=device)
-            for rank, device in enumerate(self.devices)
+            losses[i] if i in losses else torch.zeros((), device=device)
+            for i, device in enumerate(self.devices)
         ]
 
     def _check_parameters(self, before: Sequence[Sequence[int]]) -> None:
         """Raise ValueError if forward passes have changed parameters, to different values."""
         for params, versions in zip(self.parameters, before, strict=True):
             for i, (param, version) in enumerate(zip(params, versions, strict=True)):
-                if param._version != version and not all(
-                    torch.equal(mine[i].to(param.device), param) for mine in self.parameters
-                ):
+                changed = param._version != version
+                if changed and (self.group is not None or not self._are_equal(i)):
                     name = [name for name, _ in self.modules[0].named_parameters()][i]
+                    where = "differently on each rank" if self.group is None else "in this process"
                     raise ValueError(
-                        f"forward changes parameter {name} in place, and differently on each rank: "
+                        f"forward changes parameter {name} in place, and {where}: "
                         "make it a buffer, of which each rank has its own"
                     )
+
+    def _are_equal(self, i: int) -> bool:
+        """Return whether parameter i has the same values on all ranks of this process."""
+        first = self.parameters[0][i]
+        return all(torch.equal(mine[i].to(first.device), first) for mine in self.parameters)
 
     def _pass(
         self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
     ) -> dict[int, Tensor]:
-        """Run forward and backward on a microbatch; return the summed loss of each busy rank.
+        """Run forward and backward on a microbatch; return the summed loss of each busy rank here.
 
         `buckets` is given for the last microbatch of a step; they reduce during its last pass.
         """
         losses: dict[int, Tensor] = {}
         groups = self._groups(X)
         for group in groups:
-            with self._clock.ranks(group):
-                runs = [partial(self._forward, rank, X[rank], y[rank]) for rank in group]
-                synchronized = self.options.sync_batchnorm
-                found = run_lockstep(runs) if synchronized else [run() for run in runs]
-                last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
-                with last:
-                    torch.autograd.backward(found)
-            losses |= {rank: loss.detach() for rank, loss in zip(group, found, strict=True)}
+            last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
+            with self._clock.ranks(group), last:
+                found = [self._forward(i, X[i], y[i]) for i in group]
+                torch.autograd.backward(found)
+            losses |= {i: loss.detach() for i, loss in zip(group, found, strict=True)}
+        if buckets is not None and not groups:  # the other processes have examples
+            with buckets.during(()):
+                pass
         return losses
 
     def _groups(self, X: Sequence[Tensor]) -> list[list[int]]:
-        """Return groups of ranks: each group has one joint backward pass; groups run in turn."""
+        """Return groups of ranks here: each has one joint backward pass, and they run in turn."""
         if self.options.sync_batchnorm:  # ranks without examples too: the others wait for them
-            return [list(range(self.world))]
-        busy = [rank for rank in range(self.world) if len(X[rank])]
+            return [list(range(len(self.devices)))]
+        busy = [i for i, mine in enumerate(X) if len(mine)]
         # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
-        busy.sort(key=lambda rank: self.devices[rank].type == "cpu")
-        return [busy] if self._joint else [[rank] for rank in busy]
+        busy.sort(key=lambda i: self.devices[i].type == "cpu")
+        return [busy] if self._joint and busy else [[i] for i in busy]
 
-    def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:
-        """Return the summed loss of one rank's examples."""
-        device = self.devices[rank]
+    def _forward(self, i: int, X: Tensor, y: Tensor) -> Tensor:
+        """Return the summed loss of the examples of this process's i-th rank."""
+        device = self.devices[i]
         # Custom kernels in the module may rely on the current GPU.
         on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         # With synchronised statistics the layers raise their own error, and shards may be small.
-        advice = nullcontext() if self.options.sync_batchnorm else explained(rank, len(X))
-        with on, advice:
-            return check_scalar(self.loss(self.modules[rank](X), y))
+        synchronised = self.options.sync_batchnorm
+        advice = nullcontext() if synchronised else explained(self.ranks[i], len(X))
+        drawing = self.generators.of(i) if self.generators else nullcontext()
+        with on, advice, drawing:
+            return check_scalar(self.loss(self.modules[i](X), y))
 
     def _microbatches(
-        self, X: Sequence[Tensor], y: Sequence[Tensor]
+        self, X: Sequence[Tensor], y: Sequence[Tensor], sizes: Sequence[Sequence[int]]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the shards (X, y) of every microbatch."""
-        shares = tuple(map(len, X))
-        sizes = microbatches(shares, self.options.microbatch or sum(shares))
-        per_rank = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
+        """Yield the shards (X, y) of every microbatch, which has `sizes[microbatch][rank]`."""
+        per_rank = [[size[rank] for size in sizes] for rank in self.ranks]
         X_cut, y_cut = (
             [torch.split(part, of_rank) for part, of_rank in zip(parts, per_rank, strict=True)]
             for parts in (X, y)
@@ -347,7 +414,7 @@ class ReplicaTrainer:
         options = self.options
         if self.world == 1 or not options.overlap or options.compile:
             return None
-        return Buckets(self.parameters, self.reduction, options.bucket_bytes)
+        return Buckets(self.parameters, self._sum, options.bucket_bytes)
 
     def _make_compiled(self) -> CompiledStep | None:
         """Return the compiled step, or None without the `compile` option."""
@@ -357,3 +424,22 @@ class ReplicaTrainer:
         return CompiledStep(
             self.devices, self.parameters, self.optimizers, self._forward, self.reduction, backend
         )
+
+
+def _ranks_of(devices: Sequence[torch.device], group: dist.ProcessGroup | None) -> Sequence[int]:
+    """Return the numbers of this process's ranks; ValueError outside of the group."""
+    if group is None:
+        return range(len(devices))
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    return [rank]
+
+
+def gathered(of_ranks: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks in their order, from those of this process's ranks."""
+    if group is None:
+        return of_ranks
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, of_ranks, group=group)
+    return [value for of_process in found for value in of_process]

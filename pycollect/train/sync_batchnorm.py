@@ -1,50 +1,179 @@
-"""Batch normalisation with the statistics of all ranks, weighted by their examples.
+"""Batch normalisation with the statistics of all ranks of a torch.distributed group.
 
-The ranks are replicas of one process, synchronised by lockstep.py, or processes of a
-torch.distributed group. Outputs, gradients and running statistics are those of nn.BatchNorm on the
-whole batch, see batch_statistics.py, and the running statistics have the same bits on every rank.
+Each rank computes the statistics of its own shard with torch's kernels. Three small all-reduces
+(number of values, weighted means, weighted spreads) combine them for the whole batch; the backward
+pass needs one. Outputs, gradients and running statistics are those of nn.BatchNorm on the whole
+batch, and the running statistics have the same bits on every rank. Over a backend that adds in rank
+order the bits do not depend on whether the ranks are processes or threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import copy
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch_statistics import (
-    OneProcessRanks,
-    ProcessRanks,
-    Statistics,
-    merge,
-    normalize,
-    statistics,
-)
-from .lockstep import lockstep_exchange, lockstep_size
 from .references import References
 
+Group = dist.ProcessGroup | None  # None: the default group
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-_merge_in_process = partial(merge, ranks=OneProcessRanks())
+
+
+class Statistics(NamedTuple):
+    """Mean and biased variance of every channel, and the number of values per channel."""
+
+    mean: Tensor
+    var: Tensor
+    values: int
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and biased variance of every channel of a shard; [n, C, ...] to [C] and [C].
+
+    An empty shard has zeros for both, which autograd still records: in a backward pass over
+    processes every rank must issue the same collectives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        # batch_norm_update_stats reads only the dtype of these running statistics, which are also
+        # the result for an empty shard.
+        zeros = x.new_zeros(2, x.shape[1], dtype=_statistics_dtype(x.dtype))
+        if x.numel() == 0:
+            mean, var = zeros[0], zeros[1].clone()
+        else:
+            mean, var = torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        if x.numel() == 0:
+            return torch.zeros_like(x)
+        count = x.numel() // x.shape[1]
+        dx = x - _per_channel(mean, x)
+        dx.mul_(_per_channel(d_var * (2 / count), x)).add_(_per_channel(d_mean / count, x))
+        return cast(Tensor, dx.to(x.dtype))
+
+
+class _WholeBatchMoments(torch.autograd.Function):
+    """The whole batch's mean and variance, from those of a shard with this fraction of its values.
+
+    The variance is the sum of the variance within the shards and of the shard means, which loses no
+    digits however far the values are from zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, weight: float, mean: Tensor, var: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        whole = mean * weight
+        dist.all_reduce(whole, group=group)
+        spread = (var + (mean - whole).square()) * weight
+        dist.all_reduce(spread, group=group)
+        ctx.group, ctx.weight = group, weight
+        ctx.save_for_backward(mean, whole)
+        return whole, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mean, whole = ctx.saved_tensors
+        totals = torch.stack(grads)
+        dist.all_reduce(totals, group=ctx.group)
+        d_mean, d_var = totals
+        # The gradient of the variance by the whole mean is 0: the weighted deviations cancel.
+        d_mean = (d_mean + 2 * (mean - whole) * d_var) * ctx.weight
+        return None, None, d_mean, d_var * ctx.weight
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalisation by mean and var, times weight plus bias; differentiable in mean and var too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.eps = eps
+        if x.numel() == 0:
+            return x.clone()
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, var, weight = ctx.saved_tensors
+        if x.numel() == 0:
+            dx, d_weight, d_bias = grad.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+        else:
+            dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
+        deviation = (var + ctx.eps).rsqrt()
+        scale = deviation if weight is None else deviation * weight
+        d_mean, d_var = -scale * d_bias, -0.5 * scale * deviation * d_weight
+        has_weight, has_bias = ctx.needs_input_grad[3:5]
+        d_affine = d_weight if has_weight else None, d_bias if has_bias else None
+        return dx, d_mean, d_var, *d_affine, None
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which statistics are computed: float32 for float16 and bfloat16."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _per_channel(channels: Tensor, x: Tensor) -> Tensor:
+    """Reshape one value per channel to broadcast over x of shape [n, C, ...]."""
+    return channels.view(-1, *[1] * (x.dim() - 2))
+
+
+def _whole_batch(x: Tensor, group: Group) -> Statistics:
+    """Return the statistics of the whole batch, of which x [n, C, ...] is this rank's shard.
+
+    Raises ValueError, on all ranks, for less than two values per channel over all ranks.
+    """
+    mean, var = cast(Any, _Moments).apply(x)
+    values = x.numel() // x.shape[1]
+    counts = torch.tensor([values], device=x.device)
+    dist.all_reduce(counts, group=group)
+    total = int(counts)
+    if total < 2:
+        raise ValueError(
+            f"batch normalisation in training needs more than 1 value per channel over all ranks, "
+            f"and there are {total}; take a larger batch, or eval()"
+        )
+    mean, var = cast(Any, _WholeBatchMoments).apply(group, values / total, mean, var)
+    return Statistics(mean, var, total)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """nn.BatchNorm1d, 2d or 3d over several ranks; made by convert_sync_batchnorm.
+    """nn.BatchNorm1d, 2d or 3d over the ranks of a group; made by convert_sync_batchnorm.
 
     It takes the shapes and dtypes of the layer that it replaces, [n, channels, ...]; statistics of
     float16 and bfloat16 are float32. In training (and in evaluation without running statistics) all
-    ranks must call the layer, also those without examples. Ranks of one process call it in
-    ``run_lockstep``, and one torch.autograd.backward takes all their losses; processes run forward
-    and backward separately. The layer can be differentiated once. Raises RuntimeError outside of a
-    lockstep of its number of ranks, ValueError for less than two values per channel over all ranks.
+    ranks must call the layer, also those without examples, and run the backward pass. It can be
+    differentiated once. Raises ValueError for less than two values per channel over all ranks.
     """
 
     ranks: int
+    group: Group
     path: str
     dims: tuple[int, ...]
-    processes: ProcessRanks | None  # None if all ranks are in this process
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self.dims:
@@ -56,25 +185,15 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        whole = self._merged(statistics(input))
+        whole = _whole_batch(input, self.group)
         if self.training and self.running_mean is not None:
             self._update(whole)
-        return normalize(input, whole, self.weight, self.bias, self.eps)
-
-    def _merged(self, here: Statistics) -> Statistics:
-        """Return the whole batch's statistics, from those of this rank's shard."""
-        if self.processes is not None:
-            return merge([here], self.processes)[0]
-        if self.ranks == 1:
-            return _merge_in_process([here])[0]
-        ranks = lockstep_size()
-        if ranks != self.ranks:
-            where = "outside of run_lockstep()" if ranks is None else f"in a lockstep of {ranks}"
-            raise RuntimeError(
-                f"{self.path}: batch normalisation over {self.ranks} ranks was called {where}; "
-                f"call all {self.ranks} replicas through pycollect.train.run_lockstep"
-            )
-        return lockstep_exchange(here, _merge_in_process, self.path)
+        affine = (
+            None if p is None else p.to(_statistics_dtype(p.dtype))
+            for p in (self.weight, self.bias)
+        )
+        normalized = cast(Any, _Normalize).apply(input, whole.mean, whole.var, *affine, self.eps)
+        return cast(Tensor, normalized)
 
     @torch.no_grad()
     def _update(self, whole: Statistics) -> None:
@@ -86,48 +205,50 @@ class SyncBatchNorm(_BatchNorm):
         mean.mul_(1 - factor).add_(whole.mean, alpha=factor)
         var.mul_(1 - factor).add_(whole.var, alpha=factor * whole.values / (whole.values - 1))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        memo[id(self.group)] = self.group  # a group cannot be copied
+        new = memo[id(self)] = self.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, ranks={self.ranks}"
 
 
-def convert_sync_batchnorm(
-    modules: Sequence[nn.Module], group: dist.ProcessGroup | None = None
-) -> list[nn.Module]:
-    """Replace nn.BatchNorm1d, 2d and 3d in all replicas by SyncBatchNorm layers, in place.
+def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
+    """Replace nn.BatchNorm1d, 2d and 3d in a module by SyncBatchNorm layers, in place.
 
-    ``modules`` has one replica per rank; the same modules are returned, or the new layer for a
-    module that is itself a batch normalisation. With a ``group``, such as
-    torch.distributed.group.WORLD, its processes are the ranks, and each passes only its own
-    replica; any backend and device is supported. Parameters, buffers and hooks stay the same
-    objects, so optimizers stay valid. Raises ValueError if the replicas differ or are one object,
-    for several modules with a group, and for batch normalisation classes with their own forward.
+    The ranks are those of ``group``, processes or threads, by default of the default group; each
+    converts its own replica. Any backend and device is supported. The same module is returned, or
+    the new layer for a module that is itself a batch normalisation. Parameters, buffers and hooks
+    stay the same objects, so optimizers stay valid. Raises ValueError outside of the group, and for
+    batch normalisation classes with their own forward.
 
-    >>> convert_sync_batchnorm([nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2)])[0]
+    >>> from pycollect import threads
+    >>> def convert(rank, world):
+    ...     return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))
+    >>> threads.launch(convert, 2)[0]
     Sequential(
       (0): SyncBatchNorm(2, eps=1e-05, momentum=0.1, ranks=2)
     )
     """
-    found = [dict(_layers(module)) for module in modules]
-    if len({id(module) for module in modules}) != len(modules):
-        raise ValueError("convert_sync_batchnorm: one module is shared by several ranks; copy it")
-    for rank, layers in enumerate(found):
-        if list(layers) != list(found[0]):
-            raise ValueError(
-                f"convert_sync_batchnorm: rank {rank} has batch normalisation at {list(layers)}, "
-                f"and rank 0 at {list(found[0])}; all replicas must be alike"
-            )
-    ranks, processes = len(modules), None
-    if group is not None:
-        if ranks != 1:
-            raise ValueError(
-                f"convert_sync_batchnorm: {ranks} modules for one process of a group; each process "
-                "passes its own replica"
-            )
-        ranks, processes = dist.get_world_size(group), ProcessRanks(group)
-        if ranks < 1:
-            raise ValueError("convert_sync_batchnorm: this process is not in the group")
-    pairs = zip(modules, found, strict=True)
-    return [_converted(module, layers, ranks, processes) for module, layers in pairs]
+    layers = dict(_layers(module))
+    ranks = dist.get_world_size(group)
+    if ranks < 1:
+        raise ValueError("convert_sync_batchnorm: this process is not in the group")
+    made: dict[nn.Module, SyncBatchNorm] = {}
+    for path, old in layers.items():
+        if old not in made:
+            layer = made[old] = SyncBatchNorm.__new__(SyncBatchNorm)
+            layer.__dict__.update(old.__dict__)  # keep the old layer's state, hooks and mode
+            layer.ranks, layer.group = ranks, None if group is dist.group.WORLD else group
+            layer.path = path or "batch normalisation"
+            layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
+    new = {id(old): layer for old, layer in made.items()}
+    References(module).replace(new)
+    for layer in made.values():
+        References(layer).replace(new)  # a layer's hooks and attributes may refer to it
+    return made.get(module, module)
 
 
 def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -154,24 +275,3 @@ def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
                 "2d and 3d are taken over all ranks"
             )
     return layers
-
-
-def _converted(
-    module: nn.Module,
-    layers: dict[str, _BatchNorm],
-    ranks: int,
-    processes: ProcessRanks | None,
-) -> nn.Module:
-    made: dict[nn.Module, SyncBatchNorm] = {}
-    for path, old in layers.items():
-        if old not in made:
-            layer = made[old] = SyncBatchNorm.__new__(SyncBatchNorm)
-            layer.__dict__.update(old.__dict__)  # keep the old layer's state, hooks and mode
-            layer.ranks, layer.processes = ranks, processes
-            layer.path = path or "batch normalisation"
-            layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
-    new = {id(old): layer for old, layer in made.items()}
-    References(module).replace(new)
-    for layer in made.values():
-        References(layer).replace(new)  # a layer's hooks and attributes may refer to it
-    return made.get(module, module)

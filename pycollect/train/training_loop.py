@@ -1,164 +1,86 @@
-"""The training loop: epochs over shuffled batches, for one run or several alternating runs.
+"""Runs: a prepared run from its first line to its result, in one thread or one for each rank."""
 
-Alternating runs train on the same batches at the same time, so a comparison is fair on a machine
-whose speed drifts. The training step itself is in replica_trainer.py, that of a DDP process in
-ddp.py.
-"""
-
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+import copy
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed
+
+from pycollect import threads
 from pycollect.devices import DeviceSpec
 
-from .._command import Stopped
-from . import checkpoint, curves
+from . import curves
 from .config import Config
-from .ddp import DDPEngine
-from .engine import Engine
-from .graph import GraphedStep
 from .interrupt import Interrupt, StopConsensus
-from .loader import LoaderOptions
 from .log import Log
 from .prepared_run import PreparedRun, prepare
 from .progress_printer import ProgressPrinter
-from .reduce import GRADIENT_REDUCTIONS
 from .run_result import RunResult
-from .single_process import SingleProcessEngine
+from .step_clock import wait_for
 from .training_run import TrainingRun
 
-# Examples of all ranks in an evaluation batch, unless a training batch is larger.
-_TEST_BATCH = 1024
-
-
-def fit(
-    prepared: PreparedRun,
-    runs: Sequence[TrainingRun],
-    printer: ProgressPrinter,
-    interrupt: Interrupt | None = None,
-) -> Iterator[Sequence[TrainingRun]]:
-    """Train the runs on the same batches; yield them after every epoch.
-
-    Their order alternates from step to step. All must be at the same step when training starts.
-    """
-    settings, engine = prepared.settings, runs[0].engine
-    train = engine.loader(prepared.data.train, prepared.loading)
-    # Images from files may be large: a batch size that fits in memory for training fits here too.
-    small = _TEST_BATCH if isinstance(prepared.data.test, tuple) else 0
-    test_size = max(small, settings.batch_size)
-    in_order = LoaderOptions(test_size, shuffle=False, prefetch=prepared.loading.prefetch)
-    test = engine.loader(prepared.data.test, in_order, ahead=False)
-    first, done = runs[0].next_step
-    for epoch in range(first, settings.epochs + 1):
-        images = train.examples(epoch)
-        bar = printer.bar(f"epoch {epoch}", sum(images), sum(images[:done]))
-        with closing(train.epoch(epoch, done)) as batches, bar:
-            for number, batch in enumerate(batches, done + 1):
-                for run in runs[:: 1 if number % 2 else -1]:
-                    run.step(batch, epoch, number)
-                bar.step(batch.examples, runs[0].latest_loss)
-                if interrupt is not None:
-                    interrupt.check()
-        done = 0
-        for run in runs:
-            with closing(test.epoch()) as batches:
-                run.finish_epoch(epoch, batches, prepared.data.evaluated)
-        yield runs
+_dist: Any = torch.distributed  # torch's type stubs lack exports
 
 
 def run(
     prepared: PreparedRun, printer: ProgressPrinter, consensus: StopConsensus | None = None
 ) -> RunResult:
-    """Train one run and print a line per epoch; see `train` and `train_epochs`."""
-    config = prepared.config
+    """Train, print a line per epoch, and return the result; see `train`.
+
+    Several processes need `consensus` to write a checkpoint at a signal, after the same step.
+    """
     printer.line(f"{prepared}, reduced by {prepared.reducer}")
-    with Log(config.log, append=prepared.stored is not None) as log, prepared.repeatable():
+    with Log(prepared.config.log, append=prepared.stored is not None) as log:
         log.write("start", **prepared.described())
-        run = start_run(prepared, config.reduce, log)
-        train_epochs(prepared, run, printer, consensus=consensus)
-        result = run.result(prepared.settings)
+        with prepared.repeatable():
+            if prepared.needs_threads:
+                result = _run_as_threads(prepared, printer, log)
+            else:
+                result = _trained(prepared, printer, log, consensus)
         finish(result, prepared, printer, log)
     return result
 
 
-def train_epochs(
+def _trained(
     prepared: PreparedRun,
-    run: TrainingRun,
     printer: ProgressPrinter,
-    suffix: str = "",
+    log: Log,
     consensus: StopConsensus | None = None,
-) -> None:
-    """Train one run to the end, with a printed line and a checkpoint per epoch.
-
-    If a checkpoint is to be written, Ctrl-C takes effect after the current step. Several processes
-    need `consensus` for this, which makes them stop at the same step.
-    """
-    first, _ = run.next_step
-    if first > prepared.settings.epochs:
-        printer.notice(
-            f"nothing is left to train: the run has had {first - 1} epochs, of "
-            f"{prepared.settings.epochs}; pass more epochs to go on"
-        )
-        save(prepared, run)
-        return
+    interrupt: Interrupt | None = None,
+) -> RunResult:
+    """Train the ranks of this process; with `interrupt`, another thread receives the signals."""
     alone = prepared.backend is None
     enabled = prepared.config.checkpoint is not None and (alone or consensus is not None)
-    with Interrupt(enabled, consensus) as interrupt:
-        try:
-            for _ in fit(prepared, [run], printer, interrupt):
-                printer.line(f"{run.epochs[-1]}{suffix}")
-                save(prepared, run)
-                interrupt.check()
-        except Stopped:
-            save(prepared, run)
-            raise
+    training = TrainingRun(prepared, printer, log)
+    with Interrupt(enabled, consensus, interrupt) as stop:
+        training.run(stop)
+    return training.result()
 
 
-def start_run(prepared: PreparedRun, name: str, log: Log, *, compared: bool = False) -> TrainingRun:
-    """Return a training run at its first step, or at the step of the checkpoint to resume.
+def _run_as_threads(prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> RunResult:
+    """Train with a thread for each rank, as batch statistics over all ranks need."""
+    devices, store = list(prepared.settings.devices), _dist.HashStore()
+    prepared, quiet = replace(prepared, backend="pycollect"), ProgressPrinter(quiet=True)
+    autocast = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
 
-    With `compared` its reduction is timed exactly, and by default runs after the backward pass.
-    """
-    config = prepared.config
-    started = time.perf_counter()
-    exact = compared or config.exact_times
-    engine: Engine
-    if prepared.backend is not None:
-        prefetch = prepared.loading.prefetch
-        engine = DDPEngine(prepared.module, prepared.settings, exact_times=exact, prefetch=prefetch)
-    else:
-        engine = SingleProcessEngine(
-            prepared.module,
-            prepared.settings,
-            reduction=GRADIENT_REDUCTIONS[name],
-            options=prepared.options(
-                overlap=not compared if config.overlap is None else config.overlap,
-                exact_times=exact,
-            ),
-            capture=GraphedStep.of if config.graph else None,
-        )
-    if prepared.shares is not None and engine.auto is not None:
-        engine.auto.replay(prepared.shares)
-    run = TrainingRun(name, engine, log, started)
-    if prepared.stored is not None:
-        run.load_state_dict(prepared.stored["run"])
-    return run
+    def run_rank(rank: int, world: int) -> RunResult:
+        consensus = StopConsensus(store, rank, world, lambda: wait_for([devices[rank]]))
+        output = (printer, log) if rank == 0 else (quiet, Log(None))
+        with ExitStack() as stack:  # a thread has modes of its own
+            for mode in autocast:
+                stack.enter_context(copy.copy(mode))
+            return _trained(prepared, *output, consensus, interrupt)
 
-
-def save(prepared: PreparedRun, run: TrainingRun) -> None:
-    """Write the checkpoint if the config names one; collective over processes."""
-    if prepared.config.checkpoint is None:
-        return
-    state = {
-        "settings": prepared.settings.stored(),
-        "identity": prepared.identity(),
-        "source": prepared.source,
-        "run": run.state_dict(),
-    }
-    if run.engine.is_main_process:
-        checkpoint.save(prepared.config.checkpoint, state)
-    run.engine.total([0.0])  # a barrier: no process continues before the file is written
+    with Interrupt(prepared.config.checkpoint is not None) as interrupt:
+        results = threads.launch(run_rank, len(devices), device=devices)
+    first: RunResult = results[0]
+    return replace(first, modules=[result.module for result in results])
 
 
 def finish(result: RunResult, prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> None:
