@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from pycollect.devices import DeviceSpec
 
 from ..errors import shown
 from .config import Config
 from .curves import plot
 from .prepared_run import PreparedRun, prepare
-from .processes import check_available, run_spawned, threads_per_rank
+from .processes import check_available, run_spawned
 from .progress_printer import ProgressPrinter
 from .reduce import GRADIENT_REDUCTIONS
 from .run_result import RunResult
@@ -25,8 +23,6 @@ from .training_loop import run as run_once
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first
 PROCESSES = "processes"
 NAMES = (*PAIR, PROCESSES)
-# Largest difference of parameters that rounding explains after few steps; training amplifies it.
-_ROUNDING = 1e-4
 DEFAULT_BACKEND = "gloo"  # of "processes": the most widely available one
 
 
@@ -38,12 +34,11 @@ class ReductionComparison:
     printed table: the median times in milliseconds of a reduction, a step and an epoch, their
     ratios (the baseline's time divided by the run's, so above 1 is faster than the baseline), and
     the accuracy (0..1, of the test set if there is one). The last line tells whether the trained
-    parameters have the same bits. `rounding` is why those of "processes" may not, "" if they
-    should.
+    parameters have the same bits, or by how much they differ: a backend other than "pycollect" adds
+    the gradients in an order of its own, and processes have fewer threads of torch each.
     """
 
     run_results: Sequence[RunResult]
-    rounding: str = ""
 
     @property
     def identical(self) -> bool:
@@ -69,24 +64,12 @@ class ReductionComparison:
 
     def _verdicts(self) -> str:
         first, others = self.run_results[0], self.run_results[1:]
-        steps = len(first.steps)
+        what = f"parameters after {len(first.steps)} steps"
         if self.identical:
-            return f"parameters after {steps} steps: the same bits"
-        found = ", ".join(f"{other.name} {self._verdict(first, other)}" for other in others)
-        return f"parameters after {steps} steps, against {first.name}: {found}"
-
-    def _verdict(self, first: RunResult, other: RunResult) -> str:
-        difference = other.difference(first)
-        if difference == 0:
-            return "the same bits"
-        if not self.rounding or PROCESSES not in (first.name, other.name):
-            return f"DIFFERENT BITS, by up to {difference:.1e}"
-        if difference <= _ROUNDING:
-            return f"by up to {difference:.1e} different, as rounding may be: {self.rounding}"
-        return (
-            f"DIFFERENT BITS, by up to {difference:.1e}, more than rounding ({self.rounding}) in a "
-            "few steps"
-        )
+            return f"{what}: the same bits"
+        found = [(other.name, other.difference(first)) for other in others]
+        texts = (f"{name} by up to {much:.1e} different" for name, much in found if much != 0)
+        return f"{what}, against {first.name}: {', '.join(texts)}"
 
 
 def _seconds(run_result: RunResult) -> tuple[float, float, float]:
@@ -194,21 +177,8 @@ def run(
             run_results.append(run_spawned(one, backend, printer))
         else:
             run_results.append(run_once(one, printer))
-    comparison = ReductionComparison(run_results, _rounding(prepared, backend))
+    comparison = ReductionComparison(run_results)
     printer.line(comparison)
     if prepared.config.plot is not None:
         plot(comparison.run_results, prepared.config.plot, str(prepared))
     return comparison
-
-
-def _rounding(prepared: PreparedRun, backend: str) -> str:
-    """Return why processes over this backend may round differently; "" if they should not."""
-    devices, threads = prepared.settings.devices, torch.get_num_threads()
-    why = []
-    if any(d.type == "cpu" for d in devices) and threads_per_rank(len(devices)) != threads:
-        each = threads_per_rank(len(devices))
-        why.append(f"a process has {each} of the {threads} threads, and torch splits its sums")
-    several = len(devices) > 2  # two numbers have one sum
-    if several and not all(name.rpartition(":")[2] == "pycollect" for name in backend.split(",")):
-        why.append(f"{backend} adds the ranks in an order of its own")
-    return "; ".join(why)

@@ -181,11 +181,6 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def threads_per_rank(world: int) -> int:
-    """Return the number of torch's threads for each of `world` spawned ranks, at least 1."""
-    return max(1, torch.get_num_threads() // world)
-
-
 def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
@@ -202,7 +197,8 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
             raise ValueError(
                 f"processes are spawned, for which data or model cannot be pickled: {error}"
             ) from error
-        _spawn((name, world, threads_per_rank(world), printer), world)
+        threads = max(1, torch.get_num_threads() // world)
+        _spawn((name, world, threads, printer), world)
         state = checkpoint.load(folder / "run.pt")["run"]
     steps, epochs = records.restored(state)
     (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
