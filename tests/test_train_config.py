@@ -225,7 +225,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_a_resumed_run_on_digits_may_name_the_folder_of_auto(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 1, "quiet": True, "data_dir": tmp_path / "empty"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycollect.train.data.fashion.download", _unavailable)
+        patch.setattr("pycollect.train.datasets.download", _unavailable)
         first = train("cpu", 256, 0.1, checkpoint=tmp_path / "run.pt", **options)
     again = train(resume=tmp_path / "run.pt", **options)
     assert all(map(same_bits, again.parameters, first.parameters))

@@ -13,17 +13,9 @@ nn.Module. Two read-only mappings hold the named choices: `MODELS` has the funct
 from .._files import OutputError
 from .checkpoint import CheckpointError, load_model
 from .comparison import ReductionComparison, compare_reductions
-from .data import (
-    Data,
-    DatasetError,
-    DatasetUnavailable,
-    DefaultHyperparameters,
-    ImageFolder,
-    digits,
-    image_folder,
-    load_dataset,
-)
+from .data import Data, DatasetError, DatasetUnavailable, DefaultHyperparameters
 from .data_parallel import DataParallel
+from .datasets import ImageFolder, digits, image_folder, load_dataset
 from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, train_batch
 from .gluon import GluonTrainer
 from .graph import GraphedStep

@@ -18,7 +18,7 @@ from pycollect.devices import DeviceSpec
 
 from .._files import check_output_path, check_picture
 from ..errors import shown
-from . import data as data_sets
+from . import datasets as data_sets
 from .checkpoint import load_model
 from .data import Data, DefaultHyperparameters
 from .models import MODELS

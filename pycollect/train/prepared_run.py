@@ -15,7 +15,8 @@ from torch import nn
 from .._version import __version__
 from . import checkpoint
 from .config import Config
-from .data import Data, count, load_dataset
+from .data import Data, count
+from .datasets import load_dataset
 from .loader import LoaderOptions
 from .models import LeNet
 from .models.lenet import SIZE
