@@ -21,10 +21,9 @@ from .gluon import GluonTrainer
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
 from .lockstep import lockstep_exchange, lockstep_size, run_lockstep
-from .losses import summed_cross_entropy
+from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
-from .optimizers import linear_lr, sgd_factory
 from .records import EpochRecord, StepRecord
 from .reduce import (
     GRADIENT_REDUCTIONS,

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .accuracy import right_labels
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
-from .losses import summed_cross_entropy
+from .losses import right_labels, summed_cross_entropy
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
 from .settings import RunSettings

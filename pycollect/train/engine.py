@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .data import Examples
 from .loader import Batch, Loader, LoaderOptions
-from .optimizers import MakeOptimizer, sgd_factory
+from .losses import MakeOptimizer, sgd_factory
 from .settings import RunSettings
 from .shares import AutoShares
 from .step_clock import StepSeconds
