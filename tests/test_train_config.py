@@ -27,8 +27,8 @@ from pycollect.train.config import PREFETCH, Config, ranks
 from pycollect.train.data import DefaultHyperparameters
 from pycollect.train.graph import GraphedStep
 from pycollect.train.prepared_run import prepare
+from pycollect.train.records import same_bits
 from pycollect.train.reduce import reduce_gradients_coalesced
-from pycollect.train.run_result import same_bits
 from pycollect.train.settings import RunSettings, StepOptions, parse_weights
 from pycollect.train.single_process import SingleProcessEngine
 

@@ -24,7 +24,7 @@ from pycollect._command import Stopped
 from pycollect.train import checkpoint, convert_sync_batchnorm
 from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.progress_printer import ProgressPrinter
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 from pycollect.train.training_loop import run
 
 pytestmark = [only_on(PROCESSES, "the trainer of torchrun")]

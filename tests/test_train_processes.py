@@ -24,7 +24,7 @@ from pycollect.train.config import Config
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.progress_printer import ProgressPrinter
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 from pycollect.train.training_loop import run
 
 GENERATOR = torch.Generator().manual_seed(3)

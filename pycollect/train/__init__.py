@@ -24,7 +24,7 @@ from .lockstep import lockstep_exchange, lockstep_size, run_lockstep
 from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
-from .records import EpochRecord, StepRecord
+from .records import EpochRecord, RunResult, StepRecord, StepSeconds
 from .reduce import (
     GRADIENT_REDUCTIONS,
     naive_all_reduce,
@@ -32,10 +32,8 @@ from .reduce import (
     reduce_gradients_naive,
 )
 from .replica_trainer import ReplicaTrainer
-from .run_result import RunResult
 from .settings import RunSettings, StepOptions
 from .shares import AutoShares, split_batch
-from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .training_loop import train
 

@@ -20,8 +20,8 @@ from .module_check import unused_parameters
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned, threads_per_rank
 from .progress_printer import ProgressPrinter
+from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
-from .run_result import RunResult
 from .training_loop import fit, start_run
 
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first

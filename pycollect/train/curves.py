@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._command import escaped
 from .._files import write_picture
-from .records import PARTS
-from .run_result import RunResult
+from .records import PARTS, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

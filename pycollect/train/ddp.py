@@ -24,9 +24,9 @@ from .loader import Batch, Loader, LoaderOptions
 from .losses import right_labels, summed_cross_entropy
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
+from .records import StepClock, StepSeconds, mark, seconds_between
 from .settings import RunSettings
 from .shares import AutoShares, check_strict, microbatches, shares_of
-from .step_clock import StepClock, StepSeconds, mark, seconds_between
 from .sync_batchnorm import convert_sync_batchnorm
 
 # Difference of the seeds of two neighbouring ranks; odd, so that the seeds of all ranks and of

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from .data import Examples
 from .loader import Batch, Loader, LoaderOptions
 from .losses import MakeOptimizer, sgd_factory
+from .records import StepSeconds
 from .settings import RunSettings
 from .shares import AutoShares
-from .step_clock import StepSeconds
 
 
 class Engine(Protocol):

@@ -29,8 +29,7 @@ from .log import Log
 from .module_replication import replicate_module
 from .prepared_run import PreparedRun
 from .progress_printer import ProgressPrinter
-from .run_result import RunResult
-from .step_clock import wait_for
+from .records import RunResult, wait_for
 from .training_loop import run, start_run, train_epochs
 
 T = TypeVar("T")

@@ -41,10 +41,10 @@ from .module_replication import (
     memory_blocks,
     replicate_module,
 )
+from .records import StepClock, StepSeconds, is_captured
 from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
 from .settings import StepOptions
 from .shares import check_split, check_strict, microbatches, scatter, shares_of
-from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm
 
 

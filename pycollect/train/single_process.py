@@ -11,11 +11,11 @@ from .checkpoint import generators, set_generators
 from .data import Examples
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
+from .records import StepSeconds
 from .reduce import Reduction
 from .replica_trainer import ReplicaTrainer
 from .settings import RunSettings, StepOptions
 from .shares import AutoShares, shares_of
-from .step_clock import StepSeconds
 
 # A function that captures the step of `ReplicaTrainer` for batches of one shape, as
 # `GraphedStep.of`.

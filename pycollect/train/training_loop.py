@@ -23,8 +23,8 @@ from .loader import LoaderOptions
 from .log import Log
 from .prepared_run import PreparedRun, prepare
 from .progress_printer import ProgressPrinter
+from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
-from .run_result import RunResult
 from .single_process import SingleProcessEngine
 from .training_run import TrainingRun
 

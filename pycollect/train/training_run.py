@@ -11,10 +11,8 @@ from . import records
 from .engine import Engine
 from .loader import Batch
 from .log import Log
-from .records import EpochRecord, StepRecord, mean_loss
-from .run_result import RunResult
+from .records import EpochRecord, RunResult, StepRecord, mean_loss, wait_for
 from .settings import RunSettings
-from .step_clock import wait_for
 
 # Steps between two reads of the losses, each of which waits for the GPUs: rare enough to cost
 # nothing, often enough to follow a log. Counted in steps so that all processes read at once.
