@@ -15,7 +15,7 @@ import pytest
 from pycollect.train import DatasetUnavailable
 from pycollect.train import datasets as fashion
 from pycollect.train.__main__ import main
-from pycollect.train.progress_printer import ProgressPrinter
+from pycollect.train.output import ProgressPrinter
 
 EPOCH = re.compile(r"epoch \d+, time \d+\.\d sec, loss \d+\.\d{3}, test acc [01]\.\d\d")
 SECONDS = r"\d+\.\d sec"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pycollect._command import Stopped
 from pycollect.train import checkpoint, convert_sync_batchnorm
 from pycollect.train.interrupt import Interrupt, StopConsensus
-from pycollect.train.progress_printer import ProgressPrinter
+from pycollect.train.output import ProgressPrinter
 from pycollect.train.records import same_bits
 from pycollect.train.training_loop import run
 

@@ -15,11 +15,10 @@ from pycollect.devices import DeviceSpec
 from ..errors import shown
 from .config import Config
 from .curves import plot
-from .log import Log
 from .module_check import unused_parameters
+from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned, threads_per_rank
-from .progress_printer import ProgressPrinter
 from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
 from .training_loop import fit, start_run

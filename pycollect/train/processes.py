@@ -25,10 +25,9 @@ from .._command import interrupts_kept_from_children
 from . import checkpoint, records
 from .config import Config
 from .interrupt import StopConsensus
-from .log import Log
 from .module_replication import replicate_module
+from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun
-from .progress_printer import ProgressPrinter
 from .records import RunResult, wait_for
 from .training_loop import run, start_run, train_epochs
 

@@ -20,9 +20,8 @@ from .engine import Engine
 from .graph import GraphedStep
 from .interrupt import Interrupt, StopConsensus
 from .loader import LoaderOptions
-from .log import Log
+from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun, prepare
-from .progress_printer import ProgressPrinter
 from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
 from .single_process import SingleProcessEngine

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import records
 from .engine import Engine
 from .loader import Batch
-from .log import Log
+from .output import Log
 from .records import EpochRecord, RunResult, StepRecord, mean_loss, wait_for
 from .settings import RunSettings
 
