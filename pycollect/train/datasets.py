@@ -192,17 +192,17 @@ def read_idx(path: Path, dims: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)[header:].reshape(shape)
 
 
-def download(data_dir: Path, timeout: float = NETWORK_TIMEOUT) -> None:
+def download(data_dir: Path) -> None:
     """Download the files with torchvision; raise DatasetUnavailable with the reason if it fails.
 
-    A server that does not answer for `timeout` seconds is a failure.
+    A server that does not answer for NETWORK_TIMEOUT seconds is a failure.
     """
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         raise DatasetUnavailable(f"torchvision cannot be imported: {first_line(error)}") from error
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(timeout)  # torchvision itself sets none
+    socket.setdefaulttimeout(NETWORK_TIMEOUT)  # torchvision itself sets none
     try:
         with (
             open(os.devnull, "w") as nowhere,
