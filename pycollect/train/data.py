@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
 
 class DatasetError(RuntimeError):
     """A data set cannot be loaded; the message is one sentence with the reason."""
@@ -33,7 +31,7 @@ def first_line(error: object) -> str:
     >>> first_line(ValueError("it is \\x1b[1mnot\\x1b[0m there:\\nlook elsewhere"))
     'it is not there'
     """
-    plain = _TERMINAL.sub("", str(error))
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error))
     return (plain.splitlines() or [type(error).__name__])[0].rstrip(":")
 
 
@@ -194,8 +192,7 @@ class Data:
         classes = self.classes or getattr(self.train, "classes", ())
         if classes:
             return len(classes)
-        known = [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]
-        if known:
+        if known := [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]:
             return 1 + max(int(labels.max()) for labels in known)
         raise ValueError(
             f"{self.name}: the number of classes is not known; give the training set a list "

@@ -7,6 +7,7 @@ same weight, however the batch was split.
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -38,18 +39,12 @@ def check_reduction(loss: Loss) -> None:
     """Raise ValueError for a loss whose `reduction` is not "sum"; without one it is accepted.
 
     Modules have it as an attribute, functions as the default of a parameter of that name.
-
-    >>> check_reduction(F.mse_loss)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: the loss has reduction='mean', and must be a sum over the examples: the ...
     """
     reduction = getattr(loss, "reduction", None)
     if reduction is None:
-        try:
-            parameter = inspect.signature(loss).parameters.get("reduction")
-        except (TypeError, ValueError):  # a callable without a signature cannot be checked
-            return
-        reduction = None if parameter is None else parameter.default
+        # A callable without a signature cannot be checked.
+        with suppress(KeyError, TypeError, ValueError):
+            reduction = inspect.signature(loss).parameters["reduction"].default
     if isinstance(reduction, str) and reduction != "sum":
         raise ValueError(
             f"the loss has reduction={shown(reduction)}, and must be a sum over the examples: the "
@@ -105,12 +100,7 @@ def linear_lr(lr: float, batch_size: int, base_batch_size: int) -> float:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer; ValueError if its step needs a closure for forward and backward.
-
-    >>> check_step(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
-    Traceback (most recent call last):
-    ValueError: LBFGS needs a closure that it calls several times a step; replicas run one ...
-    """
+    """Return the optimizer; ValueError if its step needs a closure for forward and backward."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(

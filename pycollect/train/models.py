@@ -80,9 +80,6 @@ class Residual(nn.Module):
     """Two 3 x 3 convolutions beside a shortcut: [n, before, h, w] to [n, after, h/stride, ...].
 
     The shortcut is a 1 x 1 convolution where the shape changes.
-
-    >>> Residual(4, 8, stride=2)(torch.zeros(2, 4, 6, 6)).shape
-    torch.Size([2, 8, 3, 3])
     """
 
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
