@@ -329,8 +329,8 @@ class RunResult:
         ]
         if all(same_bits(a, b) for a, b in pairs):
             return 0.0
-        differences = torch.tensor([float((a - b).abs().max()) for a, b in pairs])
-        return float(differences.max()) or float("nan")
+        found = [float((a - b).abs().max()) for a, b in pairs]
+        return float(torch.tensor(found, dtype=torch.float64).max()) or float("nan")
 
     def __str__(self) -> str:
         where = device_list(self.settings.devices)
