@@ -53,7 +53,7 @@ def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzip
         assert y.tolist() == [(i + 3) % 10 for i in range(n)]
 
 
-LABEL_FILE = gzip.compress(idx(TRAIN))
+LABEL_FILE = gzip.compress(idx(TRAIN), mtime=0)  # so that names of tests are repeatable
 FLIPPED = bytes([*LABEL_FILE[:-6], LABEL_FILE[-6] ^ 1, *LABEL_FILE[-5:]])  # in the checksum
 
 
@@ -70,6 +70,7 @@ FLIPPED = bytes([*LABEL_FILE[:-6], LABEL_FILE[-6] ^ 1, *LABEL_FILE[-5:]])  # in 
         (FILES[1], idx(TRAIN - 1), r"\[29\], not 30 labels"),
         (FILES[1], idx(TRAIN)[:-1] + b"\n", "the label 10; the classes are 0-9"),
         (f"{FILES[1]}.gz", LABEL_FILE[:-12], r"\.gz cannot be read .*; delete it"),
+        (f"{FILES[1]}.gz", LABEL_FILE[:10] + b"\xff" * 40, r"\.gz cannot be read .*; delete it"),
         (f"{FILES[1]}.gz", FLIPPED, r"\.gz cannot be read .*; delete it"),
         (f"{FILES[1]}.gz", idx(TRAIN), r"\.gz cannot be read .*; delete it"),
     ],
@@ -262,6 +263,7 @@ def folder(tmp_path: Path) -> Path:
     (root / "train" / "apple" / "._0.png").write_text("notes of a file system")
     (root / "train" / "apple" / "notes").symlink_to("nowhere")
     (root / "train" / ".hidden").mkdir()
+    (root / "train" / "README").write_text("no class")
     return root
 
 
