@@ -255,7 +255,7 @@ def test_failing_output_ends_the_command_with_one_sentence_or_silently(name, fau
 
 
 def test_a_log_on_standard_output_is_appended(tmp_path):
-    code = "from pycollect.train.log import Log\nprint('first', flush=True)\n"
+    code = "from pycollect.train.output import Log\nprint('first', flush=True)\n"
     code += "with Log('/dev/stdout') as log: log.write('second')\nprint('third')"
     with (tmp_path / "out").open("w") as out:
         assert ended([*PYTHON, "-c", code], out.fileno()) == (0, "")

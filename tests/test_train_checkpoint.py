@@ -24,7 +24,7 @@ from pycollect.train import (
 )
 from pycollect.train.__main__ import main
 from pycollect.train.interrupt import Interrupt, Stopped
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3

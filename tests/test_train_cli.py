@@ -13,9 +13,9 @@ import programs
 import pytest
 
 from pycollect.train import DatasetUnavailable
+from pycollect.train import datasets as fashion
 from pycollect.train.__main__ import main
-from pycollect.train.data import fashion
-from pycollect.train.progress_printer import ProgressPrinter
+from pycollect.train.output import ProgressPrinter
 
 EPOCH = re.compile(r"epoch \d+, time \d+\.\d sec, loss \d+\.\d{3}, test acc [01]\.\d\d")
 SECONDS = r"\d+\.\d sec"
@@ -129,7 +129,7 @@ def test_bad_arguments_are_refused_before_any_data_is_loaded(
     arguments: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr(fashion, "load", lambda data_dir: pytest.fail("data was loaded"))
+    monkeypatch.setattr(fashion, "fashion_mnist", lambda data_dir: pytest.fail("data was loaded"))
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2

@@ -27,8 +27,8 @@ from pycollect.train.config import PREFETCH, Config, ranks
 from pycollect.train.data import DefaultHyperparameters
 from pycollect.train.graph import GraphedStep
 from pycollect.train.prepared_run import prepare
+from pycollect.train.records import same_bits
 from pycollect.train.reduce import reduce_gradients_coalesced
-from pycollect.train.run_result import same_bits
 from pycollect.train.settings import RunSettings, StepOptions, parse_weights
 from pycollect.train.single_process import SingleProcessEngine
 
@@ -225,7 +225,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_a_resumed_run_on_digits_may_name_the_folder_of_auto(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 1, "quiet": True, "data_dir": tmp_path / "empty"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycollect.train.data.fashion.download", _unavailable)
+        patch.setattr("pycollect.train.datasets.download", _unavailable)
         first = train("cpu", 256, 0.1, checkpoint=tmp_path / "run.pt", **options)
     again = train(resume=tmp_path / "run.pt", **options)
     assert all(map(same_bits, again.parameters, first.parameters))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pycollect.train import Data, RunResult, train
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 
 pytestmark = pytest.mark.cuda
 GENERATOR = torch.Generator().manual_seed(3)

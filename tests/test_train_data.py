@@ -1,12 +1,13 @@
-"""The trainer's data: valid and damaged IDX files, a missing network, the split of the digits."""
+"""The trainer's data: examples of any kind, the digits, IDX files and image folders."""
 
 import gzip
+import math
+import os
 import socket
 import struct
 import sys
-import time
 import types
-from collections.abc import Iterator
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +15,30 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pycollect.train import (
-    Data,
-    DatasetError,
-    DatasetUnavailable,
-    RunResult,
-    digits,
-    load_dataset,
-    train,
-)
-from pycollect.train.data import fashion as fashion_module
-from pycollect.train.data.fashion import FILES, read_idx, require_answer
+from pycollect.train import Data, DatasetError, DatasetUnavailable, datasets, load_dataset, train
+from pycollect.train.__main__ import main
+from pycollect.train.data import count, fetch
+from pycollect.train.datasets import FILES, MEAN, STD, decode
 
+Image = pytest.importorskip("PIL.Image")
 TRAIN, TEST = 30, 12
+IMAGES, LABELS = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
+PAIR = IMAGES, LABELS
 
 
-def idx(*shape: int, content: bytes | None = None) -> bytes:
-    """An IDX file of bytes; by default its content counts up."""
-    count = int(torch.tensor(shape).prod())
-    data = bytes(i % 10 for i in range(count)) if content is None else content
-    return struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape) + data
+def idx(*shape: int, first: int = 0) -> bytes:
+    """An IDX file of bytes that count up to 9 again and again."""
+    content = bytes((first + i) % 10 for i in range(math.prod(shape)))
+    return struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape) + content
 
 
 def write_fashion(folder: Path, *, gzipped: bool = False) -> Path:
-    """Write four small files with pixels of 255 in the first image of the training set."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, count in zip(FILES, (TRAIN, TRAIN, TEST, TEST), strict=True):
-        shape = (count, 28, 28) if "images" in name else (count,)
-        content = bytes([255]) * 784 + bytes(784 * (TRAIN - 1)) if name == FILES[0] else None
-        data = idx(*shape, content=content)
+    for name, images in zip(FILES, (TRAIN, TRAIN, TEST, TEST), strict=True):
+        data = idx(images, 28, 28) if "images" in name else idx(images, first=3)
         path = folder / (f"{name}.gz" if gzipped else name)
         path.write_bytes(gzip.compress(data) if gzipped else data)
     return folder
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(data_dir: Path) -> None:
-        raise DatasetUnavailable("no answer from example.org")
-
-    monkeypatch.setattr(fashion_module, "download", refuse)
-
-
-@pytest.fixture
-def silent_server() -> Iterator[str]:
-    """The address of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
 
 
 @pytest.mark.parametrize("gzipped", [False, True])
@@ -69,264 +47,189 @@ def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzip
     write_fashion(tmp_path / place, gzipped=gzipped)
     data = load_dataset("auto", tmp_path)
     assert (data.name, data.notice) == ("fashion-mnist", "")
-    (X, y), (X_test, y_test) = data.train, data.test
-    assert (X.shape, X.dtype) == ((TRAIN, 1, 28, 28), torch.float32)
-    assert X[0].min() == X.max() == 1
-    assert not X[1:].any()
-    assert X_test.shape == (TEST, 1, 28, 28)
-    assert (y.dtype, y.tolist()) == (torch.int64, [i % 10 for i in range(TRAIN)])
-    assert len(y_test) == TEST
+    for (X, y), n in ((data.train, TRAIN), (data.test, TEST)):
+        assert (X.dtype, y.dtype) == (torch.float32, torch.int64)
+        assert torch.equal(X, (torch.arange(n * 784) % 10 / 255).view(n, 1, 28, 28))
+        assert y.tolist() == [(i + 3) % 10 for i in range(n)]
 
 
-def test_defaults_belong_to_the_data_set(tmp_path: Path) -> None:
-    fashion = load_dataset("fashion-mnist", write_fashion(tmp_path)).defaults
-    assert (fashion.batch_size, fashion.lr, fashion.epochs) == (256, 0.2, 10)
-    small = load_dataset("digits").defaults
-    assert (small.batch_size, small.lr, small.epochs) == (64, 0.3, 40)
+LABEL_FILE = gzip.compress(idx(TRAIN), mtime=0)  # so that names of tests are repeatable
+FLIPPED = bytes([*LABEL_FILE[:-6], LABEL_FILE[-6] ^ 1, *LABEL_FILE[-5:]])  # in the checksum
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (idx(TRAIN, 28, 28)[:-1], r"damaged: it holds 23535 bytes where .* 23536; delete"),
-        (idx(TRAIN, 28, 28) + b"x", "damaged: it holds 23537 bytes"),
-        (idx(TRAIN, 28, 28)[:9], "damaged: it holds 9 bytes"),
-        (b"", "not an IDX file"),
-        (b"<html>not found</html>", "not an IDX file"),
-        (idx(TRAIN, 28, 27), r"\[30, 28, 27\], not images of 28 x 28"),
-        (idx(0, 28, 28), r"\[0, 28, 28\], not images"),
-        (idx(TRAIN - 1, 28, 28), "not 29 labels"),
+        (FILES[0], idx(TRAIN, 28, 28)[:-1], "damaged: it holds 23535 bytes where .* 23536; delete"),
+        (FILES[0], idx(TRAIN, 28, 28) + b"x", "damaged: it holds 23537 bytes"),
+        (FILES[0], idx(TRAIN, 28, 28)[:9], "damaged: it holds 9 bytes"),
+        (FILES[0], b"", "not an IDX file"),
+        (FILES[0], b"<html>not found</html>", "not an IDX file"),
+        (FILES[0], idx(TRAIN, 28, 27), r"\[30, 28, 27\], not images of 28 x 28"),
+        (FILES[0], idx(0, 28, 28), r"\[0, 28, 28\], not images"),
+        (FILES[1], idx(TRAIN - 1), r"\[29\], not 30 labels"),
+        (FILES[1], idx(TRAIN)[:-1] + b"\n", "the label 10; the classes are 0-9"),
+        (f"{FILES[1]}.gz", LABEL_FILE[:-12], r"\.gz cannot be read .*; delete it"),
+        (f"{FILES[1]}.gz", LABEL_FILE[:10] + b"\xff" * 40, r"\.gz cannot be read .*; delete it"),
+        (f"{FILES[1]}.gz", FLIPPED, r"\.gz cannot be read .*; delete it"),
+        (f"{FILES[1]}.gz", idx(TRAIN), r"\.gz cannot be read .*; delete it"),
     ],
 )
-@pytest.mark.parametrize("name", ["auto", "fashion-mnist"])
-def test_a_damaged_file_is_one_clear_sentence(
+def test_a_damaged_idx_file_is_one_sentence(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
-    (write_fashion(tmp_path) / FILES[0]).write_bytes(content)
+    """Also for "auto", which must not train on other data than the file's."""
+    path = write_fashion(tmp_path) / name
+    path.with_suffix("").unlink(missing_ok=True)
+    path.write_bytes(content)
     with pytest.raises(DatasetError, match=message) as caught:
-        load_dataset(name, tmp_path)
-    assert not isinstance(caught.value, DatasetUnavailable)
-    assert "\n" not in str(caught.value)
-    assert FILES[0].split("-")[0] in str(caught.value)
-
-
-def test_labels_beyond_nine_are_refused(tmp_path: Path) -> None:
-    (write_fashion(tmp_path) / FILES[1]).write_bytes(idx(TRAIN, content=bytes([10]) * TRAIN))
-    with pytest.raises(DatasetError, match="the label 10"):
         load_dataset("auto", tmp_path)
+    assert not isinstance(caught.value, DatasetUnavailable)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change", ["cut", "flip", "plain"])
-def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) -> None:
-    path = tmp_path / "labels.gz"
-    whole = gzip.compress(idx(100))
-    flipped = bytearray(whole)
-    flipped[-6] ^= 1  # the checksum at the end
-    path.write_bytes({"cut": whole[:-12], "flip": bytes(flipped), "plain": idx(100)}[change])
-    with pytest.raises(DatasetError, match=r"labels\.gz cannot be read .*; delete it"):
-        read_idx(path)
+def fake_torchvision(monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
+    """Install a torchvision whose download calls the given function."""
+    fake: Any = types.ModuleType("torchvision.datasets")
+    fake.FashionMNIST = lambda root, download: work(Path(root))
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", fake)
 
 
-@pytest.mark.usefixtures("no_network")
-def test_without_a_network_auto_takes_the_digits_with_a_notice(tmp_path: Path) -> None:
-    data = load_dataset("auto", tmp_path)
-    assert data.name == "digits"
-    assert "\n" not in data.notice
-    for word in ("Fashion-MNIST", str(tmp_path), "no answer from example.org", "digits"):
-        assert word in data.notice
-
-
-@pytest.mark.usefixtures("no_network")
-def test_without_a_network_fashion_mnist_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        DatasetUnavailable, match=r"cannot be downloaded \(no answer from example.org\)"
-    ):
-        load_dataset("fashion-mnist", tmp_path)
-
-
-def test_incomplete_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(data_dir: Path) -> None:
-        write_fashion(data_dir / "FashionMNIST" / "raw")
-
+def test_missing_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (write_fashion(tmp_path) / FILES[2]).unlink()
-    monkeypatch.setattr(fashion_module, "download", finish)
+    fake_torchvision(monkeypatch, lambda root: write_fashion(root / "FashionMNIST" / "raw"))
     assert load_dataset("fashion-mnist", tmp_path).name == "fashion-mnist"
 
 
-def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.delitem(sys.modules, "torchvision.datasets", raising=False)
-    assert "torchvision is not installed" in load_dataset("auto", tmp_path).notice
-
-
-def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
-    """Install a fake torchvision whose download fails if it is ever called."""
-
-    class FashionMNIST:
-        mirrors = (mirror,)
-        resources = ((f"{FILES[0]}.gz", "md5"),)
-
-        def __init__(self, root: str, download: bool) -> None:
-            raise RuntimeError("Error downloading it:\nTried everything")
-
-    datasets = types.ModuleType("torchvision.datasets")
-    datasets.FashionMNIST = FashionMNIST  # type: ignore[attr-defined]
-    torchvision = types.ModuleType("torchvision")
-    torchvision.datasets = datasets  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
-
-
-def test_a_silent_network_times_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str
+def test_without_a_network_auto_takes_the_digits_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_torchvision(monkeypatch, silent_server)
-    assert fashion_module.NETWORK_TIMEOUT < 5
-    start = time.monotonic()
-    with pytest.raises(DatasetUnavailable, match=r"no answer from 127\.0\.0\.1"):
-        fashion_module.download(tmp_path, timeout=0.2)
-    assert time.monotonic() - start < 4  # waits 1 s; torchvision alone would wait forever
+    """A server that never answers is no answer after a while: torchvision alone would wait."""
 
+    def ask(root: Path) -> None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        except OSError as error:
+            raise RuntimeError(f"Error:\nTried it, {error}") from error
 
-def test_a_name_lookup_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(request: object, timeout: float) -> None:
-        time.sleep(2)  # a name lookup has no timeout
-
-    monkeypatch.setattr("urllib.request.urlopen", hang)
-    start = time.monotonic()
-    with pytest.raises(DatasetUnavailable, match=r"no answer from example\.org within 0\.1 s"):
-        require_answer("http://example.org/", 0.1)
-    assert time.monotonic() - start < 1.5
-
-
-def test_a_refused_connection_is_reported_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(DatasetUnavailable, match=r"no answer from 127\.0\.0\.1: .*refused"):
-        require_answer(f"http://127.0.0.1:{port}/", 4)
-
-
-def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torchvision(monkeypatch, "http://127.0.0.1/")
-    monkeypatch.setattr(fashion_module, "require_answer", lambda url, seconds: None)
     before = socket.getdefaulttimeout()
-    with pytest.raises(DatasetUnavailable) as caught:
-        fashion_module.download(tmp_path)
-    assert str(caught.value) == "the download failed: Error downloading it"
-    assert socket.getdefaulttimeout() == before
-
-
-def test_the_digits_are_split_by_class() -> None:
-    (X, _), (X_test, y_test) = digits().train, digits().test
-    assert X.shape == (1442, 1, 28, 28)
-    assert X_test.shape == (355, 1, 28, 28)
-    assert X.min() == 0
-    assert X.max() == 1
-    counts = y_test.bincount(minlength=10)
-    assert counts.min() >= 34
-    assert counts.max() <= 36
-    border = torch.ones(28, 28, dtype=torch.bool)
-    border[2:-2, 2:-2] = False
-    assert not X[:, 0, border].any()
-    small = X[:, 0, 2:-2, 2:-2]
-    assert torch.equal(small[:, ::3, ::3], small[:, 2::3, 2::3])
-
-
-def test_data_must_fit_together() -> None:
-    images, labels = torch.zeros(3, 1, 28, 28), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"test set .* 3 images and 2 labels"):
-        Data("mine", (images, labels), (images, labels[:2]))
-    with pytest.raises(ValueError, match=r"train set .* 0 images"):
-        Data("mine", (images[:0], labels[:0]), (images, labels))
+    fake_torchvision(monkeypatch, ask)
+    monkeypatch.setattr(datasets, "NETWORK_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        data = load_dataset("auto", tmp_path)
+        with pytest.raises(DatasetUnavailable, match="timed out"):
+            load_dataset("fashion-mnist", tmp_path)
+    assert (data.name, socket.getdefaulttimeout()) == ("digits", before)
+    assert data.notice == (
+        f"Fashion-MNIST is not in {tmp_path}/ and cannot be downloaded (the download failed: "
+        "Error: Tried it, timed out); using scikit-learn's handwritten digits instead"
+    )
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "message"),
+    ("package", "name", "message"),
     [
-        (torch.tensor([0, -1, 2]), (), r"the train set has labels from -1 to 2; classes are"),
-        (torch.arange(3), ("a", "b"), r"labels from 0 to 2 and 2 classes; classes are numbered"),
-        (torch.arange(3.0), (), r"must be whole numbers \[n\], .*, not float32 \[3\]"),
-        (torch.eye(3, dtype=torch.int64), (), r"not int64 \[3, 3\]"),
+        ("torchvision.datasets", "fashion-mnist", "torchvision cannot be imported"),
+        ("sklearn.datasets", "digits", r"cannot be imported .*; install pycollect\[train\]"),
+        ("PIL.Image", "folder", r"Pillow, which cannot be imported .*; install pycollect\[train\]"),
     ],
-    ids=str,
 )
-def test_labels_are_numbers_of_classes(
-    labels: torch.Tensor, classes: tuple[str, ...], message: str
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str, message: str
 ) -> None:
-    images = torch.zeros(3, 1, 4, 4)
-    with pytest.raises(ValueError, match=message):
-        Data("mine", (images, labels), (images, torch.zeros(3).long()), classes=classes)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(name, None if name == "digits" else tmp_path)
 
 
-def test_without_scikit_learn_the_digits_name_the_package_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DatasetError, match=r"install pycollect\[train\]"):
-        digits()
-
-
-IMAGES, LABELS = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
+def test_the_digits_are_split_by_class() -> None:
+    data = load_dataset("digits")
+    (X, _), (X_test, y_test) = data.train, data.test
+    assert (X.shape, X_test.shape) == ((1442, 1, 28, 28), (355, 1, 28, 28))
+    assert (X.min(), X.max()) == (0, 1)
+    counts = y_test.bincount(minlength=10)
+    assert 34 <= counts.min() <= counts.max() <= 36
+    small = X[:, 0, 2:-2, 2:-2]
+    assert small.sum() == X.sum(), "the border is empty"
+    assert torch.equal(small[:, ::3, ::3], small[:, 2::3, 2::3])
+    assert (data.defaults.batch_size, data.defaults.lr, data.defaults.epochs) == (64, 0.3, 40)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        (IMAGES, LABELS),
+        PAIR,
         [IMAGES.clone().requires_grad_(), LABELS],
-        TensorDataset(IMAGES, LABELS),
+        TensorDataset(*PAIR),
         list(zip(IMAGES, LABELS.tolist(), strict=True)),
     ],
     ids=["tuple", "list", "data set", "list of pairs"],
 )
 @pytest.mark.parametrize("test", [True, False])
 def test_any_examples_train(given: Any, test: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(**options: Any) -> RunResult:
+    def losses(**options: Any) -> list[float]:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-        return train("cpu*2", 4, 0.1, model=model, epochs=1, **options)
+        torch.nn.init.zeros_(model[1].weight)
+        torch.nn.init.zeros_(model[1].bias)
+        return train("cpu*2", 4, 0.1, model=model, epochs=1, **options).losses
 
-    result = run(data=given, test_data=given if test else None)
+    found = losses(data=given, test_data=given if test else None)
     notice, *lines = capsys.readouterr().out.splitlines()
     assert ("there is no test set (test_data)" in notice) == (not test)
     for line in (lines[-3], lines[-1]):  # that of the epoch, and the last
         assert ("test acc" if test else "train acc") in line
-    pair = Data("mine", (IMAGES, LABELS), (IMAGES, LABELS))
-    assert result.losses == run(data=pair).losses
+    assert found == losses(data=Data("mine", PAIR, PAIR))
+
+
+class Growing:
+    """Images of different shapes."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.zeros(1, index + 1), 0
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"data": (IMAGES, LABELS.numpy())}, TypeError, "data is a pair of Tensor and ndarray"),
-        ({"data": (IMAGES,)}, TypeError, "data has 1 parts; pass two tensors"),
+        ({"data": (IMAGES, LABELS.numpy())}, TypeError, "data is a tuple of Tensor, ndarray; pass"),
+        ({"data": (IMAGES,)}, TypeError, "data is a tuple of Tensor; pass two tensors"),
         ({"data": DataLoader(TensorDataset(IMAGES))}, TypeError, "data is a DataLoader; pass"),
         ({"data": IMAGES}, TypeError, "data is a Tensor; pass a map-style data set"),
         ({"data": {"x": 1}}, TypeError, "data is a dict; pass"),
-        ({"data": (IMAGES, LABELS), "test_data": 3}, TypeError, "test_data is a int; pass"),
+        ({"data": PAIR, "test_data": 3}, TypeError, "test_data is a int; pass"),
         ({"data": TensorDataset(IMAGES)}, TypeError, "example 0 of the data set is a tuple, not a"),
         ({"data": [{"x": IMAGES[0]}]}, TypeError, "example 0 of the data set is a dict, not"),
+        ({"data": [(Image.new("L", (4, 4)), 0)]}, TypeError, "image 0 .* is a Image, not a tensor"),
         ({"data": TensorDataset(IMAGES, LABELS / 2)}, TypeError, "label . .* is a Tensor and no"),
         ({"data": TensorDataset(IMAGES, LABELS - 100)}, ValueError, r"is -\d+; classes are"),
-        ({"data": (IMAGES, LABELS), "data_dir": "x"}, ValueError, "data_dir is for data by name"),
-        ({"data": (IMAGES, LABELS), "image_size": 4}, ValueError, "image_size is for data by name"),
-        ({"data": "digits", "test_data": (IMAGES, LABELS)}, ValueError, "test_data goes with data"),
+        ({"data": Growing()}, ValueError, r"have one shape, not \[\(1, \d\), \(1, \d\)"),
+        ({"data": (IMAGES[:0], LABELS[:0])}, ValueError, "train set .* not 0 images and 0 labels"),
+        ({"data": PAIR, "test_data": (IMAGES, LABELS[:2])}, ValueError, "test set .* and 2 labels"),
+        ({"data": (IMAGES, LABELS - 1)}, ValueError, "labels from -1 to 0; classes are"),
+        ({"data": (IMAGES, LABELS / 2)}, ValueError, r"must be whole numbers .* float32 \[6\]"),
+        ({"data": (IMAGES, torch.ones(6, 6).long())}, ValueError, r"not int64 \[6, 6\]"),
+        ({"data": PAIR, "data_dir": "x"}, ValueError, "data_dir is for data by name"),
+        ({"data": PAIR, "image_size": 4}, ValueError, "image_size is for data by name"),
+        ({"data": "digits", "test_data": PAIR}, ValueError, "test_data goes with data"),
         ({"data": "digits", "data_dir": "x"}, ValueError, "have no folder: leave out data_dir"),
+        ({"data": "digits", "image_size": 32}, ValueError, "not for 'digits'"),
+        ({"data": "folder", "image_size": 0}, ValueError, "at least 1 pixel, not 0"),
+        ({"data": "mnist"}, ValueError, "unknown data set 'mnist'; allowed are auto, digits"),
+        ({"data": Data("x", PAIR, PAIR), "test_data": 3}, ValueError, "has a test set already"),
         (
-            {"data": Data("mine", (IMAGES, LABELS), (IMAGES, LABELS)), "test_data": 3},
-            ValueError,
-            "has a test set already",
-        ),
-        (
-            {"data": (IMAGES, LABELS), "test_data": (IMAGES[:, :, :3], LABELS)},
+            {"data": PAIR, "test_data": (IMAGES[:, :, :3], LABELS)},
             ValueError,
             r"images of float32 \[1, 4, 4\], and the test set of float32 \[1, 3, 4\]",
         ),
-        ({"data": (IMAGES, LABELS), "model": "lenet"}, ValueError, "LeNet takes images of 28 x 28"),
+        ({"data": PAIR, "model": "lenet"}, ValueError, "LeNet takes images of 28 x 28"),
         ({"data": (IMAGES[:, 0, 0], LABELS), "model": None}, ValueError, r"float32 \[4\]: convert"),
         ({"data": (IMAGES.byte(), LABELS), "model": None}, ValueError, r"has uint8 \[1, 4, 4\]"),
-        ({"data": TensorDataset(IMAGES, LABELS), "model": None}, ValueError, "or a model of your"),
+        ({"data": TensorDataset(*PAIR), "model": None}, ValueError, "number of classes is not kn"),
     ],
 )  # fmt: skip
 def test_examples_that_cannot_train_are_named(
@@ -337,6 +240,156 @@ def test_examples_that_cannot_train_are_named(
         train("cpu*2", 4, 0.1, **{"model": model, "epochs": 1, "quiet": True, **options})
 
 
-def test_load_dataset_ignores_no_argument() -> None:
-    with pytest.raises(ValueError, match="have no folder: leave out data_dir"):
-        load_dataset("digits", "x")
+def test_labels_are_below_the_number_of_classes() -> None:
+    with pytest.raises(ValueError, match="labels from 0 to 1 and 1 classes; classes are numbered"):
+        Data("mine", PAIR, PAIR, classes=["a"])
+
+
+def write(path: Path, colour: object, size: tuple[int, int] = (50, 40), mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three images of each of two classes for training, one each for tests, and ignored files."""
+    root = tmp_path / "fruit"
+    for name, colour in {"apple": (255, 0, 0), "banana": (0, 0, 255)}.items():
+        for i, ending in enumerate(("png", "JPEG", "bmp")):
+            write(root / "train" / name / f"{i}.{ending}", colour)
+        write(root / "val" / name / "0.png", colour)
+    (root / "train" / "apple" / "notes.txt").write_text("no image")
+    (root / "train" / "apple" / "._0.png").write_text("notes of a file system")
+    (root / "train" / "apple" / "notes").symlink_to("nowhere")
+    (root / "train" / ".hidden").mkdir()
+    (root / "train" / "README").write_text("no class")
+    return root
+
+
+def plain(image: torch.Tensor) -> torch.Tensor:
+    """Undo the image normalisation."""
+    return image * STD + MEAN
+
+
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_classes_are_folders(folder: Path, held_out: str) -> None:
+    (folder / "val").rename(folder / held_out)
+    (folder / "train" / "apple" / "link.png").symlink_to("0.png")
+    data = load_dataset("folder", folder, 32)
+    assert (data.name, data.notice, data.model) == ("fruit", "", "resnet18")
+    assert (data.classes, data.num_classes) == (("apple", "banana"), 2)
+    assert (count(data.train), count(data.test)) == (7, 2)
+    assert data.image_shape == (3, 32, 32)
+    X, y = fetch(data.train, torch.tensor([6, 0]))
+    assert (X.shape, X.dtype, y.tolist()) == ((2, 3, 32, 32), torch.float32, [1, 0])
+    for image, colour in zip(X, ((0, 0, 1), (1, 0, 0)), strict=True):
+        assert plain(image).mean(dim=(1, 2)).tolist() == pytest.approx(colour, abs=0.02)
+
+
+def test_the_centre_is_cropped(tmp_path: Path) -> None:
+    image = Image.new("RGB", (90, 30), (255, 0, 0))
+    image.paste((0, 255, 0), (30, 0, 60, 30))  # the middle third
+    image.save(tmp_path / "wide.png")
+    found = plain(decode(tmp_path / "wide.png", 30))
+    assert found.mean(dim=(1, 2)).tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "ending", "grey"),
+    [
+        ("L", 255, "png", 1),
+        ("RGBA", (255, 255, 255, 128), "png", 1),
+        ("P", 0, "png", 0),
+        ("1", 1, "png", 1),
+        *(("I;16", 0x8000, ending, 0.5) for ending in ("png", "tif", "pgm")),
+        *((mode, 1 << 20, "tif", None) for mode in "FI"),
+    ],
+)
+def test_every_mode_becomes_three_channels(
+    tmp_path: Path, mode: str, colour: object, ending: str, grey: float | None
+) -> None:
+    """Pillow's own conversion turns all 16-bit values above 255 white; 32 bits are refused."""
+    path = write(tmp_path / f"x.{ending}", colour, mode=mode)
+    if grey is None:
+        with pytest.raises(DatasetError, match=r"x\.tif cannot be decoded .*32 bits per pixel"):
+            decode(path, 8)
+        return
+    assert decode(path, 8).shape == (3, 8, 8)
+    assert float(plain(decode(path, 8)).mean()) == pytest.approx(grey, abs=0.004)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "gone"])
+@pytest.mark.parametrize("name", ["0.png", "1.JPEG", "2.bmp"])
+def test_a_damaged_image_is_one_sentence(folder: Path, name: str, damage: str) -> None:
+    """It is decoded when it is fetched, and not before."""
+    data = load_dataset("folder", folder, 32)
+    path = folder / "train" / "apple" / name
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        content = {"cut": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"<html>"}[damage]
+        path.write_bytes(content)
+    fetch(data.train, torch.arange(3, 6))
+    with pytest.raises(DatasetError, match="replace or delete it") as caught:
+        fetch(data.train, torch.arange(3))
+    assert str(caught.value).startswith(f"{path} cannot be decoded as an image")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        (["apple/5.png"], r"the link .*apple/5\.png -> /no/where leads nowhere; fix"),
+        (["apple/deeper/0.jpg", "apple/5.png"], r"5\.png -> /no/where leads nowhere, and 1 more"),
+        (["cherry"], r"train/cherry -> /no/where leads nowhere; fix or delete it"),
+    ],
+)
+def test_dead_links_are_counted_and_named(folder: Path, links: list[str], message: str) -> None:
+    """Otherwise missing images, or a whole missing class, would go unnoticed."""
+    for link in links:
+        path = folder / "train" / link
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to("/no/where")
+    with pytest.raises(DatasetError, match=message):
+        load_dataset("folder", folder, 32)
+
+
+def test_a_folder_of_another_layout_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(DatasetError, match=message):
+            load_dataset("folder", folder, 32)
+
+    deeper, scandir = folder / "train" / "apple" / "deeper", os.scandir
+    deeper.mkdir()
+
+    def refuse(path: Any) -> Any:  # root may read everything, so the system call fails
+        if Path(path) == deeper:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        refused(r"apple/deeper cannot be read \(Permission denied\)")
+    write(folder / "val" / "cherry" / "0.png", 0)
+    refused("cherry is not a class of the training set, which has apple, banana")
+    (folder / "train" / "cherry").mkdir()
+    refused("cherry holds no image")
+    (folder / "val").rename(folder / "elsewhere")
+    refused(r"fruit holds no folder val/ or test/; an image folder has")
+    (folder / "train").rename(folder / "val")
+    refused("fruit holds no folder train/")
+
+
+def test_a_model_is_trained_on_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--data", "folder", "--data-dir", str(folder), "--image-size", "16"]
+    assert main([*command, "--epochs", "2", "--devices", "cpu*2", "--batch-size", "4"]) == 0
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header.startswith("ResNet-18 on fruit (6 train, 2 test): batch size 4, lr 0.1")
+    assert last.startswith("test acc: ")
+    (folder / "train" / "apple" / "0.png").write_bytes(b"")
+    assert main([*command, "--epochs", "1", "--devices", "cpu*2"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "0.png cannot be decoded as an image" in error

@@ -1,15 +1,33 @@
-"""The loader: the order never depends on prefetching, errors surface, and no thread is left."""
+"""The parts of a step: batches in the same order with and without threads, models, losses, SGD."""
+
+from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from train_cases import perceptron, replicas_of, same_bits, trained
 
-from pycollect.train.loader import Batch, Loader, LoaderOptions
+from pycollect.train import (
+    MODELS,
+    GluonTrainer,
+    LeNet,
+    ReplicaTrainer,
+    init_lenet,
+    lenet,
+    linear_lr,
+    resnet18,
+    sgd_factory,
+)
+from pycollect.train.loader import Loader, LoaderOptions
 
 PAIR = torch.arange(11.0)[:, None], torch.arange(11)
+IN_ORDER = partial(LoaderOptions, shuffle=False)
 
 
 class Slow:
@@ -36,20 +54,22 @@ def workers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("pycollect-loader")]
 
 
-def labels(batches: object) -> list[list[int]]:
-    return [batch.y.tolist() for batch in batches]  # type: ignore[attr-defined]
+def labels(batches: Any) -> list[list[int]]:
+    return [batch.y.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 50])
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 50, 2**62])
 @pytest.mark.parametrize("examples", [PAIR, Slow(0.001)], ids=["memory", "files"])
-def test_prefetching_changes_nothing(examples: object, prefetch: int) -> None:
-    for epoch in (1, 2):
+def test_prefetching_changes_nothing(examples: Any, prefetch: int) -> None:
+    """An epoch can start at any batch."""
+    for epoch, start in ((1, 0), (2, 0), (2, 2), (2, 99)):
         plain, ahead = (
-            list(Loader(examples, LoaderOptions(4, seed=3, prefetch=n)).epoch(epoch))  # type: ignore[arg-type]
+            list(Loader(examples, LoaderOptions(4, seed=3, prefetch=n)).epoch(epoch, start))
             for n in (0, prefetch)
         )
         assert labels(plain) == labels(ahead)
         assert all(torch.equal(a.X, b.X) for a, b in zip(plain, ahead, strict=True))
+        assert len(plain) == max(0, len(Loader(examples, LoaderOptions(4))) - start)
     assert not workers()
 
 
@@ -63,75 +83,50 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert order(0, 1) == first
     assert len({str(order(seed, epoch)) for seed in (0, 1) for epoch in (1, 2)}) == 4
     assert sorted(label for batch in first for label in batch) == list(range(11))
-
-
-def test_without_shuffling_the_order_is_that_of_the_data() -> None:
-    assert labels(Loader(PAIR, LoaderOptions(4, shuffle=False)).epoch(7)) == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10],
-    ]
+    assert labels(Loader(PAIR, IN_ORDER(5)).epoch(7)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
 
 
 def test_the_last_batch_can_be_dropped() -> None:
     loader = Loader(PAIR, LoaderOptions(4, drop_last=True))
     assert len(loader) == len(list(loader.epoch())) == 2
     assert len(Loader(PAIR, LoaderOptions(11, drop_last=True))) == 1
-    with pytest.raises(ValueError, match="leaves no batch: there are 11 examples and a batch has"):
-        next(Loader(PAIR, LoaderOptions(12, drop_last=True)).epoch())
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_epoch_can_start_at_any_batch(prefetch: int) -> None:
-    loader = Loader(PAIR, LoaderOptions(2, prefetch=prefetch))
-    assert labels(loader.epoch(5, start=4)) == labels(loader.epoch(5))[4:]
-    assert labels(loader.epoch(5, start=6)) == []
-
-
-def test_only_the_own_part_of_each_batch_is_fetched() -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_only_the_own_part_of_each_batch_is_fetched(prefetch: int) -> None:
+    """A part may be empty; it is chosen by the number of steps before its own."""
+    done, steps_before = 0, []
     examples = Slow()
-    loader = Loader(examples, LoaderOptions(5, shuffle=False), part=lambda indices, _: indices[3:])
-    batches = list(loader.epoch())
-    assert labels(batches) == [[3, 4], [8, 9], [13, 14], [18, 19], [23]]
-    assert [batch.examples for batch in batches] == [5, 5, 5, 5, 4]
-    assert examples.fetched == [3, 4, 8, 9, 13, 14, 18, 19, 23]
 
+    def part(indices: Tensor, steps: int) -> Tensor:
+        steps_before.append((done, steps))
+        return indices[3:]
 
-def test_a_part_may_be_empty() -> None:
-    loader = Loader(Slow(), LoaderOptions(20, shuffle=False), part=lambda indices, _: indices[4:4])
-    assert [tuple(batch.X.shape) for batch in loader.epoch()] == [(0, 1, 2, 2)] * 2
+    loader = Loader(examples, IN_ORDER(7, prefetch=prefetch), part=part)
+    batches = []
+    for batch in loader.epoch():
+        batches.append(batch)
+        done += 1
+    assert labels(batches) == [[3, 4, 5, 6], [10, 11, 12, 13], [17, 18, 19, 20], []]
+    assert [batch.examples for batch in batches] == [7, 7, 7, 3]
+    assert batches[3].X.shape == (0, 1, 2, 2)
+    assert set(examples.fetched) == {label for batch in labels(batches) for label in batch} | {21}
+    assert [before + steps for before, steps in steps_before] == [0, 1, 2, 3]
+    assert max(steps for _, steps in steps_before) == prefetch
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_an_error_is_raised_when_its_batch_is_requested(prefetch: int) -> None:
-    seen: list[Batch] = []
+    batches = Loader(Slow(broken=9), IN_ORDER(4, prefetch=prefetch)).epoch()
+    assert labels([next(batches), next(batches)]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(OSError, match="example 9 is damaged"):
-        seen.extend(
-            Loader(Slow(broken=9), LoaderOptions(4, shuffle=False, prefetch=prefetch)).epoch()
-        )
-    assert not workers()
-    batches = Loader(Slow(broken=9), LoaderOptions(4, shuffle=False, prefetch=prefetch)).epoch()
-    assert next(batches).y.tolist() == [0, 1, 2, 3]
-    assert next(batches).y.tolist() == [4, 5, 6, 7]
-    with pytest.raises(OSError, match="example 9"):
         next(batches)
-
-
-def test_stopping_early_ends_all_threads() -> None:
-    examples = Slow(0.002)
-    for batch in Loader(examples, LoaderOptions(2, shuffle=False, prefetch=2)).epoch():
-        assert workers()
-        if batch.y[0] == 2:
-            break
     assert not workers()
-    fetched = len(examples.fetched)
-    assert fetched < 24
-    time.sleep(0.02)
-    assert len(examples.fetched) == fetched
 
 
-def test_closing_the_iterator_of_an_interrupted_caller_ends_all_threads() -> None:
-    batches = Loader(Slow(0.001), LoaderOptions(2, prefetch=3)).epoch()
+def test_closing_an_epoch_ends_all_threads() -> None:
+    examples = Slow(0.002)
+    batches = Loader(examples, LoaderOptions(2, prefetch=3)).epoch()
 
     def interrupted() -> None:
         for _ in batches:
@@ -142,39 +137,26 @@ def test_closing_the_iterator_of_an_interrupted_caller_ends_all_threads() -> Non
     assert workers()  # the traceback still holds the iterator
     batches.close()
     assert not workers()
+    assert len(examples.fetched) < 24
 
 
 def test_waiting_is_measured() -> None:
-    slow = [batch.waited for batch in Loader(Slow(0.005), LoaderOptions(4)).epoch()]
-    assert all(seconds >= 4 * 0.005 for seconds in slow)
-    waited = []
-    for batch in Loader(Slow(0.01), LoaderOptions(8, prefetch=2)).epoch():
-        waited.append(batch.waited)
-        time.sleep(0.5)  # the training step, long enough to load the next batch
-    assert waited[0] >= 8 * 0.01
-    assert max(waited[1:]) < 8 * 0.01
+    def waited(prefetch: int, step: float) -> list[float]:
+        batches = Loader(Slow(0.01), LoaderOptions(8, prefetch=prefetch)).epoch()
+        return [(batch.waited, time.sleep(step))[0] for batch in batches]
+
+    assert min(waited(prefetch=0, step=0)) >= 8 * 0.01
+    first, *others = waited(prefetch=2, step=0.5)  # steps are long enough to load the next batch
+    assert first >= 8 * 0.01 > max(others)
 
 
-def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_are_decoded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pycollect.train.loader._MOST_WORKERS", 3)
-    examples = Slow(0.003)
-    for _ in Loader(examples, LoaderOptions(2, prefetch=8)).epoch():
-        pass
-    assert 1 < len(examples.threads) <= 3
-    plain = Slow()
+    ahead, plain = Slow(0.003), Slow()
+    list(Loader(ahead, LoaderOptions(2, prefetch=8)).epoch())
     list(Loader(plain, LoaderOptions(2)).epoch())
+    assert 1 < len(ahead.threads) <= 3
     assert plain.threads == {threading.current_thread().name}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"batch_size": 0}, "batch size must be at least 1, not 0"), ({"prefetch": -1}, "not -1")],
-)
-def test_bad_values_are_refused(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LoaderOptions(**{"batch_size": 4, **arguments})
 
 
 @pytest.mark.cuda
@@ -182,51 +164,105 @@ def test_bad_values_are_refused(arguments: dict[str, int], message: str) -> None
 def test_shards_are_copied_ahead(prefetch: int) -> None:
     X, y = torch.randn(257, 64, 64), torch.arange(257)
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
-    loader = Loader(
-        (X, y),
-        LoaderOptions(32, shuffle=False, prefetch=prefetch),
-        devices=devices,
-        shares=lambda n: [n - 1 - n // 2, 1, n // 2],
-    )
-    seen = []
-    for batch in loader.epoch():
+    options, seen = IN_ORDER(32, prefetch=prefetch), []
+    thirds = Loader((X, y), options, devices=devices, shares=lambda n: [n - 1 - n // 2, 1, n // 2])
+    for batch in thirds.epoch():
         assert batch.shards is not None
         assert [shard.device for shard in batch.shards[0]] == devices
         assert sum(map(len, batch.shards[1])) == batch.examples
         # On the current stream, while the next copies run.
         seen += [(shard * 1).cpu() for shard in batch.shards[0]]
     assert torch.equal(torch.cat(seen), X)
+    for batch in Loader((X, y), options, devices=devices).epoch():
+        assert batch.X.is_pinned()
+        assert batch.y.is_pinned()
 
 
-@pytest.mark.cuda
-def test_without_shares_batches_are_in_pinned_memory() -> None:
-    pair = torch.randn(8, 4), torch.arange(8)
-    loader = Loader(pair, LoaderOptions(4, prefetch=1), devices=[torch.device("cuda", 0)])
-    assert all(batch.X.is_pinned() and batch.y.is_pinned() for batch in loader.epoch())
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_seed_gives_the_same_bits(name: str) -> None:
+    build = MODELS[name]
+    state = torch.random.get_rng_state()
+    first = build(in_channels=3, num_classes=4, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.rand(1)
+    assert same_bits(first, build(in_channels=3, num_classes=4, seed=1))
+    assert not same_bits(first, build(in_channels=3, num_classes=4, seed=2))
+    X = torch.rand(2, 3, 28, 28)
+    assert first(X).shape == (2, 4)
+    if name == "lenet":
+        assert torch.equal(first(X), lenet(X, init_lenet(1, 3, 4)))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_part_gets_the_number_of_steps_before_its_own(prefetch: int) -> None:
-    calls: list[tuple[int, int, int]] = []
-    done = 0
-
-    def part(indices: torch.Tensor, steps: int) -> torch.Tensor:
-        calls.append((int(indices[0]), done, steps))
-        return indices
-
-    examples = torch.arange(12.0)[:, None], torch.arange(12)
-    loader = Loader(examples, LoaderOptions(2, shuffle=False, prefetch=prefetch), part=part)
-    for _ in loader.epoch(1):
-        done += 1
-    assert [first for first, _, _ in calls] == [0, 2, 4, 6, 8, 10]
-    assert all(first // 2 == before + steps for first, before, steps in calls)
-    assert max(steps for _, _, steps in calls) == prefetch
+def test_resnet_is_the_chapters() -> None:
+    net, shapes = resnet18(), []
+    for part in net.children():
+        part.register_forward_hook(lambda m, inputs, out: shapes.append(tuple(out.shape[1:])))
+    net(torch.rand(1, 1, 28, 28))
+    image = [(64, 28, 28), (128, 14, 14), (256, 7, 7), (512, 4, 4)]
+    assert shapes == [(64, 28, 28)] * 3 + image + [(512, 1, 1), (512,), (10,)]
+    assert sum(p.numel() for p in net.parameters()) == 11_175_818
+    layers = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(layers) == 1 + 4 * 4 + 3 + 1
+    for layer in layers[1:]:
+        assert float(layer.weight.detach().std()) == pytest.approx(0.01, rel=0.05)
+        assert abs(float(layer.weight.detach().mean())) < 1e-3
 
 
-def test_more_batches_than_there_are_cost_nothing() -> None:
-    for size in (1, 2**62):
-        loader = Loader(PAIR, LoaderOptions(size, prefetch=2**62))
-        assert sum(len(batch.y) for batch in loader.epoch(1)) == len(PAIR[1])
-    for name in ("batch_size", "prefetch"):
-        with pytest.raises(ValueError, match=f"LoaderOptions: {name} does not fit 64 bits"):
-            LoaderOptions(**{"batch_size": 1, name: 10**20})
+def test_a_custom_loss() -> None:
+    loss = partial(F.cross_entropy, reduction="sum")
+    for mine in (nn.CrossEntropyLoss(reduction="sum"), loss):
+        replicas = trained(perceptron(), 2, [5], loss=mine)
+        assert same_bits(replicas.modules[0], trained(perceptron(), 2, [5]).modules[0])
+
+
+def test_it_is_torchs_sgd() -> None:
+    """Complex parameters are trained too, which torch's fused update refuses."""
+    for dtype, gradient in ((torch.float32, 2.0), (torch.complex64, 1j)):
+        param = nn.Parameter(torch.ones(2, dtype=dtype))
+        optimizer = sgd_factory(0.5, momentum=0.5, weight_decay=0.5)([param])
+        for _ in range(2):
+            param.grad = torch.full_like(param, gradient)
+            optimizer.step()
+        first = 1 - 0.5 * (gradient + 0.5)
+        second = first - 0.5 * (0.5 * (gradient + 0.5) + gradient + 0.5 * first)
+        assert param.tolist() == [second] * 2
+    assert linear_lr(0.1, 64, 256) == 0.025
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LoaderOptions(0), "the batch size must be at least 1, not 0"),
+        (lambda: LoaderOptions(1, prefetch=-1), "prefetch must be at least 0 batches, not -1"),
+        (
+            lambda: next(Loader(PAIR, LoaderOptions(12, drop_last=True)).epoch()),
+            "leaves no batch: there are 11 examples and a batch has 12",
+        ),
+        (lambda: LoaderOptions(10**20), "LoaderOptions: batch_size does not fit 64 bits"),
+        (lambda: LeNet()(torch.rand(2, 1, 32, 30)), "images of 28 x 28, not 32 x 30"),
+        *(
+            (partial(replicas_of, perceptron(), 2, loss=loss), f"reduction='{kind}', and must be a")
+            for loss, kind in (
+                (nn.CrossEntropyLoss(), "mean"),
+                (nn.CrossEntropyLoss(reduction="none"), "none"),
+                (F.cross_entropy, "mean"),
+                (partial(F.cross_entropy, reduction="mean"), "mean"),
+            )
+        ),
+        (
+            lambda: trained(perceptron(), 2, [6], loss=lambda scores, y: scores.sum(dim=1)),
+            r"must be one number.* has shape \[3\]",
+        ),
+        (lambda: sgd_factory(-1.0)([nn.Parameter(torch.ones(1))]), "Invalid learning rate"),
+        (lambda: sgd_factory(0.1, -1.0)([nn.Parameter(torch.ones(1))]), "Invalid momentum"),
+        (lambda: linear_lr(0.1, 0, 256), "at least 1: 0 and 256"),
+        (
+            lambda: ReplicaTrainer(nn.Linear(2, 2), "cpu*2", optimizer=torch.optim.LBFGS),
+            "LBFGS needs a closure",
+        ),
+        (lambda: GluonTrainer([nn.Linear(2, 2)], "lbfgs"), "LBFGS needs a closure"),
+    ],
+)
+def test_bad_values_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

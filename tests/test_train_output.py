@@ -20,10 +20,10 @@ from pycollect.train import (
     checkpoint,
     train,
 )
-from pycollect.train import log as log_module
+from pycollect.train import output as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.curves import plot
-from pycollect.train.log import Log
+from pycollect.train.output import Log
 from pycollect.train.records import PARTS, EpochRecord, StepRecord, divergence, mean_loss, typical
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3

@@ -29,10 +29,10 @@ from pycollect.train.__main__ import main
 from pycollect.train.comparison import compare_reductions
 from pycollect.train.config import Config
 from pycollect.train.interrupt import Interrupt, StopConsensus
+from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
-from pycollect.train.progress_printer import ProgressPrinter
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 from pycollect.train.settings import StepOptions
 from pycollect.train.training_loop import run
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pycollect.train import Data, compare_reductions, digits, init_lenet, lenet, train
-from pycollect.train.run_result import same_bits
+from pycollect.train.records import same_bits
 
 
 def few(classes: int, examples: int | None = None) -> Data:

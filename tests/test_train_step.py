@@ -21,8 +21,8 @@ from pycollect.train import (
     train_batch,
 )
 from pycollect.train.from_scratch import gradients
+from pycollect.train.records import same_bits
 from pycollect.train.reduce import Reduction
-from pycollect.train.run_result import same_bits
 
 CPU = torch.device("cpu")
 UNEVEN = (16, 16, 7, 3, 1, 16)  # not divisible by 3; a batch of 1 leaves all ranks but one idle

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from pycollect._timing import Effort, Sampler, host_time, interleave
 from pycollect.gpus import synchronizer
 from pycollect.train.graph import GraphedStep
-from pycollect.train.losses import summed_cross_entropy
+from pycollect.train.losses import sgd_factory, summed_cross_entropy
 from pycollect.train.models import MODELS
-from pycollect.train.optimizers import sgd_factory
 from pycollect.train.reduce import GRADIENT_REDUCTIONS
 from pycollect.train.replica_trainer import ReplicaTrainer
 from pycollect.train.settings import StepOptions

@@ -13,26 +13,17 @@ nn.Module. Two read-only mappings hold the named choices: `MODELS` has the funct
 from .._files import OutputError
 from .checkpoint import CheckpointError, load_model
 from .comparison import ReductionComparison, compare_reductions
-from .data import (
-    Data,
-    DatasetError,
-    DatasetUnavailable,
-    DefaultHyperparameters,
-    ImageFolder,
-    digits,
-    image_folder,
-    load_dataset,
-)
+from .data import Data, DatasetError, DatasetUnavailable, DefaultHyperparameters
 from .data_parallel import DataParallel
+from .datasets import ImageFolder, digits, image_folder, load_dataset
 from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, train_batch
 from .gluon import GluonTrainer
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .losses import summed_cross_entropy
+from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
-from .optimizers import linear_lr, sgd_factory
-from .records import EpochRecord, StepRecord
+from .records import EpochRecord, RunResult, StepRecord, StepSeconds
 from .reduce import (
     GRADIENT_REDUCTIONS,
     naive_all_reduce,
@@ -40,10 +31,8 @@ from .reduce import (
     reduce_gradients_naive,
 )
 from .replica_trainer import ReplicaTrainer
-from .run_result import RunResult
 from .settings import RunSettings, StepOptions
 from .shares import AutoShares, split_batch
-from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .training_loop import train
 

@@ -16,6 +16,7 @@ from .comparison import check as check_comparison
 from .comparison import check_options
 from .comparison import run as compare
 from .data import DatasetError
+from .output import ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .processes import (
     LaunchContext,
@@ -25,7 +26,6 @@ from .processes import (
     torchrun_context,
     with_devices,
 )
-from .progress_printer import ProgressPrinter
 from .training_loop import run
 
 FAILED = 1

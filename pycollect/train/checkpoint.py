@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._files import check_input, replace
-from .data.dataset import first_line
+from .data import first_line
 
 FORMAT = "pycollect.train"
 VERSION = 2  # of the checkpoint layout; `load` refuses any other

@@ -7,9 +7,7 @@ from pathlib import Path
 from .comparison import DEFAULT_BACKEND, PAIR, parse_names
 from .comparison import NAMES as COMPARED
 from .config import PREFETCH, Config
-from .data import IMAGE_SIZE, NAMES
-from .data.digits import LENET as DIGITS
-from .data.fashion import LENET as FASHION_MNIST
+from .datasets import DIGITS, FASHION_MNIST, IMAGE_SIZE, NAMES
 from .models import MODELS
 from .reduce import GRADIENT_REDUCTIONS
 

@@ -13,11 +13,11 @@ from pycollect.devices import DeviceSpec
 from ..errors import shown
 from .config import Config
 from .curves import plot
+from .output import ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
-from .progress_printer import ProgressPrinter
+from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
-from .run_result import RunResult
 from .training_loop import run as run_once
 
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first

@@ -18,12 +18,12 @@ from pycollect.devices import DeviceSpec
 
 from .._files import check_output_path, check_picture
 from ..errors import shown
-from . import data as data_sets
+from . import datasets as data_sets
 from .checkpoint import load_model
 from .data import Data, DefaultHyperparameters
+from .losses import linear_lr
 from .models import MODELS
 from .module_replication import replicate_module
-from .optimizers import linear_lr
 from .reduce import GRADIENT_REDUCTIONS
 from .settings import RunSettings, parse_weights
 

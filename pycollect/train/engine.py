@@ -18,12 +18,12 @@ from .data import Examples
 from .generators import generators, set_generators
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
-from .optimizers import sgd_factory
+from .losses import sgd_factory
 from .prepared_run import PreparedRun
+from .records import StepSeconds
 from .reduce import GRADIENT_REDUCTIONS
 from .replica_trainer import ReplicaTrainer, gathered
 from .shares import AutoShares, shares_of
-from .step_clock import StepSeconds
 
 
 class Engine:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .accuracy import right_labels
+from .losses import right_labels
 from .module_replication import copies_of
 from .reduce import Reduction, reduce_gradients_coalesced
 from .shares import split_batch

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .step_clock import is_captured
+from .records import is_captured
 
 States = Mapping[str, Tensor]  # by device: "cpu", "cuda:0"
 # Difference of the seeds of two neighbouring ranks; odd, so that the seeds of all ranks and of

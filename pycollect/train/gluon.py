@@ -20,8 +20,8 @@ import pycollect as pc
 from pycollect import _C
 from pycollect.errors import shown
 
+from .losses import check_step
 from .module_replication import memory_blocks
-from .optimizers import check_step
 from .replica_trainer import ReplicaTrainer
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]

@@ -6,7 +6,7 @@ Schedulers and torchrun send SIGTERM.
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from .._command import Stopped
@@ -34,8 +34,7 @@ class Interrupt:
         self._source = self if source is None else source
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._consensus = consensus
-        self._received = 0  # number of the received signal, 0 for none
-        self._checks = 0
+        self._received, self._checks = 0, 0  # number of the received signal, 0 for none
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -43,12 +42,7 @@ class Interrupt:
             self._before = {number: signal.signal(number, self._record) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             # None: a handler that was not installed from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

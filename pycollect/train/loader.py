@@ -8,8 +8,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -102,21 +103,7 @@ class Batch:
     waited: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A batch whose copies to the devices may not have finished."""
-
-    batch: Batch
-    arrivals: Sequence[tuple[torch.device, Any]] = ()  # (GPU, CUDA event after its copies)
-
-    def take(self, waited: float) -> Batch:
-        """Return the batch; the current streams wait for the copies to the GPUs."""
-        for device, arrived in self.arrivals:
-            torch.cuda.current_stream(device).wait_event(arrived)
-        for shard in (shard for part in self.batch.shards or () for shard in part):
-            if shard.device.type == "cuda":  # keeps the allocator from reusing the memory early
-                shard.record_stream(torch.cuda.current_stream(shard.device))
-        return replace(self.batch, waited=waited)
+_Prepared: TypeAlias = tuple[Batch, Sequence[tuple[torch.device, Any]]]  # (GPU, event of its copy)
 
 
 class Loader:
@@ -151,7 +138,8 @@ class Loader:
         part: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self._examples, self.loading = examples, loading
-        self._devices, self._shares, self._part = tuple(devices), shares, part
+        self._devices, self._shares = tuple(devices), shares
+        self._part = part or (lambda indices, steps: indices)
         self._gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
         self._sides: dict[torch.device, Any] = {}
 
@@ -170,67 +158,56 @@ class Loader:
         TypeError for images that are not tensors.
         """
         order = self.loading.batches(count(self._examples), number)[start:]
-        if self.loading.prefetch:
-            yield from self._ahead(order)
-            return
-        for indices in order:
-            begin = time.perf_counter()
-            batch = self._fetch(indices, self._own_part(indices, 0))
-            yield _Prepared(batch).take(time.perf_counter() - begin)
-
-    def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
         prefetch = min(self.loading.prefetch, len(order))
         # Examples in memory need one thread; decoding files benefits from several.
-        workers = 1 if isinstance(self._examples, tuple) else min(prefetch, _MOST_WORKERS)
-        pending: deque[Future[_Prepared]] = deque()
-        if self._shares is not None and not self._sides:
+        workers = 1 if isinstance(self._examples, tuple) else min(max(1, prefetch), _MOST_WORKERS)
+        if prefetch and self._shares is not None and not self._sides:
             self._sides = {gpu: torch.cuda.Stream(gpu) for gpu in self._gpus}  # type: ignore[no-untyped-call]
-        pool = ThreadPoolExecutor(workers, "pycollect-loader")
+        pending: deque[Callable[[], _Prepared]] = deque()
+        pool = ThreadPoolExecutor(workers, "pycollect-loader")  # starts no thread by itself
         begin = time.perf_counter()
         try:
-            for next_one in range(-prefetch, len(order)):
-                new = next_one + prefetch
-                if 0 <= new < len(order):
-                    mine = self._own_part(order[new], new - max(next_one, 0))
-                    pending.append(pool.submit(self._prepare, order[new], mine))
-                if next_one >= 0:
-                    prepared = pending.popleft().result()
-                    yield prepared.take(time.perf_counter() - begin)
+            for step in range(-prefetch, len(order)):
+                if 0 <= (new := step + prefetch) < len(order):
+                    mine = self._part(order[new], new - max(step, 0))
+                    work = partial(self._prepare, order[new], mine)
+                    pending.append(pool.submit(work).result if prefetch else work)
+                if step >= 0:
+                    batch = self._arrived(*pending.popleft()())
+                    yield replace(batch, waited=time.perf_counter() - begin)
                     begin = time.perf_counter()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
-    def _own_part(self, indices: Tensor, steps: int) -> Tensor:
-        """Return the indices of a batch to fetch here; `steps` counts the steps before it."""
-        return indices if self._part is None else self._part(indices, steps)
-
-    def _fetch(self, indices: Tensor, mine: Tensor) -> Batch:
+    def _prepare(self, indices: Tensor, mine: Tensor) -> _Prepared:
+        """Fetch a batch, in a worker thread if it is ahead, and start its copies to the GPUs."""
         if len(mine):
             X, y = fetch(self._examples, mine)
         else:  # an empty part gets its shape from the batch's first example
             X, y = (tensor[:0] for tensor in fetch(self._examples, indices[:1]))
-        return Batch(X, y, len(indices))
-
-    def _prepare(self, indices: Tensor, mine: Tensor) -> _Prepared:
-        """Fetch a batch in a worker thread, and start its copies to the GPUs."""
-        batch = self._fetch(indices, mine)
-        if not self._gpus:
-            return _Prepared(batch)
-        batch = replace(batch, X=batch.X.pin_memory(), y=batch.y.pin_memory())
+        if not self._gpus or not self.loading.prefetch:
+            return Batch(X, y, len(indices)), []
+        X, y = X.pin_memory(), y.pin_memory()
         if self._shares is None:
-            return _Prepared(batch)
-        shares = list(self._shares(len(batch.X)))
-        X, y = (self._copy_to_devices(torch.split(whole, shares)) for whole in (batch.X, batch.y))
+            return Batch(X, y, len(indices)), []
+        shares = list(self._shares(len(X)))
+        shards = self._to_devices(X, shares), self._to_devices(y, shares)
         arrivals = [(gpu, side.record_event()) for gpu, side in self._sides.items()]
-        return _Prepared(replace(batch, shards=(X, y)), arrivals)
+        return Batch(X, y, len(indices), shards), arrivals
 
-    def _copy_to_devices(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Start the copies of pinned shards to the GPUs; shards of CPU ranks are not copied."""
+    def _to_devices(self, whole: Tensor, shares: list[int]) -> list[Tensor]:
+        """Start the copies of a pinned batch to the GPUs; shards of CPU ranks are not copied."""
         copies = []
-        for device, shard in zip(self._devices, shards, strict=True):
-            if device.type == "cuda":
-                with torch.cuda.stream(self._sides[device]):
-                    copies.append(shard.to(device, non_blocking=True))
-            else:
-                copies.append(shard)
+        for device, shard in zip(self._devices, torch.split(whole, shares), strict=True):
+            with torch.cuda.stream(self._sides.get(device)):  # None for a CPU: changes nothing
+                copies.append(shard.to(device, non_blocking=True))
         return copies
+
+    def _arrived(self, batch: Batch, arrivals: Sequence[tuple[torch.device, Any]]) -> Batch:
+        """Let the current streams wait for the copies to the GPUs, and return the batch."""
+        for device, arrived in arrivals:
+            torch.cuda.current_stream(device).wait_event(arrived)
+        for shard in (shard for part in batch.shards or () for shard in part):
+            if shard.device.type == "cuda":  # keeps the allocator from reusing the memory early
+                shard.record_stream(torch.cuda.current_stream(shard.device))
+        return batch

@@ -15,10 +15,10 @@ from torch import nn
 from .._version import __version__
 from . import checkpoint
 from .config import Config
-from .data import Data, count, load_dataset
+from .data import Data, count
+from .datasets import load_dataset
 from .loader import LoaderOptions
-from .models import LeNet
-from .models.lenet import SIZE
+from .models import SIZE, LeNet
 from .module_check import SingleValueCheck
 from .settings import RunSettings, StepOptions, device_list
 from .shares import check_strict, microbatches, shares_of

@@ -26,10 +26,9 @@ from . import checkpoint, records
 from .config import Config
 from .interrupt import StopConsensus
 from .module_replication import replicate_module
+from .output import ProgressPrinter
 from .prepared_run import PreparedRun
-from .progress_printer import ProgressPrinter
-from .run_result import RunResult
-from .step_clock import wait_for
+from .records import RunResult, wait_for
 from .training_loop import run
 
 T = TypeVar("T")

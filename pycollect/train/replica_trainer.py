@@ -22,11 +22,18 @@ from torch import Tensor, nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .accuracy import accuracy
 from .buckets import Buckets
 from .compiled_step import CompiledStep
 from .generators import RankGenerators
-from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
+from .losses import (
+    Loss,
+    MakeOptimizer,
+    accuracy,
+    check_reduction,
+    check_scalar,
+    check_step,
+    summed_cross_entropy,
+)
 from .module_check import SingleValueCheck, explained
 from .module_replication import (
     Detached,
@@ -35,11 +42,10 @@ from .module_replication import (
     memory_blocks,
     replicate_module,
 )
-from .optimizers import MakeOptimizer, check_step
+from .records import StepClock, StepSeconds, is_captured
 from .reduce import BucketSum, GroupSum, ListSum, Reduction, reduce_gradients_coalesced
 from .settings import StepOptions
 from .shares import check_split, check_strict, microbatches, scatter, shares_of
-from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm
 
 

@@ -14,11 +14,9 @@ from pycollect.devices import DeviceSpec
 from . import curves
 from .config import Config
 from .interrupt import Interrupt, StopConsensus
-from .log import Log
+from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun, prepare
-from .progress_printer import ProgressPrinter
-from .run_result import RunResult
-from .step_clock import wait_for
+from .records import RunResult, wait_for
 from .training_run import TrainingRun
 
 _dist: Any = torch.distributed  # torch's type stubs lack exports

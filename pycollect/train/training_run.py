@@ -13,12 +13,9 @@ from . import checkpoint, records
 from .engine import Engine
 from .interrupt import Interrupt
 from .loader import Batch, LoaderOptions
-from .log import Log
+from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun
-from .progress_printer import ProgressPrinter
-from .records import EpochRecord, StepRecord, mean_loss
-from .run_result import RunResult
-from .step_clock import wait_for
+from .records import EpochRecord, RunResult, StepRecord, mean_loss, wait_for
 
 # Steps between two reads of the losses, each of which waits for the GPUs: rare enough to cost
 # nothing, often enough to follow a log. Counted in steps so that all processes read at once.

@@ -14,9 +14,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
-_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
 
 class DatasetError(RuntimeError):
     """A data set cannot be loaded; the message is one sentence with the reason."""
@@ -34,7 +31,7 @@ def first_line(error: object) -> str:
     >>> first_line(ValueError("it is \\x1b[1mnot\\x1b[0m there:\\nlook elsewhere"))
     'it is not there'
     """
-    plain = _TERMINAL.sub("", str(error))
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error))
     return (plain.splitlines() or [type(error).__name__])[0].rstrip(":")
 
 
@@ -46,7 +43,7 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
 
 
-Examples: TypeAlias = Pair | MapStyle
+Examples: TypeAlias = tuple[Tensor, Tensor] | MapStyle
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,6 @@ class DefaultHyperparameters:
     epochs: int
 
 
-# Dtypes that cross-entropy accepts for class numbers.
-_LABEL_KINDS = ("int64", "uint8")
 # Dive into Deep Learning's values for Fashion-MNIST, and the first guess for untested data sets.
 USUAL = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
 
@@ -136,9 +131,8 @@ class Data:
         for part, examples in (("train", self.train), ("test", self.test)):
             examples = _examples(part, examples)
             object.__setattr__(self, part, examples)  # the class is frozen
-            images = labels = count(examples)
-            if isinstance(examples, tuple):
-                images, labels = len(examples[0]), len(examples[1])
+            labels = count(examples)
+            images = len(examples[0]) if isinstance(examples, tuple) else labels
             if images != labels or images == 0:
                 raise ValueError(
                     f"{self.name}: the {part} set needs one label per image and at least one "
@@ -150,7 +144,7 @@ class Data:
     def _check_labels(self, part: str, labels: Tensor) -> None:
         """Raise ValueError for labels that the loss would refuse only during a step."""
         kind = str(labels.dtype).removeprefix("torch.")
-        if labels.dim() != 1 or kind not in _LABEL_KINDS:
+        if labels.dim() != 1 or kind not in ("int64", "uint8"):  # those that cross-entropy accepts
             raise ValueError(
                 f"{self.name}: the labels of the {part} set must be whole numbers [n], the number "
                 f"of the class of each image, not {kind} {list(labels.shape)}"
@@ -198,8 +192,7 @@ class Data:
         classes = self.classes or getattr(self.train, "classes", ())
         if classes:
             return len(classes)
-        known = [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]
-        if known:
+        if known := [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]:
             return 1 + max(int(labels.max()) for labels in known)
         raise ValueError(
             f"{self.name}: the number of classes is not known; give the training set a list "
@@ -209,16 +202,14 @@ class Data:
 
 def _examples(what: str, given: Any) -> Examples:
     """Return a pair of tensors or a map-style data set as it is; TypeError for anything else."""
-    if isinstance(given, tuple | list) and len(given) == 2:
-        if all(isinstance(part, Tensor) for part in given):
+    if isinstance(given, tuple | list):
+        if len(given) == 2 and all(isinstance(part, Tensor) for part in given):
             return given[0].detach(), given[1]
         if isinstance(given, tuple):
-            kinds = " and ".join(type(part).__name__ for part in given)
-            raise TypeError(f"{what} is a pair of {kinds}; pass two tensors, images and labels")
-    elif isinstance(given, tuple):
-        raise TypeError(f"{what} has {len(given)} parts; pass two tensors, images and labels")
-    is_text = isinstance(given, str | bytes | Mapping | Tensor)
-    if is_text or not all(hasattr(type(given), name) for name in ("__len__", "__getitem__")):
+            kinds = ", ".join(type(part).__name__ for part in given)
+            raise TypeError(f"{what} is a tuple of {kinds}; pass two tensors, images and labels")
+    is_other = isinstance(given, str | bytes | Mapping | Tensor)
+    if is_other or not all(hasattr(type(given), name) for name in ("__len__", "__getitem__")):
         raise TypeError(
             f"{what} is a {type(given).__name__}; pass a map-style data set, with a length and "
             "(image, label) at every index, or a pair of tensors, images and labels"
@@ -235,7 +226,7 @@ def count(examples: Examples) -> int:
     return len(examples[1]) if isinstance(examples, tuple) else len(examples)
 
 
-def fetch(examples: Examples, indices: Tensor) -> Pair:
+def fetch(examples: Examples, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the images [k, C, H, W] and labels [k] of k examples.
 
     Raises TypeError for an example that is not an image tensor and a whole number, and ValueError
@@ -272,11 +263,9 @@ def _checked(index: int, example: Any) -> tuple[Tensor, int]:
         )
     try:
         number = operator.index(label)
-    except TypeError as error:
-        raise TypeError(
-            f"label {index} of the data set is a {type(label).__name__} and no whole number, the "
-            "number of the image's class"
-        ) from error
+    except TypeError:
+        kind = type(label).__name__
+        raise TypeError(f"label {index} of the data set is a {kind} and no whole number") from None
     if number < 0:  # torch's loss would skip the example at -100
         raise ValueError(f"label {index} of the data set is {number}; classes are numbered from 0")
     return image, number

@@ -1,0 +1,156 @@
+"""Output of a training run: lines, a progress bar on a terminal, and a log.
+
+The log has JSON lines: one object per line, its kind under "event".
+
+    start    the options: data, model, devices, batch_size, lr, ..., and the versions
+    step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
+             split_seconds, compute_seconds, reduction_seconds, update_seconds
+    epoch    epoch, seconds, data_seconds, loss, accuracy, evaluated: "test", or "train" if there
+             is no test set, for the set of which the accuracy is
+    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds,
+             diverged: null, or a sentence if the loss or the model is not finite at the end
+    stopped  why: "interrupted", or the message of an error
+
+Losses are means per example, times are seconds; a number that is not finite is null.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from .._command import escaped
+from .._files import OutputError, open_lines, writing
+from .records import EpochRecord, StepRecord
+
+# Least seconds between two reads of the loss for the bar; each read waits for the GPU.
+_READ_INTERVAL = 0.5
+
+
+class Log:
+    """Writes JSON lines to a file, each line at once; without a path it writes nothing.
+
+    The file may be a FIFO, a terminal, /dev/stdout or /dev/stderr. A resumed run appends to the
+    existing log. Raises OutputError if the log cannot be written.
+
+    >>> with Log(None) as log:
+    ...     log.write("start", lr=0.1)
+    """
+
+    def __init__(self, path: Path | str | None, *, append: bool = False) -> None:
+        self._file: TextIO | None = None
+        self._path = path or ""
+        if path is not None:
+            with writing("log", path):
+                self._file = open_lines(path, append=append)
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After an error the log may fail again; the error that stopped the run is the one to raise.
+        with suppress(OutputError) if error is not None else nullcontext():
+            if error is not None:
+                why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+                self.write("stopped", why=why)
+            if self._file is not None:
+                with writing("log", self._path):
+                    self._file.close()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Write one object; paths and devices become strings."""
+        if self._file is None:
+            return
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[name] = None  # JSON has neither NaN nor infinity
+        line = json.dumps({"event": event, **fields}, allow_nan=False, default=str)
+        with writing("log", self._path):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def step(self, step: StepRecord) -> None:
+        """Write the line of a step."""
+        seconds = {f"{part}_seconds": value for part, value in step.parts.items()}
+        counts = {"step": step.number, "examples": step.examples, "shares": step.shares}
+        self.write("step", epoch=step.epoch, loss=step.loss, **counts, **seconds)
+
+    def epoch(self, epoch: EpochRecord) -> None:
+        """Write the line of an epoch."""
+        fields = asdict(epoch)
+        self.write("epoch", epoch=fields.pop("number"), **fields)
+
+
+class Bar:
+    """The progress of an epoch: images per second and the loss; disappears at its end.
+
+    >>> with Bar(None) as bar:  # without a terminal
+    ...     bar.step(64, lambda: 2.3)
+    """
+
+    def __init__(self, tqdm: Any | None) -> None:
+        self._tqdm = tqdm
+        self._next = 0.0
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def step(self, examples: int, loss: Callable[[], float]) -> None:
+        """Advance by `examples` images; call `loss` at most every _READ_INTERVAL seconds."""
+        if self._tqdm is None:
+            return
+        if time.monotonic() >= self._next:
+            self._tqdm.set_postfix_str(f"loss {loss():.3f}", refresh=False)
+            self._next = time.monotonic() + _READ_INTERVAL
+        self._tqdm.update(examples)
+
+
+@dataclass(frozen=True)
+class ProgressPrinter:
+    """Prints the lines of a run, and shows a progress bar on a terminal.
+
+    With `quiet` (default: off) it does neither. The bar needs tqdm and goes to standard error.
+
+    >>> ProgressPrinter().line("epoch 1")
+    epoch 1
+    """
+
+    quiet: bool = False
+
+    def line(self, text: object) -> None:
+        """Print one line and flush, so that a pipe gets it at once."""
+        if self.quiet:
+            return
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:  # an output of few letters must not end a run
+            print(escaped(str(text), sys.stdout.encoding), flush=True)
+
+    def notice(self, text: str) -> None:
+        """Print the notice of a data set, unless it is empty."""
+        if text:
+            self.line(text)
+
+    def warning(self, text: object) -> None:
+        """Print one line on standard error."""
+        if not self.quiet:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def bar(self, label: str, images: int, done: int = 0) -> Bar:
+        """Return a progress bar over `images` images, which starts at `done`."""
+        if self.quiet or not sys.stderr.isatty():
+            return Bar(None)
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return Bar(None)
+        return Bar(tqdm(total=images, initial=done, desc=label, leave=False, unit=" images"))
