@@ -95,14 +95,11 @@ class GluonTrainer:
 
         Raises ValueError for another number, TypeError for anything else.
         """
+        what = "GluonTrainer: the learning rate is"
         if isinstance(lr, bool) or not isinstance(lr, Real):
-            raise TypeError(
-                f"GluonTrainer: the learning rate is a {type(lr).__name__}; pass a number"
-            )
+            raise TypeError(f"{what} a {type(lr).__name__}; pass a number")
         if not 0 <= lr <= torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"GluonTrainer: the learning rate is {lr}; it must be finite, at least 0"
-            )
+            raise ValueError(f"{what} {lr}; it must be finite, at least 0")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
