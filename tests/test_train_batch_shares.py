@@ -75,6 +75,7 @@ EVEN, NOISY = [5.0, 5.0], [(1, [5.0, 5.0 + 0.15 * (-1) ** step]) for step in ran
         ([(30, [1e6, 1e6, 1.0]), (60, [1e6, 1e6, 1e6])], [35, 34, 31]),  # ... when it is as fast
         ([(100, [10.0, 10.0], 100, (0, 1))], [55, 45]),  # both ranks end at the same time
         ([(1, [0.1, 10.0]), (20, EVEN)], [50, 50]),  # the first step loads kernels
+        ([(9, [800.0, 200.0], 1), (6, [800.0, 200.0])], [80, 20]),  # a rank without examples first
         (NOISY, [50, 50]),
         *(([(slow, EVEN), (1, [4.2, 5.0]), (10, EVEN)], [50, 50]) for slow in range(1, 16)),
     ],

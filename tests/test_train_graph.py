@@ -24,7 +24,7 @@ def as_graph(run):
 
 def batch(seed, n=10):
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand((n, 1, 28, 28), generator=generator), torch.arange(n)
+    return torch.rand((n, 1, 28, 28), generator=generator), torch.arange(n).roll(seed)
 
 
 def of_modules(devices, capturing, begun):
@@ -41,6 +41,8 @@ def of_modules(devices, capturing, begun):
 
 def from_scratch(devices, capturing, begun):
     eager, graphed = (replicate_params(init_lenet(), devices) for _ in "ab")
+    for replica in (*eager, *graphed):
+        replica[0].grad += float(begun)
     steps = [partial(train_batch, replicas=r, lr=0.1, model=lenet) for r in (eager, graphed)]
     make = partial(GraphedStep.from_scratch, model=lenet, capturing=capturing)
     tensors = [[t for replica in r for t in replica] for r in (eager, graphed)]
@@ -51,7 +53,7 @@ def from_scratch(devices, capturing, begun):
     ("device", "capturing"), [("cpu", as_graph), pytest.param(GPU, capture, marks=ON_GPU)]
 )
 @pytest.mark.parametrize(
-    ("make", "begun"), [(from_scratch, False), (of_modules, False), (of_modules, True)]
+    ("make", "begun"), [(make, begun) for make in (from_scratch, of_modules) for begun in (0, 1)]
 )
 def test_a_captured_step_trains_the_same_bits(device, capturing, make, begun):
     # Some convolutions of cuDNN add in any order.
