@@ -1,228 +1,153 @@
 """Shares of a batch per rank: even, weighted, or by measured throughput; stored and replayed."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from train_cases import CPU, batches, perceptron, replicas_of, same_bits
+from train_cases import batches, perceptron, replicas_of, same_bits
 
 from pycollect.train import AutoShares, split_batch
 from pycollect.train.shares import shares_of
 
 
-@given(st.integers(0, 1000), st.lists(st.floats(0, 1e6), min_size=1, max_size=8))
-def test_shares_are_the_batch_in_proportion(n: int, weights: list[float]) -> None:
-    if not sum(weights):
-        return
+@given(st.integers(0, 1000), st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(sum))
+def test_shares_are_the_batch_in_proportion(n, weights):
     shares = shares_of(n, weights)
     assert sum(shares) == n
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share - n * weight / sum(weights)) < 1 + 1e-6
         assert share == 0 or weight > 0
-
-
-@given(st.integers(0, 100), st.integers(1, 9))
-def test_equal_weights_split_as_torch_does(n: int, world: int) -> None:
-    assert shares_of(n, [3.7] * world) == [len(t) for t in torch.empty(n).tensor_split(world)]
-
-
-def sizes(n: int, weights: Any, world: int = 2, **how: Any) -> list[int]:
-    X, y = torch.arange(4.0 * n).reshape(n, 4), torch.arange(n)
-    X_shards, y_shards = split_batch(X, y, [CPU] * world, weights, **how)
-    assert torch.equal(torch.cat(X_shards), X)
-    assert torch.equal(torch.cat(y_shards), y)
-    return [len(shard) for shard in y_shards]
-
-
-def test_a_batch_is_split_by_weights() -> None:
-    assert sizes(100, [80, 20]) == [80, 20]
-    assert sizes(10, (0.3, 0.7)) == [3, 7]
-    assert sizes(5, [0, 1]) == [0, 5]
-    assert sizes(1, [20, 80]) == [0, 1]
-    assert sizes(9, AutoShares(3), world=3) == [3, 3, 3]
+    equal = shares_of(n, [3.7] * len(weights))
+    assert equal == [len(part) for part in torch.empty(n).tensor_split(len(weights))]
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("n", "weights", "found"),
     [
-        ([1], r"one weight per rank, not 1 for 2"),
-        ([1, -1], r"at least 0, .* not \[1, -1\]"),
-        ([0, 0], r"not all of them 0"),
-        ([1, float("nan")], "at least 0"),
-        ([1, float("inf")], "at least 0"),
-        ("auto", "pass an AutoShares"),
-        (AutoShares(3), "shares for 3 ranks, and there are 2"),
+        (5, None, [3, 2]),
+        (100, [80, 20], [80, 20]),
+        (10, (0.3, 0.7), [3, 7]),
+        (5, [0, 1], [0, 5]),
+        (1, [20, 80], [0, 1]),
+        (9, AutoShares(2), [5, 4]),
+        (4, [1], "one weight per rank, not 1 for 2"),
+        (4, AutoShares(3), "one weight per rank, not 3 for 2"),
+        (4, [1, -1], r"at least 0, .* not \[1, -1\]"),
+        (4, [0, 0], "not all of them 0"),
+        (4, [1, float("nan")], "at least 0"),
+        (4, [1, float("inf")], "at least 0"),
+        (4, "auto", "pass an AutoShares"),
     ],
 )
-def test_bad_weights_are_refused(weights: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sizes(4, weights)
+def test_a_batch_is_split_by_weights(n, weights, found):
+    X, y = torch.arange(4.0 * n).reshape(n, 4), torch.arange(n)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            split_batch(X, y, "cpu*2", weights)
+        return
+    X_shards, y_shards = split_batch(X, y, "cpu*2", weights)
+    assert torch.equal(torch.cat(X_shards), X)
+    assert torch.equal(torch.cat(y_shards), y)
+    assert [len(shard) for shard in y_shards] == found
 
 
-def test_the_strict_rule() -> None:
-    assert sizes(4, None, strict=True) == [2, 2]
-    with pytest.raises(
-        ValueError, match=r"batch size must be divisible by the number of devices: 5 .* 2"
-    ):
-        sizes(5, None, strict=True)
-
-
-def run(auto: AutoShares, steps: int, rates: list[float], n: int = 100) -> list[list[int]]:
-    """The shares of all steps on ranks with the given rates, in examples per second."""
+def run(auto, steps, rates, n=100, fixed=(0, 0, 0)):
+    """The shares of all steps on ranks with these examples per second and seconds per step."""
     used = []
     for _ in range(steps):
         used.append(auto.shares(n))
-        auto.observe([share / rate for share, rate in zip(used[-1], rates, strict=True)])
+        ranks = zip(used[-1], rates, fixed, strict=False)
+        auto.observe([share / rate + extra for share, rate, extra in ranks])
     return used
 
 
-def test_shares_follow_the_throughput() -> None:
-    auto = AutoShares(2)
-    used = run(auto, 20, [800.0, 200.0])
-    assert used[0] == [50, 50]
-    assert used[-1] == [80, 20]
-    assert run(auto, 60, [200.0, 600.0])[-1] == pytest.approx([25, 75], abs=2)
+EVEN, NOISY = [5.0, 5.0], [(1, [5.0, 5.0 + 0.15 * (-1) ** step]) for step in range(50)]
 
 
-def test_noise_does_not_change_shares() -> None:
-    auto = AutoShares(2)
-    for step in range(50):
-        auto.shares(64)
-        auto.observe([1.0, 1.0 + 0.03 * (-1) ** step])
-    assert auto.shares(64) == [32, 32]
-    assert len(auto.state_dict()["changes"]) == 1
+@pytest.mark.parametrize(
+    ("phases", "last"),
+    [
+        ([(20, [800.0, 200.0])], [80, 20]),
+        ([(20, [800.0, 200.0]), (60, [200.0, 600.0])], [26, 74]),
+        ([(30, [1e6, 1e6, 1.0])], [49, 50, 1]),  # without an example it could not be measured ...
+        ([(30, [1e6, 1e6, 1.0]), (60, [1e6, 1e6, 1e6])], [35, 34, 31]),  # ... when it is as fast
+        ([(100, [10.0, 10.0], 100, (0, 1))], [55, 45]),  # both ranks end at the same time
+        ([(1, [0.1, 10.0]), (20, EVEN)], [50, 50]),  # the first step loads kernels
+        ([(9, [800.0, 200.0], 1), (6, [800.0, 200.0])], [80, 20]),  # a rank without examples first
+        (NOISY, [50, 50]),
+        *(([(slow, EVEN), (1, [4.2, 5.0]), (10, EVEN)], [50, 50]) for slow in range(1, 16)),
+    ],
+)
+def test_shares_follow_the_throughput_and_no_disturbance(phases, last):
+    """They stay as they are while the best would save less than a twentieth of the time."""
+    auto = AutoShares(len(last))
+    for phase in phases:
+        run(auto, *phase)
+    assert auto.shares(100) == last
+    assert len(auto.state_dict()["changes"]) == 1 or last != [50, 50]
 
 
-def test_a_fixed_cost_per_step_is_balanced() -> None:
-    """One rank needs an extra second per step: in the end both ranks finish at the same time."""
-    auto = AutoShares(2)
-    for _ in range(100):
-        a, b = auto.shares(100)
-        seconds = [a * 0.1, 1 + b * 0.1]
-        auto.observe(seconds)
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.06)
-
-
-def test_the_times_of_the_first_step_are_ignored() -> None:
-    auto = AutoShares(2)
-    auto.shares(10)
-    auto.observe([100.0, 1.0])
-    run(auto, 20, [5.0, 5.0], 10)
-    assert len(auto.state_dict()["changes"]) == 1
-
-
-def test_a_single_slow_step_does_not_change_shares() -> None:
-    """One rank takes a fifth longer in a single step, at each step that may change the shares."""
-    for disturbed in range(1, 16):
-        auto = AutoShares(2)
-        run(auto, disturbed, [5.0, 5.0])
-        auto.shares(100)
-        auto.observe([12.0, 10.0])
-        run(auto, 10, [5.0, 5.0])
-        assert len(auto.state_dict()["changes"]) == 1
-
-
-def test_every_rank_keeps_an_example_while_there_are_enough() -> None:
+def test_few_examples_go_round():
     auto = AutoShares(3)
     run(auto, 30, [1e6, 1e6, 1.0])
-    assert sorted(auto.shares(100)) == [1, 49, 50]
     assert auto.shares(3) == [1, 1, 1]
     assert sum(auto.shares(2)) == 2
-    assert run(auto, 60, [1e6, 1e6, 1e6])[-1] == pytest.approx([33, 33, 33], abs=2)
 
 
-def test_a_restored_state_continues_with_the_same_shares() -> None:
-    whole, first, second = (AutoShares(2) for _ in range(3))
-    rates = [700.0, 300.0]
-    wanted = run(whole, 40, rates)
-    used = run(first, 17, rates)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert used + run(second, 23, rates) == wanted
-    with pytest.raises(ValueError, match="stored shares are for 2 ranks, and there are 3"):
-        AutoShares(3).load_state_dict(first.state_dict())
+@pytest.mark.parametrize("delay", [0, 3, 7])
+def test_shares_are_announced_continued_and_replayed(delay):
+    """A change is decided after five steps, and takes effect `delay` steps later."""
+    rates = [1e3, 2e2]
+    whole, part, rest, again, later = (AutoShares(2, delay) for _ in range(5))
+    announced = [whole.shares_ahead(12, steps) for steps in range(delay)]
+    wanted = []
+    for _ in range(30):
+        announced.append(whole.shares_ahead(12, delay))
+        wanted += run(whole, 1, rates, 12)
+    assert wanted == announced[:30]
+    assert wanted[: 5 + delay] == [[6, 6]] * (5 + delay)
+    assert wanted[5 + delay] == wanted[-1] == [10, 2]
+    used = run(part, 6, rates, 12)
+    rest.load_state_dict(json.loads(json.dumps(part.state_dict())))
+    assert used + run(rest, 24, rates, 12) == wanted
+    again.replay(whole.state_dict())
+    assert run(again, 30, [1.0, 1.0], 12) == wanted
+    later.replay(whole.state_dict(), step=12)
+    assert run(later, 18, [1.0, 1.0], 12) == wanted[12:]
+    assert run(later, 80, [1.0, 1.0], 12)[-1] == [6, 6], "it measures after the stored steps"
 
 
-def test_a_replay_uses_the_stored_shares_and_ignores_times() -> None:
-    stored = AutoShares(2)
-    wanted = run(stored, 30, [900.0, 100.0])
-    again, later = AutoShares(2), AutoShares(2)
-    again.replay(stored.state_dict())
-    assert run(again, 30, [1.0, 1.0]) == wanted
-    later.replay(stored.state_dict(), step=12)
-    assert run(later, 18, [1.0, 1.0]) == wanted[12:]
-    with pytest.raises(ValueError, match="has 30 steps; there is no step 31"):
-        later.replay(stored.state_dict(), step=31)
-    assert run(again, 80, [1.0, 1.0])[-1] == pytest.approx([50, 50], abs=2), "then it measures"
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda auto: auto.observe([1.0, 1.0]), "after shares"),
+        (lambda auto: (auto.shares(4), auto.observe([1.0] * 3)), "with 2 times, not 3"),
+        (lambda auto: auto.shares_ahead(12, 4), "certain for 3 steps ahead, not for 4"),
+        (lambda auto: auto.shares_ahead(12, -1), "certain for 3 steps ahead, not for -1"),
+        (lambda auto: auto.replay(auto.state_dict(), step=1), "has 0 steps; there is no step 1"),
+        (lambda auto: AutoShares(3).load_state_dict(auto.state_dict()), "2 ranks, and there are 3"),
+        (lambda auto: split_batch(*torch.zeros(2, 5), "cpu*2", strict=True), "5 examples on 2 dev"),
+        (lambda auto: AutoShares(0), "at least one rank, not 0"),
+        (lambda auto: AutoShares(2, delay=-1), "the delay must be at least 0"),
+    ],
+)
+def test_misuse_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(AutoShares(2, delay=3))
 
 
-def test_the_same_shares_give_the_same_bits() -> None:
+def test_the_same_shares_give_the_same_bits():
     trained = []
-    for again in (False, True):
+    for _ in range(2):
         auto, replicas = AutoShares(2), replicas_of(perceptron(), 2)
-        if again:
+        if trained:
             auto.replay(state)  # noqa: F821  # from the first round
         for X, y in batches([16] * 12):
             replicas.step(X, y, shares=auto.shares(16))
-            auto.observe(replicas.rank_seconds() if again else [1.0, 3.0])
+            auto.observe(replicas.rank_seconds() if trained else [1.0, 3.0])
         trained.append(replicas.modules[0])
         state = auto.state_dict()
     assert len(state["changes"]) > 1
     assert same_bits(*trained)
-    even = replicas_of(perceptron(), 2)
-    for X, y in batches([16] * 12):
-        even.step(X, y)
-    assert not same_bits(even.modules[0], trained[0])
-
-
-def test_misuse_is_refused() -> None:
-    auto = AutoShares(2)
-    with pytest.raises(ValueError, match="after shares"):
-        auto.observe([1.0, 1.0])
-    auto.shares(4)
-    with pytest.raises(ValueError, match="with 2 times, not 3"):
-        auto.observe([1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="at least one rank, not 0"):
-        AutoShares(0)
-
-
-def test_a_delay_fixes_the_shares_of_the_next_steps() -> None:
-    """The shares announced while a batch is prepared are those of its step."""
-    auto = AutoShares(2, delay=3)
-    announced = [auto.shares_ahead(12, steps) for steps in range(3)]
-    given = []
-    for _ in range(30):
-        announced.append(auto.shares_ahead(12, 3))
-        given.append(auto.shares(12))
-        auto.observe([share * slow for share, slow in zip(given[-1], (1e-3, 5e-3), strict=True)])
-    assert given == announced[:30]
-    changed = next(step for step, shares in enumerate(given) if shares != [6, 6])
-    assert (changed, given[-1]) == (5 + 3, [10, 2])  # decided after five steps
-    for steps in (-1, 4):
-        with pytest.raises(ValueError, match="certain for 3 steps ahead, not for"):
-            auto.shares_ahead(12, steps)
-    with pytest.raises(ValueError, match="the delay must be at least 0"):
-        AutoShares(2, delay=-1)
-
-
-@pytest.mark.parametrize("delay", [0, 3, 7])
-def test_a_delay_is_continued_and_replayed(delay: int) -> None:
-    def shares_of_steps(auto: AutoShares, steps: int) -> list[list[int]]:
-        given = []
-        for _ in range(steps):
-            given.append(auto.shares(12))
-            auto.observe([share * slow for share, slow in zip(given[-1], (1, 5), strict=True)])
-        return given
-
-    whole, part, rest = (AutoShares(2, delay) for _ in range(3))
-    unbroken = shares_of_steps(whole, 30)
-    given = shares_of_steps(part, 6)  # the first change is decided, but not in effect with a delay
-    rest.load_state_dict(part.state_dict())
-    assert given + shares_of_steps(rest, 24) == unbroken
-    again = AutoShares(2)
-    again.replay(whole.state_dict())
-    assert shares_of_steps(again, 30) == unbroken

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pycollect.train.single_process import SingleProcessEngine
 from torch import nn
 
 from pycollect.train import (
@@ -30,7 +31,6 @@ from pycollect.train.prepared_run import prepare
 from pycollect.train.records import same_bits
 from pycollect.train.reduce import reduce_gradients_coalesced
 from pycollect.train.settings import RunSettings, StepOptions, parse_weights
-from pycollect.train.single_process import SingleProcessEngine
 
 CPU = torch.device("cpu")
 X, Y = torch.randn(26, 1, 5, 5, generator=torch.Generator().manual_seed(2)), torch.arange(26) % 3

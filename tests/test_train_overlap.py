@@ -1,53 +1,67 @@
 """Gradients that are reduced during the backward pass: the same bits, early, and safely."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from train_cases import CLASSES, FEATURES, batches, perceptron, replicas_of, same_bits, trained
 
 from pycollect.train import GRADIENT_REDUCTIONS, reduce_gradients_coalesced, reduce_gradients_naive
 from pycollect.train.buckets import Buckets, bucket_indices
-from pycollect.train.reduce import Gradients
 
 SIZES = [12, 12, 7, 2, 1]
 
 
-@pytest.mark.parametrize("reduction", GRADIENT_REDUCTIONS)
-@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 30])
+class Twice(nn.Module):
+    """Uses one layer twice, by a second name or in a checkpoint."""
+
+    def __init__(self, **how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.b.weight = self.a.weight
+        self.out, self.how = nn.Linear(FEATURES, CLASSES), how
+
+    def forward(self, X):
+        hidden = self.a(X.requires_grad_()).tanh()
+        return self.out(checkpoint(self.a, hidden, **self.how) if self.how else self.b(hidden))
+
+
 @pytest.mark.parametrize("microbatch", [None, 5])
-def test_overlap_and_buckets_change_no_bit(
-    reduction: str, bucket_bytes: int, microbatch: int | None
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "reduction", "bucket_bytes"),
+    [
+        *((perceptron, name, size) for name in GRADIENT_REDUCTIONS for size in (1, 700, 1 << 30)),
+        (Twice, "pycollect", 1),
+        (partial(Twice, use_reentrant=False), "pycollect", 1),
+    ],
+)
+def test_overlap_and_buckets_change_no_bit(make, reduction, bucket_bytes, microbatch):
+    """Parameters may be frozen and trained again between steps."""
+    how = {"reduction": GRADIENT_REDUCTIONS[reduction], "microbatch": microbatch}
     for world in (2, 3):
-        how = {"reduction": GRADIENT_REDUCTIONS[reduction], "microbatch": microbatch}
-        plain = trained(perceptron(), world, SIZES, overlap=False, **how)
-        early = trained(perceptron(), world, SIZES, overlap=True, bucket_bytes=bucket_bytes, **how)
+        plain = replicas_of(make(), world, overlap=False, **how)
+        early = replicas_of(make(), world, bucket_bytes=bucket_bytes, **how)
+        for step, (X, y) in enumerate(batches(SIZES)):
+            for replicas in (plain, early):
+                for params in replicas.parameters:
+                    params[0].requires_grad_(step in (1, 3, 4))
+                replicas.step(X, y)
         for a, b in zip(plain.modules, early.modules, strict=True):
             assert same_bits(a, b)
+    assert not same_bits(early.modules[0], make())
 
 
-def test_parameters_may_be_frozen_between_steps() -> None:
-    module = perceptron()
-    for param in list(module.parameters())[:2]:
-        param.requires_grad_(False)
-    plain, early = (replicas_of(module, 2, overlap=overlap) for overlap in (False, True))
-    for step, (X, y) in enumerate(batches([8] * 4)):
-        for replica in (*plain.modules, *early.modules):
-            for param in list(replica.parameters())[:2]:
-                param.requires_grad_(step in (1, 3))
-        plain.step(X, y)
-        early.step(X, y)
-        assert all(same_bits(plain.modules[0], other) for other in early.modules), step
+def test_reentrant_checkpoints_are_refused():
+    trained(Twice(use_reentrant=True), 2, SIZES, overlap=False)
+    with pytest.raises(RuntimeError, match="use_reentrant=False, or switch the overlap off"):
+        trained(Twice(use_reentrant=True), 2, SIZES, bucket_bytes=1)
 
 
-def test_buckets_begin_with_the_last_layers() -> None:
+def test_buckets_begin_with_the_last_layers():
     params = list(perceptron().parameters())
     assert bucket_indices(params, 1) == [[5], [4], [3], [2], [1], [0]]
     assert bucket_indices(params, 65) == [[5, 4], [3, 2], [1, 0]]
@@ -56,130 +70,67 @@ def test_buckets_begin_with_the_last_layers() -> None:
     assert bucket_indices(params, 1) == [[5], [3], [2], [1], [0]]
 
 
-def note_gradient(events: list[str], what: str, module: nn.Module, X: Any, out: Tensor) -> None:
-    """A forward hook: record when the gradient of the module's output has been computed."""
-    out.register_hook(lambda grad: events.append(what))
+RANKS = ["rank 0 at layer 0", "rank 1 at layer 0"]
+EARLY = [RANKS[0], "reduce 2", "reduce 2", RANKS[1], "reduce 2"]
 
 
-@pytest.mark.parametrize("microbatch", [None, 4])
-def test_reductions_begin_while_the_backward_pass_goes_on(microbatch: int | None) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"bucket_bytes": 65}, EARLY),
+        ({"bucket_bytes": 65, "microbatch": 4}, RANKS + EARLY),
+        ({"overlap": False}, [*RANKS, "reduce 6"]),
+    ],
+)
+def test_reductions_begin_while_the_backward_pass_goes_on(options, expected):
     """Checks which reductions precede the gradient of the first layer's output on each rank."""
-    events: list[str] = []
+    events = []
 
-    def noted(gradients: Gradients) -> None:
+    def noted(gradients):
         events.append(f"reduce {len(gradients[0])}")
         reduce_gradients_naive(gradients)
 
-    replicas = replicas_of(perceptron(), 2, reduction=noted, bucket_bytes=65, microbatch=microbatch)
-    for rank, module in enumerate(replicas.modules):
-        module.get_submodule("0").register_forward_hook(
-            partial(note_gradient, events, f"rank {rank} at layer 0")
+    def watch(rank):
+        return lambda module, X, out: (
+            out.register_hook(lambda _: events.append(RANKS[rank])) and None
         )
+
+    replicas = replicas_of(perceptron(), 2, reduction=noted, **options)
+    for rank, module in enumerate(replicas.modules):
+        module[0].register_forward_hook(watch(rank))
     replicas.step(*batches([8])[0])
-    ranks = ["rank 0 at layer 0", "rank 1 at layer 0"]
-    last = ["rank 0 at layer 0", "reduce 2", "reduce 2", "rank 1 at layer 0", "reduce 2"]
-    assert events == ([*ranks, *last] if microbatch else last)
+    assert events == expected
 
 
-def test_without_overlap_all_gradients_are_reduced_at_once() -> None:
-    sizes: list[int] = []
-
-    def noted(gradients: Gradients) -> None:
-        sizes.append(len(gradients[0]))
-        reduce_gradients_naive(gradients)
-
-    trained(perceptron(), 2, [8], reduction=noted, overlap=False)
-    assert sizes == [6]
+FAILS = {"backward": False, "reduction": False}
 
 
-class Tied(nn.Module):
-    """A module whose two layers share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.b.weight = self.a.weight
-        self.out = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, X: Tensor) -> Tensor:
-        scores: Tensor = self.out(self.b(self.a(X).tanh()))
-        return scores
-
-
-def test_a_weight_that_is_used_twice_is_reduced_once() -> None:
-    plain = trained(Tied(), 3, SIZES, overlap=False)
-    early = trained(Tied(), 3, SIZES, overlap=True, bucket_bytes=1)
-    assert same_bits(plain.modules[0], early.modules[0])
-    assert same_bits(early.modules[1], early.modules[2])
-
-
-class Checkpointed(nn.Module):
-    """Uses one layer inside and outside of a checkpoint."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
-        self.reentrant = reentrant
-
-    def forward(self, X: Tensor) -> Tensor:
-        hidden: Any = self.layer(X.requires_grad_())
-        hidden = checkpoint(self.layer, hidden.tanh(), use_reentrant=self.reentrant)
-        scores: Tensor = self.out(hidden)
-        return scores
-
-
-def test_reentrant_checkpoints_are_refused() -> None:
-    plain = trained(Checkpointed(True), 2, SIZES, overlap=False)
-    early = trained(Checkpointed(False), 2, SIZES, bucket_bytes=1)
-    for a, b in zip(plain.parameters[0], early.parameters[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    with pytest.raises(RuntimeError, match="use_reentrant=False, or switch the overlap off"):
-        trained(Checkpointed(True), 2, SIZES, bucket_bytes=1)
-
-
-class Failing(torch.autograd.Function):
-    """A function whose backward pass fails on demand."""
-
-    fails = False
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor) -> Tensor:
-        return X.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if Failing.fails:
-            raise ArithmeticError("the backward pass has failed")
-        return grads[0]
+def fail(where):
+    if FAILS[where]:
+        raise ArithmeticError(f"the {where} has failed")
 
 
 class Fragile(nn.Sequential):
-    def forward(self, X: Tensor) -> Tensor:
-        hidden = Failing.apply(self[0](X))  # type: ignore[no-untyped-call]
-        scores: Tensor = self[2](hidden.tanh())
-        return scores
+    def forward(self, X):
+        hidden = self[0](X)
+        hidden.register_hook(lambda _: fail("backward"))
+        return self[2](hidden.tanh())
 
 
-@pytest.mark.parametrize("where", ["backward", "reduction"])
-def test_a_step_after_a_failed_one_is_unaffected(where: str, monkeypatch: Any) -> None:
-    def breaks(gradients: Gradients) -> None:
-        if failing:
-            raise ArithmeticError("the reduction has failed")
+@pytest.mark.parametrize("where", FAILS)
+def test_a_step_after_a_failed_one_is_unaffected(where, monkeypatch):
+    def breaks(gradients):
+        fail("reduction")
         reduce_gradients_coalesced(gradients)
 
     torch.manual_seed(0)
     module = Fragile(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-    how = {"reduction": breaks, "bucket_bytes": 1}
-    wanted, failing = trained(module, 2, SIZES, bucket_bytes=1), False
-    replicas = replicas_of(module, 2, **how)
-    failing = where == "reduction"
-    monkeypatch.setattr(Failing, "fails", where == "backward")
+    wanted = trained(module, 2, SIZES, bucket_bytes=1)
+    replicas = replicas_of(module, 2, reduction=breaks, bucket_bytes=1)
+    monkeypatch.setitem(FAILS, where, True)
     with pytest.raises(ArithmeticError, match=f"the {where}"):
         replicas.step(*batches([6], seed=9)[0])
-    failing = False
-    monkeypatch.setattr(Failing, "fails", False)
+    FAILS[where] = False
     assert same_bits(replicas.modules[0], module)
     for X, y in batches(SIZES):
         replicas.step(X, y)
@@ -187,7 +138,7 @@ def test_a_step_after_a_failed_one_is_unaffected(where: str, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_sparse_gradients_are_refused(overlap: bool) -> None:
+def test_sparse_gradients_are_refused(overlap):
     module = nn.Sequential(nn.EmbeddingBag(5, CLASSES, sparse=True, mode="sum"))
     replicas = replicas_of(module, 2, overlap=overlap)
     with pytest.raises(ValueError, match="sparse=False"):
@@ -195,17 +146,16 @@ def test_sparse_gradients_are_refused(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("shares", [[4, 4, 4], [12, 0, 0], [6, 0, 6]])
-def test_a_joint_backward_pass_has_the_same_bits(shares: list[int]) -> None:
-    ((X, y),) = batches([12])
-    in_turn, joint = (replicas_of(perceptron(), 3, bucket_bytes=1) for _ in range(2))
-    in_turn.step(X, y, shares=shares)
+def test_a_joint_backward_pass_has_the_same_bits(shares):
+    in_turn, joint = (replicas_of(perceptron(), 3, bucket_bytes=1) for _ in "ab")
     joint._joint = True
-    joint.step(X, y, shares=shares)
+    for replicas in (in_turn, joint):
+        replicas.step(*batches([12])[0], shares=shares)
     for a, b in zip(in_turn.modules, joint.modules, strict=True):
         assert same_bits(a, b)
 
 
-def test_removed_buckets_reduce_nothing() -> None:
+def test_removed_buckets_reduce_nothing():
     module = perceptron()
     buckets = Buckets([list(module.parameters())], reduce_gradients_naive, 1)
     buckets.remove()

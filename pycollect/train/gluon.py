@@ -7,7 +7,6 @@ update clears them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import pycollect as pc
 from pycollect import _C
 from pycollect.errors import shown
 
 from .losses import check_step
 from .module_replication import memory_blocks
+from .reduce import matching_gradients, reduce_gradients_coalesced
 from .replica_trainer import ReplicaTrainer
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
@@ -42,14 +41,12 @@ class GluonTrainer:
     ``replicas`` has a module or a list of parameters per rank, alike on all in number, shape, dtype
     and requires_grad, or is a ``ReplicaTrainer``. ``optimizer`` is the name of a torch.optim class
     ("sgd", "adam") or a callable that makes an optimizer from parameters, and ``optimizer_params``
-    are its arguments, with torch's names and defaults; of Gluon's names, learning_rate and wd are
-    known as well. Gluon's "nag" is "sgd" with nesterov=True, its rescale_grad is ``batch_size``,
-    clip_gradient is a ``clamp_`` to ``batch_size`` times as much between ``allreduce_grads`` and
-    ``update``, which divides, and an lr_scheduler calls ``set_learning_rate``. Each rank has its
-    own optimizer, so equal replicas stay equal to the bit. Raises ValueError for replicas that
-    differ, share a parameter or have none, for an unknown name, and for an optimizer whose step
-    needs a closure; TypeError for an argument that the optimizer does not have, and without an
-    optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
+    are its arguments, with torch's names and defaults. Of Gluon's names, learning_rate and wd stand
+    for lr and weight_decay; the errors for nag, clip_gradient, rescale_grad and lr_scheduler name
+    what does the same. Each rank has its own optimizer, so equal replicas stay equal to the bit.
+    Raises ValueError for replicas that differ, share a parameter or have none, for an unknown name,
+    and for an optimizer whose step needs a closure; TypeError for an argument that the optimizer
+    does not have, and without an optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
 
     A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
     also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
@@ -69,20 +66,24 @@ class GluonTrainer:
         optimizer: str | MakeOptimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
-        whole = replicas if isinstance(replicas, ReplicaTrainer) else None
         ranks = replicas.modules if isinstance(replicas, ReplicaTrainer) else replicas
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
         _check_alike(parameters)
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
         self._reduced = False  # whether the gradients are already summed over the ranks
-        if whole is not None and optimizer is None and optimizer_params is None:
-            self.optimizers = whole.optimizers
-        else:
-            make = _optimizer(optimizer)
-            options = _options(make, optimizer_params or {})
+        self.optimizers: list[Optimizer] = []
+        given = optimizer is not None or optimizer_params
+        if given or not isinstance(replicas, ReplicaTrainer):
+            make, options = _optimizer(optimizer), _options(optimizer_params or {})
             self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
-        if whole is not None:
-            _take_over(whole, self.optimizers)
+        if isinstance(replicas, ReplicaTrainer):
+            # In place: a compiled step has the same list.
+            replicas.optimizers[:] = self.optimizers or replicas.optimizers
+            self.optimizers = replicas.optimizers
+            for own in self.optimizers:
+                own.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+                if replicas.seconds.total:  # the replicas have trained a step and left gradients
+                    own.zero_grad()
 
     @property
     def learning_rate(self) -> float:
@@ -94,14 +95,11 @@ class GluonTrainer:
 
         Raises ValueError for another number, TypeError for anything else.
         """
+        what = "GluonTrainer: the learning rate is"
         if isinstance(lr, bool) or not isinstance(lr, Real):
-            raise TypeError(
-                f"GluonTrainer: the learning rate is a {type(lr).__name__}; pass a number"
-            )
+            raise TypeError(f"{what} a {type(lr).__name__}; pass a number")
         if not 0 <= lr <= torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"GluonTrainer: the learning rate is {lr}; it must be finite, at least 0"
-            )
+            raise ValueError(f"{what} {lr}; it must be finite, at least 0")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
@@ -116,13 +114,12 @@ class GluonTrainer:
         device; here a missing one on some ranks counts as zeros. Raises RuntimeError after
         ``allreduce_grads``, because the sums would be added up again.
         """
-        batch_size = _check_batch_size(batch_size)
+        self._check(batch_size, ignore_stale_grad)
         if self._reduced:
             raise RuntimeError(
                 "GluonTrainer: allreduce_grads() has summed these gradients already; call "
                 "update(), which is the rest of a step"
             )
-        self._check_stale(ignore_stale_grad)
         self.allreduce_grads()
         self.update(batch_size, ignore_stale_grad)
 
@@ -132,16 +129,7 @@ class GluonTrainer:
 
         A missing gradient on some ranks counts as zeros; afterwards every rank has the sum.
         """
-        gradients: list[list[Tensor]] = [[] for _ in self._replicas]
-        for ranks in zip(*self._replicas, strict=True):
-            if all(p.grad is None for p in ranks):
-                continue
-            for parameter, of_rank in zip(ranks, gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                of_rank.append(parameter.grad)
-        if gradients[0]:
-            pc.all_reduce_coalesced(gradients)
+        reduce_gradients_coalesced(matching_gradients(self._replicas))
         self._reduced = True
 
     @torch.no_grad()
@@ -151,8 +139,7 @@ class GluonTrainer:
         Raises RuntimeError with several ranks unless ``allreduce_grads`` was called before, because
         the replicas would diverge. The arguments and other errors are those of ``step``.
         """
-        batch_size = _check_batch_size(batch_size)
-        self._check_stale(ignore_stale_grad)
+        count = self._check(batch_size, ignore_stale_grad)
         if not self._reduced and len(self._replicas) > 1:
             raise RuntimeError(
                 "GluonTrainer: update() comes after allreduce_grads(), or the replicas diverge; "
@@ -162,40 +149,35 @@ class GluonTrainer:
         for parameters, optimizer in zip(self._replicas, self.optimizers, strict=True):
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.div_(batch_size)
+                    parameter.grad.div_(count)
             optimizer.step()
             optimizer.zero_grad()
 
-    def _check_stale(self, ignore: bool) -> None:
-        if _C.flag_from(ignore, "GluonTrainer", "ignore_stale_grad"):
-            return
-        for i, ranks in enumerate(zip(*self._replicas, strict=True)):
-            if all(p.grad is None for p in ranks):
-                raise ValueError(
-                    f"GluonTrainer: parameter {i} of shape {list(ranks[0].shape)} has no gradient "
-                    "since the last step; call backward() on every rank first, or pass "
-                    "ignore_stale_grad=True"
-                )
+    def _check(self, batch_size: int, ignore_stale_grad: bool) -> int:
+        """Return the batch size; ValueError for one below 1 and for a parameter not to update."""
+        count = _C.int_from(batch_size, "GluonTrainer", "batch_size")
+        if count <= 0:
+            raise ValueError(
+                f"GluonTrainer: batch_size is {count}; pass the examples of a step, at least 1"
+            )
+        stale = [all(p.grad is None for p in same) for same in zip(*self._replicas, strict=True)]
+        if not _C.flag_from(ignore_stale_grad, "GluonTrainer", "ignore_stale_grad") and any(stale):
+            i = stale.index(True)
+            raise ValueError(
+                f"GluonTrainer: parameter {i} of shape {list(self._replicas[0][i].shape)} has no "
+                "gradient since the last step; call backward() on every rank first, or pass "
+                "ignore_stale_grad=True"
+            )
+        return count
 
 
-def _options(make: MakeOptimizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's arguments under its names; TypeError for one it does not have."""
-    try:
-        parameters = list(inspect.signature(make).parameters.values())
-    except ValueError:  # a compiled function may have no signature
-        parameters = []
-    known = [p.name for p in parameters][1:]  # the first one takes the model's parameters
-    free = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    what = getattr(make, "__name__", type(make).__name__)
-    options: dict[str, Any] = {}
-    for asked, value in given.items():
-        name = asked if asked in known else _NAMES.get(asked, asked)
-        if name in options:
-            raise TypeError(f"GluonTrainer: {shown(asked)} is given twice, as {name!r} as well")
-        if not free and name not in known:
-            instead = _INSTEAD.get(name, f"it has {', '.join(known)}")
-            raise TypeError(f"GluonTrainer: {what} has no argument {shown(asked)}; {instead}")
-        options[name] = value
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments under torch's names; TypeError for names that only Gluon has."""
+    for name in given.keys() & _INSTEAD.keys():
+        raise TypeError(f"GluonTrainer: no optimizer has an argument {name!r}; {_INSTEAD[name]}")
+    options = {_NAMES.get(name, name): value for name, value in given.items()}
+    if len(options) < len(given):
+        raise TypeError(f"GluonTrainer: an argument is given twice in {shown(list(given))}")
     return options
 
 
@@ -207,25 +189,11 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
                 "torch.optim, so that every rank can have its own"
             )
         return asked
-    classes = {
-        kind.__name__.lower(): kind
-        for kind in vars(torch.optim).values()
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-    }
-    found = classes.get(asked.lower())
-    if found is None:
-        instead = _INSTEAD.get(asked.lower(), f"allowed are {', '.join(sorted(classes))}")
+    of_torch = {name.lower(): k for name, k in vars(torch.optim).items() if isinstance(k, type)}
+    if asked.lower() not in of_torch:
+        instead = _INSTEAD.get(asked.lower(), "pass the name of a class of torch.optim")
         raise ValueError(f"GluonTrainer: optimizer {shown(asked)} is unknown; {instead}")
-    return found
-
-
-def _take_over(replicas: ReplicaTrainer, optimizers: list[Optimizer]) -> None:
-    """Make the replicas use these optimizers, and clear gradients before the next backward pass."""
-    replicas.optimizers = optimizers
-    for optimizer in optimizers:
-        optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
-        if replicas.seconds.update:  # the replicas have trained a step and left gradients
-            optimizer.zero_grad()
+    return of_torch[asked.lower()]
 
 
 def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
@@ -241,18 +209,8 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
                 "number, shape, dtype or requires_grad; pass replicas of one model"
             )
     every = [p for rank in replicas for p in rank]
-    ranks_of_blocks = [{i // len(expected) for i in block} for _, block in memory_blocks(every)]
-    if len({id(p) for p in every}) != len(every) or any(len(r) > 1 for r in ranks_of_blocks):
+    if any(len({i // len(expected) for i in block}) > 1 for _, block in memory_blocks(every)):
         raise ValueError(
             "GluonTrainer: a parameter or its memory is shared by several ranks; pass a copy per "
             "rank"
         )
-
-
-def _check_batch_size(batch_size: int) -> int:
-    count = _C.int_from(batch_size, "GluonTrainer", "batch_size")
-    if count <= 0:
-        raise ValueError(
-            f"GluonTrainer: batch_size is {count}; pass the examples of a step, at least 1"
-        )
-    return count

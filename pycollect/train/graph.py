@@ -24,12 +24,7 @@ _WARM_UP = 3
 
 
 def capture(run: Run) -> Run:
-    """Run a function a few times on a side stream, capture it, and return the replay.
-
-    Raises ValueError without a GPU.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("a step can only be captured in a CUDA graph on a GPU, and there is none")
+    """Run a function a few times on a side stream, capture it, and return the replay."""
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,26 +62,29 @@ class GraphedStep:
         *,
         capturing: Callable[[Run], Run] = capture,
     ) -> None:
-        kept = state()
-        device = _one_device(kept)
-        if capturing is capture and device.type != "cuda":
+        before = [(t, t.detach().clone()) for t in state()]
+        devices = {t.device for t, _ in before}
+        if len(devices) != 1 or (capturing is capture and devices == {torch.device("cpu")}):
+            names = ", ".join(sorted(map(str, devices))) or "no device"
             raise ValueError(
-                f"a step can only be captured in a CUDA graph on a GPU, and these ranks are on "
-                f"{device}"
+                f"a step is captured in a CUDA graph on one GPU, and these ranks are on {names}: "
+                "StepOptions(compile=True) or --compile makes it one graph on the CPU"
             )
+        (device,) = devices
         self._X, self._y = X.to(device, copy=True), y.to(device, copy=True)
         self._losses: list[Tensor] = []
 
         def run() -> None:
             self._losses = step(self._X, self._y)
 
-        before = {id(t): t.detach().clone() for t in kept}
         # torch captures the current stream of the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._replay = capturing(run)
         with torch.no_grad():
             for t in state():
-                t.copy_(before[id(t)] if id(t) in before else torch.zeros_like(t))
+                t.zero_()
+            for t, value in before:
+                t.copy_(value)
 
     def __call__(self, X: Tensor, y: Tensor) -> Sequence[Tensor]:
         """Train on one batch; return each rank's summed loss, which the next call overwrites.
@@ -121,11 +119,8 @@ class GraphedStep:
 
         Raises ValueError for parameters without gradients, on several devices or on the CPU.
         """
-
-        def step(X: Tensor, y: Tensor) -> list[Tensor]:
-            return train_batch(X, y, replicas, lr, model=model, reduction=reduction)
-
-        kept = [t.detach() for replica in replicas for t in (*replica, *gradients(replica))]
+        step = partial(train_batch, replicas=replicas, lr=lr, model=model, reduction=reduction)
+        kept = [t for replica in replicas for t in (*replica, *gradients(replica))]
         return cls(X, y, step, lambda: kept, capturing=capturing)
 
     @classmethod
@@ -141,30 +136,18 @@ class GraphedStep:
         """Capture the step of `ReplicaTrainer`, for batches of this shape and these shares.
 
         `shares` are the numbers of examples per rank, even by default. All gradients are reduced in
-        one launch after the backward pass. Raises ValueError for options that synchronise with the
-        host (`exact_times` and `sync_batchnorm`), and for ranks on several devices or on the CPU.
+        one launch after the backward pass. Raises ValueError for exact times, which wait for the
+        host, for a process of a group, and for ranks on several devices or on the CPU.
         """
-        options = replicas.options
-        if options.exact_times or options.sync_batchnorm:
-            what = "exact times" if options.exact_times else "batch statistics over all ranks"
+        exact = replicas.options.exact_times
+        if exact or replicas.group is not None:
+            what = "exact times" if exact else "processes of a group"
             raise ValueError(f"a step with {what} cannot be captured in a CUDA graph")
+
+        def state() -> list[Tensor]:
+            tensors = [t for m in replicas.modules for t in (*m.parameters(), *m.buffers())]
+            states = [of_one for o in replicas.optimizers for of_one in o.state.values()]
+            return tensors + [t for s in states for t in s.values() if isinstance(t, Tensor)]
+
         step = partial(replicas.step, shares=shares)
-        return cls(X, y, step, partial(_state_of, replicas), capturing=capturing)
-
-
-def _one_device(tensors: Sequence[Tensor]) -> torch.device:
-    devices = {t.device for t in tensors}
-    if len(devices) != 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"a step is captured on one GPU, and these ranks are on {names}")
-    return next(iter(devices))
-
-
-def _state_of(replicas: ReplicaTrainer) -> list[Tensor]:
-    """Return all tensors that a step changes, the same objects at every call."""
-    found: list[Tensor] = []
-    for module, optimizer in zip(replicas.modules, replicas.optimizers, strict=True):
-        found += [*module.parameters(), *module.buffers()]
-        for of_parameter in optimizer.state.values():
-            found += [t for t in of_parameter.values() if isinstance(t, Tensor)]
-    return found
+        return cls(X, y, step, state, capturing=capturing)

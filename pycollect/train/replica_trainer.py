@@ -45,7 +45,7 @@ from .module_replication import (
 from .records import StepClock, StepSeconds, is_captured
 from .reduce import BucketSum, GroupSum, ListSum, Reduction, reduce_gradients_coalesced
 from .settings import StepOptions
-from .shares import check_split, check_strict, microbatches, scatter, shares_of
+from .shares import check_strict, microbatches, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 
 
@@ -154,11 +154,7 @@ class ReplicaTrainer:
             raise ValueError("a process of a group has a part of the batch: pass all ranks' shares")
         shares = shares_of(len(X), [1] * self.world) if shares is None else shares
         here = self._here(shares)
-        check_split(X, y, len(self.devices), here)
         self._check(sum(shares))
-        if self._compiled and self._compiled.prepare():
-            self._single_values.check([tuple(shares)], X)
-            return self._timed(self._compiled.on_batch(X, y, shares))
         X_shards, y_shards = scatter(X, y, self.devices, here)
         self._clock.end_of("split")
         return self._train(X_shards, y_shards, shares)
@@ -181,9 +177,6 @@ class ReplicaTrainer:
         if self._here(shares) != sizes:
             raise ValueError(f"the shares {list(shares)} are not those of the shards, {sizes}")
         self._check(sum(shares))
-        if self._compiled and self._compiled.prepare():
-            self._single_values.check([tuple(shares)], X[0])
-            return self._timed(self._compiled.on_shards(X, y))
         return self._train(X, y, shares)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -297,11 +290,6 @@ class ReplicaTrainer:
             raise ValueError(f"there must be one share per rank: {len(shares)} for {self.world}")
         return [shares[rank] for rank in self.ranks]
 
-    def _timed(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return the losses; all time of a compiled step counts as compute."""
-        self._clock.end_of("compute")
-        return losses
-
     def _train(
         self, X: Sequence[Tensor], y: Sequence[Tensor], shares: Sequence[int]
     ) -> list[Tensor]:
@@ -309,6 +297,10 @@ class ReplicaTrainer:
         n = sum(shares)
         sizes = microbatches(tuple(shares), self.options.microbatch or n)
         self._single_values.check(sizes, X[0])  # in a group all raise alike, and none waits
+        if self._compiled and self._compiled.prepare():
+            compiled = self._compiled.on_shards(X, y)
+            self._clock.end_of("compute")  # all of its parts
+            return compiled
         for params in self.parameters:
             for param in params:
                 param.grad = None  # unlike zeros, this saves adding the first gradient

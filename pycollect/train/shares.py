@@ -59,19 +59,13 @@ def check_strict(n: int, world: int, microbatch: int | None = None) -> None:
     Traceback (most recent call last):
     ValueError: batch size must be divisible by the number of devices: 5 examples on 2 devices
     """
-    if n % world:
-        raise ValueError(
-            "batch size must be divisible by the number of devices: "
-            f"{n} examples on {world} devices"
-        )
-    if microbatch is None:
-        return
-    if microbatch % world:
-        raise ValueError(
-            "microbatch size must be divisible by the number of devices: "
-            f"{microbatch} examples on {world} devices"
-        )
-    if n % microbatch:
+    for what, size in (("batch", n), ("microbatch", microbatch)):
+        if size is not None and size % world:
+            raise ValueError(
+                f"{what} size must be divisible by the number of devices: "
+                f"{size} examples on {world} devices"
+            )
+    if microbatch is not None and n % microbatch:
         raise ValueError(
             "batch size must be divisible by the microbatch size: "
             f"{n} examples in microbatches of {microbatch}"
@@ -125,7 +119,7 @@ class AutoShares:
             raise ValueError(f"the delay must be at least 0 steps, not {delay}")
         self.world, self.delay = world, delay
         self._step = self._known = 0  # the next step; the first step that is not replayed
-        self._rates: list[float] = []  # smoothed examples per second; empty before measurements
+        self._rates = [0.0] * world  # smoothed examples per second; 0 before measurements
         self._given: list[int] = []
         self._changes: list[tuple[int, list[float]]] = [(0, [1.0] * world)]
 
@@ -170,11 +164,11 @@ class AutoShares:
         # Ignore the times of the first step, in which libraries choose and load their kernels.
         if self._step <= self._known or self._step == 1:
             return
-        known = self._rates or [0.0] * self.world
-        self._rates = [
-            _smoothed(rate, share, time)
-            for rate, share, time in zip(known, given, seconds, strict=True)
-        ]
+        for rank, (share, time) in enumerate(zip(given, seconds, strict=True)):
+            if share and time > 0:
+                rate = self._rates[rank]
+                new = (1 - _SMOOTHING) * rate + _SMOOTHING * share / time
+                self._rates[rank] = new if rate else share / time
         if self._step % _PERIOD == 0 and all(self._rates) and self._slowdown() > _MIN_SLOWDOWN:
             # Loaders may already have split the batches of the next `delay` steps.
             self._changes.append((self._step + self.delay, list(self._rates)))
@@ -197,7 +191,8 @@ class AutoShares:
             raise ValueError(
                 f"the stored shares are for {len(changes[0][1])} ranks, and there are {self.world}"
             )
-        self._changes, self._rates = changes, [float(rate) for rate in state["rates"]]
+        self._changes = changes
+        self._rates = [float(rate) for rate in state["rates"]] or [0.0] * self.world
         self._step = self._known = int(state["step"])
         self._given = []
 
@@ -215,12 +210,6 @@ class AutoShares:
             raise ValueError(f"the stored run has {state['step']} steps; there is no step {step}")
         self.load_state_dict(state)
         self._step = step
-
-
-def _smoothed(rate: float, share: int, seconds: float) -> float:
-    if share == 0 or seconds <= 0:
-        return rate
-    return share / seconds if rate == 0 else (1 - _SMOOTHING) * rate + _SMOOTHING * share / seconds
 
 
 def split_batch(
@@ -252,31 +241,15 @@ def split_batch(
     world = len(ranks)
     if strict:
         check_strict(len(X), world)
-    if weights is None:
-        shares = shares_of(len(X), [1] * world)
-    elif isinstance(weights, AutoShares):
-        if weights.world != world:
-            raise ValueError(f"weights has shares for {weights.world} ranks, and there are {world}")
-        shares = weights.shares(len(X))
-    elif isinstance(weights, str):
+    if isinstance(weights, str):
         raise ValueError(f"weights is {shown(weights)}: pass an AutoShares, or one number per rank")
-    elif len(weights) != world:
-        raise ValueError(f"there must be one weight per rank, not {len(weights)} for {world}")
-    else:
-        shares = shares_of(len(X), weights)
-    return scatter(X, y, ranks, shares)
-
-
-def check_split(X: Tensor, y: Tensor, world: int, shares: Sequence[int]) -> None:
-    """Raise ValueError unless there is a label for each example and a share for each rank, and the
-    shares add up to the batch.
-    """
-    if len(X) != len(y):
-        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
-    if len(shares) != world:
-        raise ValueError(f"there must be one share per rank: {len(shares)} for {world}")
-    if sum(shares) != len(X) or min(shares) < 0:
-        raise ValueError(f"the shares {list(shares)} must be at least 0 and add up to {len(X)}")
+    given = weights.weights if isinstance(weights, AutoShares) else weights
+    given = [1.0] * world if given is None else given
+    if len(given) != world:
+        raise ValueError(f"there must be one weight per rank, not {len(given)} for {world}")
+    if isinstance(weights, AutoShares):
+        return scatter(X, y, ranks, weights.shares(len(X)))
+    return scatter(X, y, ranks, shares_of(len(X), given))
 
 
 def scatter(
@@ -284,8 +257,14 @@ def scatter(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Split a batch into shards of the given sizes, each on its rank's device.
 
-    Raises ValueError where `check_split` does.
+    Raises ValueError unless there is a label for each example and a share for each rank, and the
+    shares add up to the batch.
     """
-    check_split(X, y, len(devices), shares)
+    if len(X) != len(y):
+        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
+    if len(shares) != len(devices):
+        raise ValueError(f"there must be one share per rank: {len(shares)} for {len(devices)}")
+    if sum(shares) != len(X) or min(shares) < 0:
+        raise ValueError(f"the shares {list(shares)} must be at least 0 and add up to {len(X)}")
     X_shards, y_shards = (pc.scatter(part, devices, chunk_sizes=shares) for part in (X, y))
     return X_shards, y_shards
