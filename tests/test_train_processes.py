@@ -197,7 +197,7 @@ def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
         "pass all ranks' shares",
         "one share per rank: 1 for 2",
         "must be at least 0 and add up to 3",
-        "forward changes parameter weight in place, and in this process",
+        "forward changes parameter weight in place, which cannot be compared",
     ]
     for found in pools(2).run(refused):
         for message, text in zip(messages, found, strict=True):

@@ -24,6 +24,7 @@ from .processes import (
     rank_of_this_process,
     run_rank,
     torchrun_context,
+    under_torchrun,
     with_devices,
 )
 from .training_loop import run
@@ -44,6 +45,8 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     try:
         try:
             backend = None if args.compare else args.backend
+            if args.compare and under_torchrun():
+                raise ValueError("a comparison starts processes itself: run it without torchrun")
             check_backend(backend)
             launch_context = torchrun_context(backend)
             prepared = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .data import Examples
-from .generators import generators, set_generators
+from .generators import generators, mixed_seed, set_generators
 from .graph import GraphedStep
 from .loader import Batch, Loader, LoaderOptions
 from .losses import sgd_factory
 from .prepared_run import PreparedRun
 from .records import StepSeconds
-from .reduce import GRADIENT_REDUCTIONS
-from .replica_trainer import ReplicaTrainer, gathered
+from .reduce import GRADIENT_REDUCTIONS, gathered
+from .replica_trainer import ReplicaTrainer
 from .shares import AutoShares, shares_of
 
 
@@ -54,6 +54,8 @@ class Engine:
         self._weights: Any = settings.weights if known else [1.0] * len(devices)
         self._graph = config.graph
         self._graphs: dict[int, Callable[[Tensor, Tensor], Sequence[Tensor]]] = {}
+        if self.group is not None:  # a data set may draw: processes draw other numbers
+            torch.manual_seed(mixed_seed(settings.seed, len(devices) + self.replicas.ranks[0]))
         self.seconds = StepSeconds()
         self.shares: tuple[int, ...] = ()  # the examples of every rank in the last step
 
@@ -105,7 +107,10 @@ class Engine:
             losses = self.replicas.step_on_shards(*batch.shards, shares=self.shares)
         self.seconds = self.replicas.seconds
         if self.auto:
-            self.auto.observe(gathered(self.replicas.rank_seconds(), self.group))
+            seconds = [0.0] * self.auto.world
+            for rank, own in zip(self.replicas.ranks, self.replicas.rank_seconds(), strict=True):
+                seconds[rank] = own
+            self.auto.observe(self.total(seconds))
         return losses
 
     def _replay(self, batch: Batch) -> list[Tensor]:
@@ -141,8 +146,13 @@ class Engine:
         return {
             "replicas": self.replicas.state_dict(),
             "auto": self.auto.state_dict() if self.auto else None,
-            "generators": gathered([generators(self.devices)], self.group),
+            "generators": gathered([generators(d) for d in self.devices], self.group),
+            "processes": self._processes,
         }
+
+    @property
+    def _processes(self) -> int:
+        return 1 if self.group is None else self.replicas.world
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`, of the same ranks.
@@ -152,6 +162,6 @@ class Engine:
         self.replicas.load_state_dict(state["replicas"])
         if self.auto:
             self.auto.load_state_dict(state["auto"])
-        processes = 1 if self.group is None else self.replicas.world
-        if len(state["generators"]) == processes:
-            set_generators(state["generators"][self.replicas.ranks[0]])
+        if state["processes"] == self._processes:
+            for rank, device in zip(self.replicas.ranks, self.devices, strict=True):
+                set_generators(state["generators"][rank], device)

@@ -12,30 +12,38 @@ from torch import Tensor
 
 from .records import is_captured
 
-States = Mapping[str, Tensor]  # by device: "cpu", "cuda:0"
+States = Mapping[str, Tensor]  # by the kind of device, "cpu" or "cuda"
 # Difference of the seeds of two neighbouring ranks; odd, so that the seeds of all ranks and of
 # neighbouring runs differ.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
-def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:
-    """Return the states of torch's random generators: the CPU's, and one per GPU in `devices`.
+def mixed_seed(seed: int, number: int) -> int:
+    """Return one of many seeds that a seed stands for.
 
-    >>> list(generators([torch.device("cpu")]))
+    >>> mixed_seed(5, 0)
+    5
+    """
+    return (seed + _SEED_STRIDE * number) % 2**63
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random generators: the CPU's, and that of a GPU `device`.
+
+    >>> list(generators(torch.device("cpu")))
     ['cpu']
     """
-    gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-    states = {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
-    return {"cpu": torch.get_rng_state(), **states}
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def set_generators(states: States) -> None:
+def set_generators(states: States, device: torch.device) -> None:
     """Restore torch's random generators from the states that `generators` returned."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, name)
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 class RankGenerators:
@@ -57,22 +65,26 @@ class RankGenerators:
         self._devices = list(devices)
         self.states: list[States] = []
         for device, rank in zip(devices, ranks, strict=True):
-            mixed = (seed + _SEED_STRIDE * rank) % 2**63
-            names = dict.fromkeys(("cpu", str(device)))
-            states = {name: torch.Generator(name).manual_seed(mixed).get_state() for name in names}
-            self.states.append(states)
+            own = mixed_seed(seed, rank)
+            places = {"cpu": torch.device("cpu"), device.type: device}
+            self.states.append(
+                {
+                    k: torch.Generator(place).manual_seed(own).get_state()
+                    for k, place in places.items()
+                }
+            )
 
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
         """Draw from the states of this process's i-th rank, except in a graph capture."""
-        devices = [self._devices[i]]
-        if is_captured(devices[0]):
+        device = self._devices[i]
+        if is_captured(device):
             yield
             return
-        before = generators(devices)
-        set_generators(self.states[i])
+        before = generators(device)
+        set_generators(self.states[i], device)
         try:
             yield
         finally:
-            self.states[i] = generators(devices)
-            set_generators(before)
+            self.states[i] = generators(device)
+            set_generators(before, device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import shown
+from .reduce import send_from_rank_0
 from .shares import split_batch
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (module output, labels) -> loss
@@ -176,7 +177,6 @@ def _buffers_of_rank_0(
 ) -> dict[str, Tensor]:
     """Return copies of the module's buffers on the device; of the module of rank 0 in a group."""
     found = {name: buffer.to(device, copy=True) for name, buffer in module.named_buffers()}
-    for name, buffer in found.items() if group is not None else ():
-        found[name] = buffer.contiguous()
-        dist.broadcast(found[name], group=group, group_src=0)
+    if group is not None:
+        send_from_rank_0(found.items(), group)
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from .._version import __version__
 from . import checkpoint
 from .config import Config
@@ -43,10 +44,15 @@ class PreparedRun:
 
     def __post_init__(self) -> None:
         self.data.check_test_image()
-        if self.settings.sync_batchnorm and self.config.reduce != "pycollect":
+        if self.needs_threads and _C.is_rank_thread():
             raise ValueError(
-                "batch statistics over all ranks need a thread or process for each, which "
-                f"{self.config.reduce!r} does not sum over: leave out the reduction"
+                "batch statistics over all ranks need a thread for each, and this thread is a rank "
+                "itself: train with a backend, or outside of the launch"
+            )
+        if self.config.reduce != "pycollect" and (self.needs_threads or self.backend is not None):
+            raise ValueError(
+                f"the reduction {self.config.reduce!r} sums over replicas of one process, and here "
+                "each rank is a process or a thread: leave it out"
             )
         if self.config.graph:
             self._check_graph()

@@ -168,11 +168,13 @@ def run_rank(
 ) -> None:
     """Train as one rank of several processes; only rank 0 prints and writes files."""
     assert prepared.backend is not None
+    own = prepared.settings.devices[launch_context.rank]
+    if own.type == "cuda":
+        torch.cuda.set_device(own)  # NCCL sends objects by the current device
     join(prepared.backend, launch_context)
     if launch_context.rank:
         prepared = replace(prepared, config=replace(prepared.config, log=None, plot=None))
         printer = ProgressPrinter(quiet=True)
-    own = prepared.settings.devices[launch_context.rank]
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
     )

@@ -8,7 +8,7 @@ float64; of float16 and bfloat16 the naive one rounds every partial sum, the oth
 reduction, or over processes with a replica each by torch.distributed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -156,44 +156,57 @@ class GroupSum:
         """Start an all-reduce for every dtype; see `BucketSum`."""
         (mine,) = parameters
         trained = [param for param in mine if param.requires_grad]
-        dtypes = dict.fromkeys(param.dtype for param in trained)
-        return _Messages([self._message([p for p in trained if p.dtype == t]) for t in dtypes])
-
-    def _message(self, params: list[Tensor]) -> "_Message":
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
-            raise ValueError(_SPARSE)
-        known = params[0].new_tensor([float(p.grad is not None) for p in params])
-        parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params]
-        whole = torch.cat([known, *parts])
-        return _Message(params, whole, dist.all_reduce(whole, group=self.group, async_op=True))
-
-
-@dataclass(frozen=True)
-class _Message:
-    """Gradients of parameters on their way, behind the number of ranks that have each."""
-
-    params: Sequence[Tensor]
-    whole: Tensor
-    work: Any
-
-    def wait(self) -> None:
-        self.work.wait()
-        sizes = [len(self.params), *(param.numel() for param in self.params)]
-        parts = torch.split(self.whole, sizes)
-        for i, (param, part) in enumerate(zip(self.params, parts[1:], strict=True)):
-            if param.grad is not None:
-                param.grad.copy_(part.view_as(param))
-            elif parts[0][i] != 0:  # on a GPU this waits for it, where a rank lacks a gradient
-                param.grad = part.view_as(param).clone()
+        messages = []
+        for dtype in dict.fromkeys(param.dtype for param in trained):
+            params = [param for param in trained if param.dtype == dtype]
+            if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
+                raise ValueError(_SPARSE)
+            known = params[0].new_tensor([float(p.grad is not None) for p in params])
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            whole = torch.cat([known, *(part.flatten() for part in parts)])
+            work = dist.all_reduce(whole, group=self.group, async_op=async_op)
+            messages.append((params, whole, work))
+        return _Messages(messages)
 
 
 @dataclass(frozen=True)
 class _Messages:
-    messages: Sequence[_Message]
+    """Gradients on their way: parameters, their message, and its work unless it has arrived."""
+
+    messages: Sequence[tuple[Sequence[Tensor], Tensor, Any]]
 
     def wait(self) -> None:
-        for message in self.messages:
-            message.wait()
+        for params, whole, work in self.messages:
+            if work is not None:
+                work.wait()
+            known, *parts = torch.split(whole, [len(params), *(p.numel() for p in params)])
+            for i, (param, part) in enumerate(zip(params, parts, strict=True)):
+                # Where this rank lacks a gradient, on a GPU it waits to see whether another has it.
+                if param.grad is None and known[i] != 0:
+                    param.grad = torch.empty_like(param)  # optimizers rely on equal strides
+                if param.grad is not None:
+                    param.grad.copy_(part.view_as(param))
+
+
+@torch.no_grad()
+def send_from_rank_0(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    """Set tensors to those of rank 0 of a group; ValueError for a sparse one."""
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is sparse, and no group of processes sends it: make it dense")
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=group, group_src=0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def gathered(of_ranks: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks in their order, from those of this process's ranks."""
+    if group is None:
+        return of_ranks
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, of_ranks, group=group)
+    return [value for of_process in found for value in of_process]
 
 
 GRADIENT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(

@@ -43,10 +43,20 @@ from .module_replication import (
     replicate_module,
 )
 from .records import StepClock, StepSeconds, is_captured
-from .reduce import BucketSum, GroupSum, ListSum, Reduction, reduce_gradients_coalesced
+from .reduce import (
+    BucketSum,
+    GroupSum,
+    ListSum,
+    Reduction,
+    gathered,
+    reduce_gradients_coalesced,
+    send_from_rank_0,
+)
 from .settings import StepOptions
 from .shares import check_strict, microbatches, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
+
+_UNKNOWN = "which cannot be compared between processes"
 
 
 class ReplicaTrainer:
@@ -63,8 +73,9 @@ class ReplicaTrainer:
     batch statistics, and the model takes rank 0's, unless the options synchronise them.
 
     With a `group` of torch.distributed, each of its processes (or ranks as threads) has one rank:
-    `devices` is this process's device, all call the same methods in the same order, and gradients
-    are summed over the group instead of by `reduction`. Over the backend "pycollect" the bits are
+    `devices` is this process's device, all begin with rank 0's parameters and buffers and call the
+    same methods in the same order, and gradients are summed over the group instead of by
+    `reduction`. Over the backend "pycollect" the bits are
     those of replicas in one process.
 
     `modules`, `parameters` and `optimizers` are lists with an item for each rank of this process.
@@ -103,6 +114,10 @@ class ReplicaTrainer:
         self.modules = replicate_module(module, self.devices)
         if self.options.sync_batchnorm and group is not None:
             self.modules = [convert_sync_batchnorm(mine, group) for mine in self.modules]
+        if group is not None:
+            send_from_rank_0(
+                [*self.modules[0].named_parameters(), *self.modules[0].named_buffers()], group
+            )
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
@@ -131,10 +146,7 @@ class ReplicaTrainer:
         return self._clock.seconds
 
     def rank_seconds(self) -> list[float]:
-        """Return the seconds of every rank's forward and backward passes in the last step.
-
-        Waits until the GPUs have finished those passes.
-        """
+        """Return the seconds of each rank's passes in the last step; waits for their end on GPUs."""
         return self._clock.rank_seconds()
 
     def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
@@ -198,9 +210,10 @@ class ReplicaTrainer:
         call it.
         """
         buffers = [dict(mine.named_buffers()) for mine in self.modules]
-        states: Sequence[Any] = [None] * len(buffers)
-        if self.generators is not None:
-            states = self.generators.states
+        if self.group is not None:
+            buffers = [{name: b.cpu() for name, b in mine.items()} for mine in buffers]
+        own = self.generators
+        states = [None] * len(buffers) if own is None else own.states
         of_ranks = gathered(list(zip(buffers, states, strict=True)), self.group)
         return {
             "model": self.modules[0].state_dict(),
@@ -229,9 +242,12 @@ class ReplicaTrainer:
                 for name, buffer in module.named_buffers():
                     buffer.copy_(buffers[name])
         if self.generators is not None:
-            self.generators.states = [state["generators"][rank] for rank in self.ranks]
+            known = zip(self.ranks, self.generators.states, strict=True)
+            self.generators.states = [state["generators"][r] or kept for r, kept in known]
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError("a trainer of a group has no copies: make one in each process")
         # Hooks and compiled steps are bound to the parameters of this trainer.
         own = {"_buckets": None, "_compiled": None, "_clock": None}
         return {**self.__dict__, **own, "shared_memory": self._shared_memory()}
@@ -335,9 +351,9 @@ class ReplicaTrainer:
                 changed = param._version != version
                 if changed and (self.group is not None or not self._are_equal(i)):
                     name = [name for name, _ in self.modules[0].named_parameters()][i]
-                    where = "differently on each rank" if self.group is None else "in this process"
+                    how = "and differently on each rank" if self.group is None else _UNKNOWN
                     raise ValueError(
-                        f"forward changes parameter {name} in place, and {where}: "
+                        f"forward changes parameter {name} in place, {how}: "
                         "make it a buffer, of which each rank has its own"
                     )
 
@@ -432,12 +448,3 @@ def _ranks_of(devices: Sequence[torch.device], group: dist.ProcessGroup | None) 
     if rank < 0:
         raise ValueError("this process is not in the group")
     return [rank]
-
-
-def gathered(of_ranks: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks in their order, from those of this process's ranks."""
-    if group is None:
-        return of_ranks
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, of_ranks, group=group)
-    return [value for of_process in found for value in of_process]

@@ -185,6 +185,11 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
+        if not dist.is_initialized() or dist.get_world_size(self.group) != self.ranks:
+            raise RuntimeError(
+                f"{self.path}: batch normalisation over {self.ranks} ranks needs their group; call "
+                "it in processes or threads of one, or after eval()"
+            )
         whole = _whole_batch(input, self.group)
         if self.training and self.running_mean is not None:
             self._update(whole)

@@ -1,6 +1,6 @@
 """Runs: a prepared run from its first line to its result, in one thread or one for each rank."""
 
-import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,8 @@ def run(
 
     Several processes need `consensus` to write a checkpoint at a signal, after the same step.
     """
+    if not torch.is_grad_enabled():
+        raise ValueError("training records gradients, which is switched off here")
     printer.line(f"{prepared}, reduced by {prepared.reducer}")
     with Log(prepared.config.log, append=prepared.stored is not None) as log:
         log.write("start", **prepared.described())
@@ -61,24 +63,37 @@ def _run_as_threads(prepared: PreparedRun, printer: ProgressPrinter, log: Log) -
     """Train with a thread for each rank, as batch statistics over all ranks need."""
     devices, store = list(prepared.settings.devices), _dist.HashStore()
     prepared, quiet = replace(prepared, backend="pycollect"), ProgressPrinter(quiet=True)
-    autocast = [
-        torch.autocast(kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    enter_modes = _thread_modes()
 
     def run_rank(rank: int, world: int) -> RunResult:
         consensus = StopConsensus(store, rank, world, lambda: wait_for([devices[rank]]))
         output = (printer, log) if rank == 0 else (quiet, Log(None))
-        with ExitStack() as stack:  # a thread has modes of its own
-            for mode in autocast:
-                stack.enter_context(copy.copy(mode))
+        with ExitStack() as stack:
+            enter_modes(stack)
             return _trained(prepared, *output, consensus, interrupt)
 
     with Interrupt(prepared.config.checkpoint is not None) as interrupt:
         results = threads.launch(run_rank, len(devices), device=devices)
     first: RunResult = results[0]
     return replace(first, modules=[result.module for result in results])
+
+
+def _thread_modes() -> Callable[[ExitStack], None]:
+    """Return a function that enters the caller's modes of torch that are a thread's own."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    cached, device = torch.is_autocast_cache_enabled(), torch.get_default_device()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def enter(stack: ExitStack) -> None:
+        for kind, dtype in casts:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        if device.type != "cpu":  # a mode for the default device costs some time in every call
+            stack.enter_context(device)
+        if hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+
+    return enter
 
 
 def finish(result: RunResult, prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> None:
