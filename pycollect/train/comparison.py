@@ -16,7 +16,6 @@ from ..errors import shown
 from .config import Config
 from .curves import plot
 from .log import Log
-from .module_check import unused_parameters
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned, threads_per_rank
 from .progress_printer import ProgressPrinter
@@ -200,19 +199,8 @@ def check(prepared: PreparedRun, names: Sequence[str], backend: str | None) -> N
     """Raise ValueError for a run that cannot be compared with ddp, or a backend without ddp."""
     if "ddp" in names:
         check_available(backend or DDP_BACKEND)
-        _check_all_used(prepared)
     elif backend is not None:
         raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
-
-
-def _check_all_used(prepared: PreparedRun) -> None:
-    """Raise ValueError for unused parameters, which DDP would refuse only in the second step."""
-    unused = unused_parameters(prepared.module, prepared.data.image_shape)
-    if unused:
-        raise ValueError(
-            f"the model's output does not depend on {', '.join(unused)}, and ddp waits for the "
-            "gradients of all parameters: freeze them with requires_grad_(False)"
-        )
 
 
 def run(

@@ -10,7 +10,6 @@ variance, and torch would raise only in that layer, after other ranks have passe
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,58 +20,6 @@ from .module_replication import copied
 from .sync_batchnorm import SyncBatchNorm
 
 _EXAMPLES = 2  # layers with batch statistics even in evaluation refuse a single example
-
-
-def dry_run(
-    module: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, record: bool
-) -> Any:
-    """Return the module's output for zeros of this shape; None if the module raises.
-
-    With `record` autograd records the pass.
-
-    >>> dry_run(nn.Linear(3, 4), [3], record=False).shape
-    torch.Size([2, 4])
-    """
-    device = next((param.device for param in module.parameters()), torch.device("cpu"))
-    pair = torch.zeros(_EXAMPLES, *shape, dtype=dtype, device=device)
-    tensors: dict[int, Any] = {id(param): param for param in module.parameters()}
-    tensors |= {id(buffer): buffer.clone() for buffer in module.buffers()}
-    gpus = [device] if device.type == "cuda" else []
-    try:
-        with (
-            torch.random.fork_rng(gpus),
-            torch.set_grad_enabled(record),
-            _in_evaluation(module),
-        ):
-            return copied(module, tensors)(pair)
-    except Exception:  # any error is due to the zeros, or the training step will raise it again
-        return None
-
-
-def unused_parameters(module: nn.Module, shape: Sequence[int]) -> list[str]:
-    """Return the names of trained parameters that the output does not depend on, if `dry_run` runs.
-
-    >>> net = nn.ModuleDict({"a": nn.Linear(3, 4)}); net.forward = lambda x: net.a.weight.sum() * x
-    >>> unused_parameters(net, [3])
-    ['a.bias']
-    """
-    output = dry_run(module, shape, record=True)
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return []
-    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    grads = torch.autograd.grad(output.sum(), [param for _, param in named], allow_unused=True)
-    return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    training = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for part, mode in training:
-            part.training = mode
 
 
 def _single_value_error(rank: int, examples: int) -> ValueError:
@@ -145,14 +92,25 @@ class SingleValueCheck:
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
         """Return the numbers of values per channel that these layers get from one example."""
-        found = _Numbers()
-        hooks = [layer.register_forward_pre_hook(partial(_note, found)) for layer in layers]
+        device = next((param.device for param in self._module.parameters()), torch.device("cpu"))
+        pair = torch.zeros(_EXAMPLES, *examples.shape[1:], dtype=examples.dtype, device=device)
+        copies: dict[int, Any] = {id(param): param for param in self._module.parameters()}
+        copies |= {id(buffer): buffer.clone() for buffer in self._module.buffers()}
+        found: set[int] = set()
+
+        def note(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            found.add(inputs[0].numel() // inputs[0].shape[1] // _EXAMPLES)
+
+        gpus = [device] if device.type == "cuda" else []
         try:
-            whole = dry_run(self._module, examples.shape[1:], examples.dtype, record=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return set() if whole is None else found
+            with torch.random.fork_rng(gpus), torch.no_grad():
+                module = copied(self._module, copies).eval()
+                for layer in layers:
+                    copies[id(layer)].register_forward_pre_hook(note)
+                module(pair)
+        except Exception:  # any error is due to the zeros, or the training step will raise it again
+            return set()
+        return found
 
 
 Kind: TypeAlias = Callable[[nn.Module], bool]
@@ -168,15 +126,3 @@ def _is_local(layer: nn.Module) -> bool:
 def _is_synchronized(layer: nn.Module) -> bool:
     """Return whether a layer takes statistics over all ranks."""
     return isinstance(layer, SyncBatchNorm) and layer.ranks > 1
-
-
-class _Numbers(set[int]):
-    """Numbers that the hooks of a copied module note, too."""
-
-    def __deepcopy__(self, memo: object) -> "_Numbers":
-        return self
-
-
-def _note(found: set[int], layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    (x,) = inputs
-    found.add(x.numel() // x.shape[1] // _EXAMPLES)

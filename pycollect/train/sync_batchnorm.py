@@ -24,7 +24,7 @@ from .batch_statistics import (
     statistics,
 )
 from .lockstep import lockstep_exchange, lockstep_size
-from .references import References
+from .module_replication import References
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
