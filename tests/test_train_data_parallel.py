@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from train_cases import Calls
 
-from pycollect.train import DataParallel, digits
+from pycollect.train import DataParallel
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -179,18 +179,6 @@ def test_tied_frozen_and_unused_parameters() -> None:
     torch.testing.assert_close(parallel.module.scale.grad, module.scale.grad)
 
 
-def test_gradients_of_gradients() -> None:
-    module, X = net().double(), torch.randn(5, 1, 8, 8).double()
-    found = []
-    for model in (module, DataParallel(module, "cpu*2")):
-        module.zero_grad()
-        x = X.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()
-        found.append([g.clone() for g in grads(module) if g is not None])
-    torch.testing.assert_close(found[1], found[0])
-
-
 def on_two(forward: Callable[..., Any], x: Any) -> Callable[[], Any]:
     return lambda: DataParallel(Calls(forward), "cpu*2")(torch.tensor(x))
 
@@ -216,25 +204,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_refusals(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
-
-
-def test_buffers_of_any_dtype_and_layout() -> None:
-    module = Calls(lambda self, x: x * self.weight + self.map.to_dense().sum())
-    module.register_buffer("map", torch.eye(3).to_sparse())
-    module.register_buffer("tokens", torch.arange(3).to(torch.uint16))
-    module.register_buffer("whole", torch.ones(4))
-    module.register_buffer("part", module.whole[1:])
-    seen = []
-    module.register_forward_pre_hook(
-        lambda me, _: seen.append((me.whole.fill_(2), me.part, me.tokens))
-    )
-    assert DataParallel(module, "cpu*2")(torch.zeros(2)).tolist() == [3, 3]
-    for whole, part, tokens in seen:
-        assert part.tolist() == [2, 2, 2]
-        assert whole.data_ptr() + 4 == part.data_ptr()
-        assert tokens.view(torch.int16).tolist() == [0, 1, 2]
-    assert seen[0][0] is module.whole
-    assert seen[1][0] is not module.whole
 
 
 @dataclass
@@ -307,24 +276,3 @@ def test_parameters_that_forward_changes() -> None:
     words = nn.Embedding(6, 4, max_norm=1.0)
     with pytest.raises(RuntimeError, match="forward changes weight in place, and differently"):
         DataParallel(words, "cpu*2")(torch.arange(4))
-
-
-def test_the_chapters_training_loop() -> None:
-    torch.set_num_threads(1)  # small convolutions wait long for their threads on busy cores
-    net = nn.Sequential(
-        nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1),
-        nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3),
-    )  # fmt: skip
-    X, y = digits().train
-    X, y = (part[y < 3][:192] for part in (X[..., 6:22, 6:22], y))
-    net = DataParallel(net, device_ids="cpu*2")  # the changed line
-    trainer = torch.optim.SGD(net.parameters(), 0.3)
-    loss = nn.CrossEntropyLoss()
-    for _ in range(6):
-        for batch in torch.randperm(len(X)).split(32):
-            trainer.zero_grad()
-            loss(net(X[batch]), y[batch]).backward()
-            trainer.step()
-    net.eval()
-    with torch.no_grad():
-        assert (net(X).argmax(1) == y).float().mean() > 0.9

@@ -194,10 +194,6 @@ def forward_is(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Calls:
 STATEFUL: dict[str, Callable[[], Calls]] = {
     "an object as forward": lambda: forward_is(Timed),
     "a cache": lambda: forward_is(functools.lru_cache(maxsize=0)),
-    "a namespace": lambda: with_(
-        names=lambda module: SimpleNamespace(norm=module.norm),
-        run=lambda _: lambda self, x: self.names.norm(x),
-    ),
     "a recursive function": lambda: with_(
         counter=counting_down, run=lambda _: lambda self, x: self.counter(x, 2)
     ),

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.prune
 from torch import Tensor, nn
 from train_cases import CPU, batches, difference, replicas_of, same_bits, same_in_graphs
 
@@ -112,9 +111,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 def test_modules_without_replicas_are_refused_by_name(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replicate_module(REFUSED[message](), [CPU])
-
-
-def test_a_trained_replica_may_be_copied() -> None:
     trained = replicas_of(nn.Linear(2, 2), 2).modules[1]
     assert same_bits(replicate_module(trained, [CPU])[0], trained), "its hooks are the trainer's"
 
@@ -136,7 +132,6 @@ class Tied(nn.Module):
 
 
 TIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "the same": lambda weight: weight[:4],
     "transposed": lambda weight: weight.t()[:4],
     "a part": lambda weight: weight[2:],
     "other strides": lambda weight: weight.new_empty(0).set_(
@@ -213,7 +208,6 @@ class Last(nn.Module):
 COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: normed(nn.Linear(6, 4)),
     "a recurrent layer": Last,
-    "pruned": lambda: torch.nn.utils.prune.l1_unstructured(nn.Linear(6, 4), "weight", 0.5),
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 4)),
     "kept features": lambda: Kept(early=False),
     "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),

@@ -153,13 +153,11 @@ class DataParallel(nn.Module):
             return
         path: Any = pytree.tree_flatten_with_path(tree, is_leaf=self._is_leaf)[0][index][0]
         where = f"{path[0].key}{pytree.keystr(path[1:])}"
+        kind, advice = _name(leaf), "pass a padded tensor and pack it in the module"
         if isinstance(leaf, list):
             kind = "list of dicts, numbers or strings"
             advice = "if its items are not those of the examples, use a tuple"
-        elif isinstance(leaf, PackedSequence):
-            kind, advice = "PackedSequence", "pass a padded tensor and pack it in the module"
-        else:
-            kind = _name(leaf)
+        elif not isinstance(leaf, PackedSequence):
             advice = "use tensors in tuples, lists and dicts, or torch.export.register_dataclass"
         raise ValueError(f"DataParallel: {where} is a {kind}, which cannot be {done}; {advice}")
 
@@ -208,7 +206,7 @@ class _Replicas:
     """
 
     def __init__(self, module: nn.Module, ranks: Sequence[torch.device]) -> None:
-        held = reachable(replicable(module), instances=False)
+        held = list(reachable(replicable(module), instances=False))
         self._module, self._parts, found = module, of_type(nn.Module, held), of_type(Tensor, held)
         kept = [part for part in self._parts if "_is_replica" in vars(part)]
         if kept and "_is_replica" not in vars(module):

@@ -10,7 +10,7 @@ import importlib.util
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -46,7 +46,8 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     """
     replicable(module)
     for name, param in module.named_parameters():
-        if any(not _is_of_trainer(hook) for hook in _hooks_of(param)):
+        hooks: Any = (param._backward_hooks, param._post_accumulate_grad_hooks)
+        if not all(_is_of_trainer(hook) for kind in hooks for hook in (kind or {}).values()):
             raise ValueError(
                 f"parameter {name} has a hook, and would act on the gradient of each rank: remove "
                 "it, or register it with the replicas' parameters"
@@ -63,11 +64,6 @@ def replicable(module: nn.Module) -> nn.Module:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet: send one batch through the module first")
     return module
-
-
-def _hooks_of(param: Tensor) -> list[Any]:
-    kinds: Any = (param._backward_hooks, param._post_accumulate_grad_hooks)
-    return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
 def _is_of_trainer(hook: Any) -> bool:
@@ -87,18 +83,14 @@ def copies_of(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
     copies: list[list[Tensor]] = []
     with torch.no_grad():
         for device, mine in zip(ranks, pc.replicate([b for b, _ in blocks], ranks), strict=True):
-            found: dict[int, Tensor] = {}
-            for (block, members), copied in zip(blocks, mine, strict=True):
-                alone = len(members) == 1
-                found |= {
-                    i: copied if alone else _member(tensors[i], block, copied) for i in members
-                }
-            copies.append(
-                [
-                    found[i] if i in found else tensor.detach().to(device, copy=True)
-                    for i, tensor in enumerate(tensors)
-                ]
-            )
+            found = {
+                i: made if len(members) == 1 else _member(tensors[i], block, made)
+                for (block, members), made in zip(blocks, mine, strict=True)
+                for i in members
+            }
+            others = {i: tensor for i, tensor in enumerate(tensors) if i not in found}
+            found |= {i: t.detach().to(device, copy=True) for i, t in others.items()}
+            copies.append([found[i] for i in range(len(tensors))])
     return copies
 
 
@@ -116,20 +108,12 @@ def memory_blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     members: list[list[int]] = []
     end = 0
     for i, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if members and first < end:
-            members[-1].append(i)
-        else:
-            members.append([i])
+        if not members or first >= end:
+            members.append([])
+        members[-1].append(i)
         end = max(end, last)
-    return [
-        (
-            _bytes_of([tensors[i] for i in block])
-            if len(block) > 1
-            else tensors[block[0]].detach(),
-            block,
-        )
-        for block in sorted(map(sorted, members))  # the same on every rank
-    ]
+    ordered = sorted(map(sorted, members))  # the same on every rank
+    return [(_block([tensors[i] for i in block]), block) for block in ordered]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -147,8 +131,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all bytes of tensors that share memory, from an aligned address on."""
+def _block(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the only tensor, or all bytes of those that share memory, from an aligned address."""
+    if len(tensors) == 1:
+        return tensors[0].detach()
     storage = max((t.untyped_storage() for t in tensors), key=lambda s: s.nbytes())
     spans = [_span(tensor) for tensor in tensors]
     begin = (min(spans)[0] - storage.data_ptr()) // _ALIGNMENT * _ALIGNMENT
@@ -195,8 +181,8 @@ def of_type(kind: Any, values: Iterable[Any]) -> list[Any]:
     return [value for value in values if issubclass(type(value), kind)]
 
 
-def reachable(value: Any, *, instances: bool = True, functions: bool = True) -> list[Any]:
-    """Return a value and all that it refers to, directly or not.
+def reachable(value: Any, *, instances: bool = True, functions: bool = True) -> Iterator[Any]:
+    """Yield a value and all that it refers to, directly or not.
 
     Not searched are tensors, classes, global variables, instances of classes of torch and this
     package, of those written in C or with `__del__`, what a weak reference refers to unless it is a
@@ -216,10 +202,10 @@ def reachable(value: Any, *, instances: bool = True, functions: bool = True) -> 
         for part in filter(gc.is_tracked, stack.pop()):
             if id(part) not in found:
                 found[id(part)] = part  # keeps the id valid
+                yield part
                 kind: Any = type(part)
                 if issubclass(kind, searched) or (instances and _is_instance(kind)):
                     stack.append(parts_of(part))
-    return list(found.values())
 
 
 def parts_of(value: Any) -> Iterable[Any]:
