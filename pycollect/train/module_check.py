@@ -1,16 +1,14 @@
-"""Dry run of a module on two examples of zeros, to find errors before a training step.
+"""Dry run of a module, which finds shards of one example under batch normalisation.
 
-The examples run in evaluation mode, through a copy of the module, and change no state. The dry run
-does not cover behaviour specific to training. A module that fails on zeros has no result, and its
-step raises the error.
-
-The dry run finds shards of one example under batch normalisation: a single value per channel has no
-variance, and torch would raise only in that layer, after other ranks have passed theirs.
+A single value per channel has no variance, and torch would raise only in that layer, after other
+ranks have passed theirs. The dry run takes two examples of zeros in evaluation mode through a copy
+of the module, and changes no state. It does not cover behaviour specific to training. A module that
+fails on zeros has no result, and its step raises the error.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,31 +62,36 @@ class SingleValueCheck:
         """
         parts = list(parts)
         ranks = [part.index(1) for part in parts if 1 in part]
-        if ranks and self._gets_one_value(_is_local, examples):
+        if ranks and self._gets_one_value(examples, over_ranks=False):
             raise _single_value_error(ranks[0], 1)
         single = any(sum(part) == 1 for part in parts)
-        if single and self._gets_one_value(_is_synchronized, examples):
+        if single and self._gets_one_value(examples, over_ranks=True):
             raise ValueError(
                 "there is a batch or microbatch of one example, and batch normalisation over all "
                 "ranks needs more than one value per channel: use another batch size or "
                 "microbatch, or drop_last"
             )
 
-    def _gets_one_value(self, kind: "Kind", examples: Tensor) -> bool:
-        """Return whether a layer of this kind gets only one value per channel from one example."""
-        layers = [layer for layer in self._module.modules() if self._matches(kind, layer)]
-        if not layers:
-            return False
+    def _gets_one_value(self, examples: Tensor, *, over_ranks: bool) -> bool:
+        """Return whether a layer with such statistics gets one value per channel and example."""
+        layers = [
+            layer
+            for layer in self._module.modules()
+            if isinstance(layer, _BatchNorm)
+            and (layer.training or layer.running_mean is None)
+            and self._is_over_ranks(layer) is over_ranks
+        ]
         training = tuple(layer.training for layer in layers)
-        key = (kind, examples.shape[1:], examples.dtype, training)
-        if key not in self._found:
+        key = (over_ranks, examples.shape[1:], examples.dtype, training)
+        if layers and key not in self._found:
             self._found[key] = 1 in self._values(layers, examples)
-        return self._found[key]
+        return bool(layers) and self._found[key]
 
-    def _matches(self, kind: "Kind", layer: nn.Module) -> bool:
-        if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
-            return False
-        return kind(layer) if not self._sync_batchnorm else kind is _is_synchronized
+    def _is_over_ranks(self, layer: nn.Module) -> bool | None:
+        """Return whether a layer takes statistics over all ranks; None for nn.SyncBatchNorm."""
+        if self._sync_batchnorm or isinstance(layer, SyncBatchNorm):
+            return self._sync_batchnorm or layer.ranks > 1
+        return None if isinstance(layer, nn.SyncBatchNorm) else False
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
         """Return the numbers of values per channel that these layers get from one example."""
@@ -111,18 +114,3 @@ class SingleValueCheck:
         except Exception:  # any error is due to the zeros, or the training step will raise it again
             return set()
         return found
-
-
-Kind: TypeAlias = Callable[[nn.Module], bool]
-
-
-def _is_local(layer: nn.Module) -> bool:
-    """Return whether a layer takes statistics over its own shard alone."""
-    if isinstance(layer, SyncBatchNorm):
-        return layer.ranks == 1
-    return not isinstance(layer, nn.SyncBatchNorm)
-
-
-def _is_synchronized(layer: nn.Module) -> bool:
-    """Return whether a layer takes statistics over all ranks."""
-    return isinstance(layer, SyncBatchNorm) and layer.ranks > 1

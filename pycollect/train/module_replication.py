@@ -190,7 +190,7 @@ def reachable(value: Any, *, instances: bool = True, functions: bool = True) -> 
     without `functions` functions and what copy.deepcopy shares as it does functions.
 
     >>> layer = nn.Linear(2, 1)
-    >>> any(item is layer.weight for item in reachable([lambda: layer]))
+    >>> any(item is layer.weight for item in reachable(lambda own=layer: own))
     True
     """
     searched = (*_SEARCHED, *(_FUNCTIONS if functions else ()))
