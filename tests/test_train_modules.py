@@ -26,14 +26,17 @@ OUTSIDE = SimpleNamespace()  # refers to modules, as Lightning's trainer does
 
 
 class Twice(nn.Module):
-    """One layer under two names."""
+    """One layer under two names, and a number in a slot."""
+
+    __slots__ = ("factor",)
 
     def __init__(self) -> None:
         super().__init__()
+        self.factor = 1.5
         self.a = self.b = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
+        return self.b(torch.tanh(self.a(x))) * self.factor
 
 
 class Private:

@@ -11,14 +11,16 @@ the same time, unless the module waits for one.
 
 from __future__ import annotations
 
+import copyreg
 import operator
 import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MappingView, Sequence
 from contextlib import nullcontext
+from functools import partial
 from numbers import Number
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -291,6 +293,9 @@ def _replica(parts: Sequence[nn.Module], new: dict[int, Any], *, first: bool) ->
                     (key, registered.get(id(item), item)) for key, item in value.items()
                 )
         state["_is_replica"] = True  # torch's mark
+        slots = cast(Any, copyreg)._slotnames(type(old))
+        for name in filter(partial(hasattr, old), slots):
+            object.__setattr__(mine, name, _of_rank(getattr(old, name), new))
     return made
 
 

@@ -89,8 +89,10 @@ class SingleValueCheck:
 
     def _is_over_ranks(self, layer: nn.Module) -> bool | None:
         """Return whether a layer takes statistics over all ranks; None for nn.SyncBatchNorm."""
-        if self._sync_batchnorm or isinstance(layer, SyncBatchNorm):
-            return self._sync_batchnorm or layer.ranks > 1
+        if self._sync_batchnorm:
+            return True
+        if isinstance(layer, SyncBatchNorm):
+            return layer.ranks > 1
         return None if isinstance(layer, nn.SyncBatchNorm) else False
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
