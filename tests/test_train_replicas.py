@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from train_cases import (
@@ -20,9 +19,9 @@ from train_cases import (
     replicas_of,
     same_bits,
     trained,
+    trained_ranks,
 )
 
-from pycollect import threads
 from pycollect.train import (
     MODELS,
     LeNet,
@@ -311,19 +310,11 @@ def test_batch_statistics_over_all_ranks_are_those_of_the_whole_batch(
         layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)]
         return nn.Sequential(*layers).double()
 
-    def run(rank: int, world: int) -> nn.Module:
-        options = {"sync_batchnorm": True, "overlap": overlap, "bucket_bytes": 1}
-        mine = replicas_of(module(), 1, group=dist.group.WORLD, **options)
-        for X, y in batches([9, 9, 9]):
-            own = (part.split(shares)[rank] for part in (X.double(), y))
-            assert len(mine.step(*own, shares=shares)) == 1
-        assert 0 <= mine.evaluate(((X.double(), y) for X, y in batches([4]))) <= 1
-        return mine.modules[0]
-
+    data = [(X.double(), y) for X, y in batches([9, 9, 9])]
     whole = replicas_of(module(), 1)
-    for X, y in batches([9, 9, 9]):
-        whole.step(X.double(), y)
-    ranks = threads.launch(run, 3)
+    for X, y in data:
+        whole.step(X, y)
+    ranks = trained_ranks(module, 3, data, shares, overlap=overlap, bucket_bytes=1)
     for mine in ranks:
         assert same_bits(mine, ranks[0])
         for name, value in whole.modules[0].state_dict().items():

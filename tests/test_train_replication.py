@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.prune
 from torch import Tensor, nn
-from train_cases import CPU, batches, difference, replicas_of, same_bits, same_in_graphs
+from train_cases import (
+    CPU,
+    batches,
+    difference,
+    replicas_of,
+    same_bits,
+    same_in_graphs,
+    trained_ranks,
+)
 
 from pycollect.train import ReplicaTrainer, SyncBatchNorm, convert_sync_batchnorm, replicate_module
 
@@ -45,12 +52,15 @@ class Everything(nn.Module):
 def test_the_whole_module_is_copied_for_every_rank() -> None:
     module = Everything().eval()
     module.conv.train()
-    for copy in replicate_module(module, [CPU] * 3):
+    module.conv(torch.ones(1, 3, 4, 4)).sum().backward()
+    copies = replicate_module(module, [CPU] * 3)
+    for copy in copies:
         assert isinstance(copy, Everything)
         assert same_bits(copy, module)
         assert copy.out.weight is copy.embed.weight
         assert copy.again is copy.count
         assert [p.requires_grad for p in copy.parameters()] == [False, True, True, True]
+        assert all(param.grad is None for param in copy.parameters())
         assert copy.frozen.weight_decay == 0.0  # type: ignore[attr-defined]
         assert copy.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert (copy.count.dtype, copy.kept.dtype) == (torch.int64, torch.bfloat16)
@@ -58,60 +68,57 @@ def test_the_whole_module_is_copied_for_every_rank() -> None:
         assert copy.notes == module.notes
         assert copy.notes is not module.notes
         assert [m.training for m in copy.modules()] == [m.training for m in module.modules()]
+    tensors = [t for m in [module, *copies] for t in [*m.parameters(), *m.buffers()]]
+    assert len({t.data_ptr() for t in tensors}) == len(tensors) == 4 * 7
 
 
-def test_replicas_share_no_memory() -> None:
-    modules = [m := Everything(), *replicate_module(m, [CPU] * 2)]
-    tensors = [t for module in modules for t in [*module.parameters(), *module.buffers()]]
-    assert len({t.data_ptr() for t in tensors}) == len(tensors) == 3 * 7
+def with_(attribute: str, value: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    setattr(module[0], attribute, value)
+    return module
 
 
-def test_a_recurrent_network_uses_its_own_weights() -> None:
-    module = nn.LSTM(2, 3)
-    (copy,) = replicate_module(module, [CPU])
-    X = torch.randn(4, 1, 2)
-    with torch.no_grad():
-        module.weight_ih_l0.zero_()
-    assert not torch.equal(copy(X)[0], module(X)[0])
-    copy(X)[0].sum().backward()
-    assert all(param.grad is not None for param in copy.parameters())
-    assert all(param.grad is None for param in module.parameters())
-
-
-def test_parametrized_weights_are_computed_from_the_copy() -> None:
-    module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    (copy,) = replicate_module(module, [CPU])
-    copy(torch.ones(1, 2)).sum().backward()
-    assert all(param.grad is not None for param in copy.parameters())
-    assert all(param.grad is None for param in module.parameters())
-
-
-def test_gradients_are_not_copied() -> None:
+def hooked(register: str) -> nn.Module:
     module = nn.Linear(2, 2)
-    module(torch.ones(1, 2)).sum().backward()
-    (copy,) = replicate_module(module, [CPU])
-    assert copy.weight.grad is None
-    assert module.weight.grad is not None
+    getattr(module.weight, register)(lambda gradient: None)
+    return module
+
+
+def in_two_storages() -> nn.Module:
+    module, memory = nn.ParameterList([torch.ones(4), torch.ones(4)]), bytearray(24)
+    for param, begin in zip(module, (0, 8), strict=True):
+        param.data = torch.frombuffer(memory, dtype=torch.float32, offset=begin, count=4)
+    return module
+
+
+class Shared:
+    """An object that deepcopy shares, and that refers to a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "weight has no shape.*send one batch through the module first": lambda: nn.LazyLinear(2),
+    "TorchScript": lambda: torch.jit.script(nn.Linear(2, 2)),
+    "attribute lock of 0 cannot be copied for every rank": lambda: with_("lock", threading.Lock()),
+    "parameter weight has a hook.*register it with the replicas": lambda: hooked("register_hook"),
+    "parameter weight has a hook": lambda: hooked("register_post_accumulate_grad_hook"),
+    r"shapes \[\[4\], \[4\]\] share memory of several": in_two_storages,
+    "a Linear of the module is also held by an object that": lambda: nn.Sequential(
+        layer := nn.Linear(2, 2), with_("shared", Shared(layer))
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_modules_without_replicas_are_refused_by_name() -> None:
-    locked, hooked, early = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2)
-    locked[0].lock = threading.Lock()
-    hooked.weight.register_hook(lambda gradient: gradient * 2)
-    early.bias.register_post_accumulate_grad_hook(lambda _: None)
-    for module, message in (
-        (
-            nn.LazyLinear(2),
-            "weight has no shape.*send one batch through the module first",
-        ),
-        (torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
-        (locked, "attribute lock of 0 cannot be copied for every rank"),
-        (hooked, "parameter weight has a hook.*register it with the replicas"),
-        (early, "parameter bias has a hook"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            replicate_module(module, [CPU])
+@pytest.mark.parametrize("message", REFUSED)
+def test_modules_without_replicas_are_refused_by_name(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replicate_module(REFUSED[message](), [CPU])
     trained = replicas_of(nn.Linear(2, 2), 2).modules[1]
     assert same_bits(replicate_module(trained, [CPU])[0], trained), "its hooks are the trainer's"
 
@@ -133,7 +140,6 @@ class Tied(nn.Module):
 
 
 TIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "the same": lambda weight: weight[:4],
     "transposed": lambda weight: weight.t()[:4],
     "a part": lambda weight: weight[2:],
     "other strides": lambda weight: weight.new_empty(0).set_(
@@ -180,14 +186,6 @@ def test_parameters_that_share_memory_do_so_in_every_copy(tie: str) -> None:
         pickle.loads(pickle.dumps(replicas))
 
 
-def test_memory_of_several_storages_is_refused() -> None:
-    module, memory = nn.ParameterList([torch.ones(4), torch.ones(4)]), bytearray(24)
-    for param, begin in zip(module, (0, 8), strict=True):
-        param.data = torch.frombuffer(memory, dtype=torch.float32, offset=begin, count=4)
-    with pytest.raises(ValueError, match=r"shapes \[\[4\], \[4\]\] share memory of several"):
-        replicate_module(module, [CPU])
-
-
 class Kept(nn.Module):
     """Keeps its features; with `early` it uses those of the pass before."""
 
@@ -218,7 +216,6 @@ class Last(nn.Module):
 COMPUTED: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: normed(nn.Linear(6, 4)),
     "a recurrent layer": Last,
-    "pruned": lambda: torch.nn.utils.prune.l1_unstructured(nn.Linear(6, 4), "weight", 0.5),
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 4)),
     "kept features": lambda: Kept(early=False),
     "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
@@ -428,18 +425,17 @@ def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
             return x
 
     module = Listed()
-    whole, halves = replicas_of(module, 1), replicas_of(module, 2, sync_batchnorm=True)
-    for X, y in batches([6, 6]):
+    whole, data = replicas_of(module, 1), batches([6, 6])
+    for X, y in data:
         whole.step(X, y)
-        halves.step(X, y)
+    converted = trained_ranks(lambda: module, 2, data)[1]
     for name, value in whole.modules[0].state_dict().items():
-        torch.testing.assert_close(halves.modules[1].state_dict()[name], value, rtol=0, atol=1e-5)
-    (converted,) = convert_sync_batchnorm([module])
-    assert converted is module
-    assert all(isinstance(layer, SyncBatchNorm) for layer in (*module.layers, module.holder.last))
-    assert module.layers[0] is module.norm
-    assert module.holder.function is module.linear
+        torch.testing.assert_close(converted.state_dict()[name], value, rtol=0, atol=1e-5)
+    layers = (*converted.layers, converted.holder.last)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in layers)
+    assert converted.layers[0] is converted.norm
+    assert converted.holder.function is converted.linear
     fresh = Listed()
     fresh.norm.forward = Holder(fresh.norm.forward)
     with pytest.raises(ValueError, match="norm is a BatchNorm1d with another forward"):
-        convert_sync_batchnorm([fresh])
+        convert_sync_batchnorm(fresh)

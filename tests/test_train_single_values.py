@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from train_cases import same_bits
+from train_cases import same_bits, trained_ranks
 
 from pycollect.train import (
     Data,
     ReplicaTrainer,
-    StepOptions,
-    convert_sync_batchnorm,
     sgd_factory,
     train,
 )
@@ -44,7 +42,8 @@ class Picky(nn.Module):
 
 def test_before_the_step_nothing_has_changed() -> None:
     """torch's own error on rank 1 would come after rank 0's pass had changed its state."""
-    replicas = ReplicaTrainer(net(), "cpu*2", optimizer=sgd_factory(0.1))
+    norm = nn.BatchNorm1d(4)
+    replicas = ReplicaTrainer(net(norm, nn.Tanh(), norm), "cpu*2", optimizer=sgd_factory(0.1))
     three = batch(3)
     before, drawn = copy.deepcopy(replicas.modules), torch.get_rng_state()
     with pytest.raises(ValueError, match=r"rank 1 has a shard of 1, .* use larger batches"):
@@ -55,57 +54,42 @@ def test_before_the_step_nothing_has_changed() -> None:
     replicas.step(*batch(4))
 
 
-@pytest.mark.parametrize(
-    ("options", "last"),
-    [({}, 3), ({"microbatch": 3}, 4), ({"weights": "90,10"}, 6), ({"weights": "0,1"}, 1)],
-    ids=str,
-)
+RUNS: list[tuple[dict[str, Any], int]] = [
+    ({}, 3),
+    ({"microbatch": 3}, 4),
+    ({"weights": "90,10"}, 6),
+    ({"weights": "0,1"}, 1),
+    ({"sync_batchnorm": True}, 1),
+    ({"sync_batchnorm": True, "microbatch": 1}, 0),
+    ({"sync_batchnorm": True, "weights": "1,0"}, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "last"), RUNS, ids=str)
 def test_a_run_is_refused_before_it_begins(options: dict[str, Any], last: int) -> None:
     """Only the last batch has such a shard, which in a long run would come after hours."""
     X, y = batch(40 + last)
-    data = Data("noise", (X, y), (X, y))
+    options = {"data": Data("noise", (X, y), (X, y)), "epochs": 1, "quiet": True, **options}
     steps: list[int] = []
     model = net()
     model.register_forward_hook(lambda *_: steps.append(1) if model.training else None)
-    with pytest.raises(ValueError, match=r"has a shard of 1"):
-        train("cpu*2", 8, 0.1, model=model, data=data, epochs=1, quiet=True, **options)
+    sync = "sync_batchnorm" in options
+    message = "of one example, and batch normalisation over all" if sync else "has a shard of 1"
+    with pytest.raises(ValueError, match=message):
+        train("cpu*2", 8, 0.1, model=model, **options)
     assert not steps
-    train("cpu*2", 8, 0.1, model=net(), data=data, epochs=1, quiet=True, drop_last=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "last"),
-    [({}, 1), ({"microbatch": 1}, 0), ({"microbatch": 3}, 4), ({"weights": "1,0"}, 1)],
-    ids=str,
-)
-def test_one_example_over_all_ranks_is_too_few_for_synchronised_statistics(
-    options: dict[str, Any], last: int
-) -> None:
-    options = {"epochs": 1, "quiet": True, "sync_batchnorm": True, **options}
-    X, y = batch(40 + last)
-    data = Data("noise", (X, y), (X, y))
-    steps: list[int] = []
-    model = net()
-    model.register_forward_hook(lambda *_: steps.append(1) if model.training else None)
-    with pytest.raises(ValueError, match="of one example, and batch normalisation over all ranks"):
-        train("cpu*2", 8, 0.1, model=model, data=data, **options)
-    assert not steps
-    two = {**options, "drop_last": True, "microbatch": options.get("microbatch") and 2}
-    train("cpu*2", 8, 0.1, model=net(), data=data, **two)
+    two = {**options, "drop_last": True, "microbatch": 4, "weights": None}
+    train("cpu*2", 8, 0.1, model=model, **two)
+    assert steps
 
 
 def test_synchronised_statistics_are_not_advised_when_they_are_on() -> None:
     """Synchronised statistics are not suggested if they are on, with a dry run or without one."""
-    options = StepOptions(sync_batchnorm=True)
-    replicas = ReplicaTrainer(net(), "cpu*2", optimizer=sgd_factory(0.1), options=options)
-    with pytest.raises(ValueError, match="of one example") as caught:
-        replicas.step(*batch(1))
-    assert "synchronised" not in str(caught.value)
-    replicas.step(*batch(2))
-    replicas = ReplicaTrainer(Picky(), "cpu*2", optimizer=sgd_factory(0.1), options=options)
-    with pytest.raises(ValueError, match="take a larger batch") as caught:
-        replicas.step(*batch(1))
-    assert "synchronised" not in str(caught.value)
+    for make, message in ((net, "of one example"), (Picky, "take a larger batch")):
+        with pytest.raises(ValueError, match=message) as caught:
+            trained_ranks(make, 2, [batch(1)])
+        assert "synchronised" not in str(caught.value)
+    trained_ranks(net, 2, [batch(2)])
 
 
 def test_one_example_of_many_values_is_enough() -> None:
@@ -113,16 +97,14 @@ def test_one_example_of_many_values_is_enough() -> None:
     ReplicaTrainer(wide, "cpu*2", optimizer=sgd_factory(0.1)).step(*batch(3))
 
 
-@pytest.mark.parametrize("kind", ["frozen", "over all ranks", "none"])
+@pytest.mark.parametrize("kind", ["frozen", "none"])
 def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
     module = net() if kind != "none" else nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     if kind == "frozen":
         module[1].eval()  # type: ignore[index]
     calls: list[int] = []
     module.register_forward_hook(lambda *_: calls.append(1))
-    options = StepOptions(sync_batchnorm=kind == "over all ranks")
-    replicas = ReplicaTrainer(module, "cpu*2", optimizer=sgd_factory(0.1), options=options)
-    replicas.step(*batch(3))
+    ReplicaTrainer(module, "cpu*2", optimizer=sgd_factory(0.1)).step(*batch(3))
     assert len(calls) == 2  # no dry run took place
 
 
@@ -130,9 +112,6 @@ def test_without_running_statistics_evaluation_takes_them_too() -> None:
     module = nn.BatchNorm1d(3, track_running_stats=False).eval()
     with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
         SingleValueCheck(module).check([(1, 4)], torch.zeros(1, 3))
-    (alone,) = convert_sync_batchnorm([nn.BatchNorm1d(3)])
-    with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
-        SingleValueCheck(alone).check([(1,)], torch.zeros(1, 3))
 
 
 def test_a_module_that_fails_on_zeros_gets_torchs_error() -> None:

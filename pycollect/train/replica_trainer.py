@@ -146,7 +146,7 @@ class ReplicaTrainer:
         return self._clock.seconds
 
     def rank_seconds(self) -> list[float]:
-        """Return the seconds of each rank's passes in the last step; waits for their end on GPUs."""
+        """Return the seconds of each rank's passes in the last step; waits for GPUs."""
         return self._clock.rank_seconds()
 
     def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:

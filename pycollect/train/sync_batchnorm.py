@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .references import References
+from .module_replication import of_type, reachable
 
 Group = dist.ProcessGroup | None  # None: the default group
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
@@ -221,13 +221,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
-    """Replace nn.BatchNorm1d, 2d and 3d in a module by SyncBatchNorm layers, in place.
+    """Turn nn.BatchNorm1d, 2d and 3d in a module into SyncBatchNorm layers; return the module.
 
     The ranks are those of ``group``, processes or threads, by default of the default group; each
-    converts its own replica. Any backend and device is supported. The same module is returned, or
-    the new layer for a module that is itself a batch normalisation. Parameters, buffers and hooks
-    stay the same objects, so optimizers stay valid. Raises ValueError outside of the group, and for
-    batch normalisation classes with their own forward.
+    converts its own replica. Any backend and device is supported. Layers get another class and stay
+    the same objects, and so do their parameters, buffers and hooks. Raises ValueError outside of
+    the group, and for batch normalisation classes with their own forward.
 
     >>> from pycollect import threads
     >>> def convert(rank, world):
@@ -237,23 +236,18 @@ def convert_sync_batchnorm(module: nn.Module, group: Group = None) -> nn.Module:
       (0): SyncBatchNorm(2, eps=1e-05, momentum=0.1, ranks=2)
     )
     """
-    layers = dict(_layers(module))
+    layers = _layers(module)
     ranks = dist.get_world_size(group)
     if ranks < 1:
         raise ValueError("convert_sync_batchnorm: this process is not in the group")
-    made: dict[nn.Module, SyncBatchNorm] = {}
-    for path, old in layers.items():
-        if old not in made:
-            layer = made[old] = SyncBatchNorm.__new__(SyncBatchNorm)
-            layer.__dict__.update(old.__dict__)  # keep the old layer's state, hooks and mode
+    for path, found in layers:
+        if not isinstance(found, SyncBatchNorm):  # it may have several paths
+            layer: Any = found
+            dims = next(dims for kind, dims in _DIMS.items() if isinstance(layer, kind))
+            layer.__class__ = SyncBatchNorm
             layer.ranks, layer.group = ranks, None if group is dist.group.WORLD else group
-            layer.path = path or "batch normalisation"
-            layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
-    new = {id(old): layer for old, layer in made.items()}
-    References(module).replace(new)
-    for layer in made.values():
-        References(layer).replace(new)  # a layer's hooks and attributes may refer to it
-    return made.get(module, module)
+            layer.path, layer.dims = path or "batch normalisation", dims
+    return module
 
 
 def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -263,7 +257,7 @@ def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """
     named = list(module.named_modules(remove_duplicate=False))
     known = {part for _, part in named}
-    others = [part for part in References(module).all_modules if part not in known]
+    others = [part for part in of_type(nn.Module, reachable(module)) if part not in known]
     named += [(f"(unregistered {i})", part) for i, part in enumerate(others)]
     layers = [
         (name, layer)

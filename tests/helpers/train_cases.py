@@ -7,9 +7,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pycollect import threads
 from pycollect.train import ReplicaTrainer, StepOptions
+from pycollect.train.shares import shares_of
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 4
@@ -63,6 +66,27 @@ def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) 
     for X, y in batches(sizes):
         replicas.step(X, y)
     return replicas
+
+
+def trained_ranks(
+    make: Callable[[], nn.Module],
+    world: int,
+    data: Sequence[tuple[Tensor, Tensor]],
+    shares: Sequence[int] | None = None,
+    **others: Any,
+) -> list[nn.Module]:
+    """The modules of ranks as threads after a step on each batch, with statistics of all ranks."""
+
+    def run(rank: int, world: int) -> nn.Module:
+        mine = replicas_of(make(), 1, group=dist.group.WORLD, sync_batchnorm=True, **others)
+        for X, y in data:
+            sizes = shares_of(len(X), [1] * world) if shares is None else shares
+            own = (part.split(list(sizes))[rank] for part in (X, y))
+            assert len(mine.step(*own, shares=sizes)) == 1
+        assert 0 <= mine.evaluate(data) <= 1
+        return mine.modules[0]
+
+    return threads.launch(run, world)
 
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
