@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from pycollect.train import (
     CheckpointError,
     Data,
+    Options,
     ReplicaTrainer,
     RunResult,
-    RunSettings,
     checkpoint,
     load_model,
     train,
@@ -164,7 +164,7 @@ def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     first = run(epochs=1, seed=7, drop_last=True, checkpoint=path)
     again = train(model=net(), data=DATA, epochs=2, resume=path, quiet=True)
-    assert again.settings == RunSettings(**{**vars(first.settings), "epochs": 2})
+    assert again.settings == Options(**{**vars(first.settings), "epochs": 2})
     assert len(again.epochs) == 2
     assert len(train(model=net(), data=DATA, resume=path, quiet=True).epochs) == 1  # as before
     if not torch.cuda.is_available():

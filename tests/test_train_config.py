@@ -21,15 +21,13 @@ from pycollect.train import (
     digits,
     train,
 )
-from pycollect.train.__main__ import main
-from pycollect.train.command_line import config, parser
-from pycollect.train.config import PREFETCH, Config, ranks
+from pycollect.train.__main__ import main, options, parser
 from pycollect.train.data import DefaultHyperparameters
 from pycollect.train.graph import GraphedStep
+from pycollect.train.options import PREFETCH, Options, StepOptions, ranks
 from pycollect.train.prepared_run import prepare
 from pycollect.train.reduce import reduce_gradients_coalesced
 from pycollect.train.run_result import same_bits
-from pycollect.train.settings import RunSettings, StepOptions, parse_weights
 from pycollect.train.single_process import SingleProcessEngine
 
 CPU = torch.device("cpu")
@@ -42,9 +40,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(25, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> RunSettings:
+def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> Options:
     chosen = {"devices": devices, "batch_size": batch_size, "data": DATA, "model": net()}
-    return prepare(Config.of(chosen | options)).settings
+    return prepare(Options.of(chosen | options)).options
 
 
 def run(devices: Any = "cpu*2", batch_size: int = 8, **options: Any) -> Any:
@@ -94,7 +92,7 @@ def test_numbers_of_gpus_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.cuda
 def test_hidden_gpus_are_not_used() -> None:
-    program = "from pycollect.train.config import ranks; print(len(ranks('cuda:*', None)))"
+    program = "from pycollect.train.options import ranks; print(len(ranks('cuda:*', None)))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
@@ -107,7 +105,7 @@ def test_hidden_gpus_are_not_used() -> None:
 
 
 def test_defaults_belong_to_data_and_model() -> None:
-    lenet, resnet = (Config("cpu", model=name).settings(digits()) for name in (None, "resnet18"))
+    lenet, resnet = (Options("cpu", model=name).resolved(digits()) for name in (None, "resnet18"))
     assert (lenet.model, lenet.batch_size, lenet.lr, lenet.epochs) == ("lenet", 64, 0.3, 40)
     assert (resnet.batch_size, resnet.lr, resnet.epochs) == (64, 0.1, 5)
     assert settings().lr == 0.1
@@ -151,7 +149,7 @@ def test_measured_shares_observe_every_step(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_malformed_weights_are_refused(weights: Any) -> None:
     with pytest.raises(ValueError, match="weights are 'auto' or one number per rank such as"):
-        parse_weights(weights)
+        Options(weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -246,15 +244,15 @@ def test_the_command_line_gives_the_same_settings() -> None:
         "--drop-last --batch-size 10 --lr 0.2 --epochs 3 --scale-batch --scale-lr --momentum 0.9 "
         "--weight-decay 0.001 --microbatch 4 --sync-batchnorm --seed 5 --prefetch 3 --no-overlap"
     )
-    made = config(parser().parse_args(text.split()))
-    expected = RunSettings(
+    made = options(parser().parse_args(text.split()))
+    expected = Options(
         devices=(CPU, CPU), batch_size=20, lr=0.4, epochs=3, seed=5, model="resnet18",
         momentum=0.9, weight_decay=0.001, weights=(80.0, 20.0), microbatch=4, sync_batchnorm=True,
         strict=True, shuffle=False, drop_last=True,
     )  # fmt: skip
-    assert made.settings(digits()) == expected
+    assert made.resolved(digits()) == expected
     assert (made.prefetch, made.overlap) == (3, False)
-    assert config(parser().parse_args([])) == Config()
+    assert vars(options(parser().parse_args([]))) == vars(Options())
 
 
 def test_the_header_shows_unusual_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,13 +285,17 @@ def test_speed_options_do_not_change_the_bits(options: dict[str, Any]) -> None:
     assert all(map(same_bits, result.parameters, other.parameters))
 
 
-def test_prefetch_is_on_for_files_and_gpus() -> None:
+def test_prefetch_is_on_for_files_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     files = Data("files", ImageFolder((Path("a.png"),), (0,), ("a",)), (X, Y))
-    assert Config().batches_ahead(DATA, (CPU,)) == 0
-    assert Config().batches_ahead(DATA, (CPU, gpu)) == PREFETCH
-    assert Config().batches_ahead(files, (CPU,)) == PREFETCH
-    assert Config(prefetch=0).batches_ahead(files, (gpu,)) == 0
+    for data, devices, given, expected in (
+        (DATA, [CPU], None, 0),
+        (DATA, [CPU, gpu], None, PREFETCH),
+        (files, [CPU], None, PREFETCH),
+        (files, [gpu], 0, 0),
+    ):
+        monkeypatch.setattr("pycollect.train.options.ranks", lambda *_, to=devices: to)
+        assert Options(prefetch=given).resolved(data).prefetch == expected
 
 
 def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:

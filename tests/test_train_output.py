@@ -12,10 +12,10 @@ from torch import nn
 
 from pycollect.train import (
     Data,
+    Options,
     OutputError,
     ReductionComparison,
     RunResult,
-    RunSettings,
     StepSeconds,
     checkpoint,
     train,
@@ -52,7 +52,7 @@ def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> StepR
 
 
 def result_of(name: str, epochs: list[EpochRecord], steps: list[StepRecord]) -> RunResult:
-    settings = RunSettings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
+    settings = Options((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
     return RunResult(name, settings, epochs, steps, [])
 
 

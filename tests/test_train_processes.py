@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pycollect.train import Data, checkpoint
 from pycollect.train.__main__ import main
 from pycollect.train.comparison import compare_reductions
-from pycollect.train.config import Config
+from pycollect.train.options import Options
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.progress_printer import ProgressPrinter
@@ -52,7 +52,7 @@ class Ends(nn.Sequential):
 def prepared(world: int, norm: bool, backend: str | None = None, **options: Any) -> PreparedRun:
     chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
     chosen |= {"model": net(norm), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
-    return prepare(Config.of(chosen), backend)
+    return prepare(Options.of(chosen), backend)
 
 
 def trained(

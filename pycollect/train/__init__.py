@@ -33,6 +33,7 @@ from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
 from .optimizers import linear_lr, sgd_factory
+from .options import Options, StepOptions
 from .records import EpochRecord, StepRecord
 from .reduce import (
     GRADIENT_REDUCTIONS,
@@ -42,7 +43,6 @@ from .reduce import (
 )
 from .replica_trainer import ReplicaTrainer
 from .run_result import RunResult
-from .settings import RunSettings, StepOptions
 from .shares import AutoShares, split_batch
 from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -66,11 +66,11 @@ __all__ = [
     "LeNet",
     "Loader",
     "LoaderOptions",
+    "Options",
     "OutputError",
     "ReductionComparison",
     "ReplicaTrainer",
     "RunResult",
-    "RunSettings",
     "StepOptions",
     "StepRecord",
     "StepSeconds",

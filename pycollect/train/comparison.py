@@ -13,10 +13,10 @@ import torch
 from pycollect.devices import DeviceSpec
 
 from ..errors import shown
-from .config import Config
 from .curves import plot
 from .log import Log
 from .module_check import unused_parameters
+from .options import Options
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned, threads_per_rank
 from .progress_printer import ProgressPrinter
@@ -174,7 +174,7 @@ def compare_reductions(
     if options.get("reduce") is not None:
         raise ValueError("a comparison does not support reduce; pass names")
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    prepared = prepare(Config.of(asked))
+    prepared = prepare(Options.of(asked))
     printer = ProgressPrinter(quiet)
     printer.notice(prepared.data.notice)
     return run(prepared, names, printer, ddp_backend)
@@ -237,14 +237,14 @@ def run(
     for run_result in comparison.run_results:
         if lost := run_result.divergence:
             printer.warning(f"{run_result.name}: {lost}")
-    if prepared.config.plot is not None:
-        plot(comparison.run_results, prepared.config.plot, str(prepared))
+    if prepared.options.plot is not None:
+        plot(comparison.run_results, prepared.options.plot, str(prepared))
     return comparison
 
 
 def _rounding(prepared: PreparedRun, backend: str) -> str:
     """Return why a run of ddp over this backend may round differently; "" if it should not."""
-    devices, threads = prepared.settings.devices, torch.get_num_threads()
+    devices, threads = prepared.options.devices, torch.get_num_threads()
     why = []
     if any(d.type == "cpu" for d in devices) and threads_per_rank(len(devices)) != threads:
         each = threads_per_rank(len(devices))
@@ -266,4 +266,4 @@ def _in_turns(
         for _ in fit(prepared, runs, printer):
             for run in runs:
                 printer.line(f"{run.epochs[-1]} ({run.name})")
-    return [run.result(prepared.settings) for run in runs]
+    return [run.result(prepared.options) for run in runs]

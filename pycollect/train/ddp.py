@@ -25,7 +25,7 @@ from .loader import Batch, Loader, LoaderOptions
 from .losses import summed_cross_entropy
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
-from .settings import RunSettings
+from .options import Options
 from .shares import AutoShares, check_strict, microbatches, shares_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
 from .sync_batchnorm import convert_sync_batchnorm
@@ -61,7 +61,7 @@ class DDPEngine:
     """
 
     def __init__(
-        self, module: nn.Module, settings: RunSettings, *, exact_times: bool, prefetch: int = 0
+        self, module: nn.Module, settings: Options, *, exact_times: bool, prefetch: int = 0
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = settings.devices[self.rank]

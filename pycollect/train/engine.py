@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .data import Examples
 from .loader import Batch, Loader, LoaderOptions
 from .optimizers import MakeOptimizer, sgd_factory
-from .settings import RunSettings
+from .options import Options
 from .shares import AutoShares
 from .step_clock import StepSeconds
 
@@ -66,6 +66,6 @@ class Engine(Protocol):
         """Restore a state of `state_dict`."""
 
 
-def optimizer_of(settings: RunSettings) -> MakeOptimizer:
+def optimizer_of(settings: Options) -> MakeOptimizer:
     """Return the function that makes an optimizer for a list of parameters."""
     return sgd_factory(settings.lr, settings.momentum, settings.weight_decay)

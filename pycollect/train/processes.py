@@ -23,10 +23,10 @@ import pycollect as pc
 
 from .._command import interrupts_kept_from_children
 from . import checkpoint, records
-from .config import Config
 from .interrupt import StopConsensus
 from .log import Log
 from .module_replication import replicate_module
+from .options import Options
 from .prepared_run import PreparedRun
 from .progress_printer import ProgressPrinter
 from .run_result import RunResult
@@ -149,11 +149,11 @@ def torchrun_context(backend: str | None) -> LaunchContext:
     return LaunchContext(rank, world, store)
 
 
-def with_devices(config: Config, backend: str, world: int) -> Config:
-    """Return the config with one device per process."""
-    if config.num_gpus is not None:
+def with_devices(asked: Options, backend: str, world: int) -> Options:
+    """Return the options with one device per process."""
+    if asked.num_gpus is not None:
         raise ValueError("the number of processes is the number of ranks; leave out --num-gpus")
-    return replace(config, devices=devices_of(config.devices, backend, world))
+    return replace(asked, devices=tuple(devices_of(asked.devices, backend, world)))
 
 
 def join(backend: str, launch_context: LaunchContext) -> None:
@@ -170,8 +170,8 @@ def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
     assert prepared.backend is not None
     join(prepared.backend, launch_context)
     if launch_context.rank:
-        prepared = replace(prepared, config=replace(prepared.config, log=None, plot=None))
-    own = prepared.settings.devices[launch_context.rank]
+        prepared = replace(prepared, options=replace(prepared.options, log=None, plot=None))
+    own = prepared.options.devices[launch_context.rank]
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
     )
@@ -189,12 +189,12 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
 
     Raises ValueError if data or model cannot be pickled for another process.
     """
-    world = len(prepared.settings.devices)
+    world = len(prepared.options.devices)
     threads = threads_per_rank(world)
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(prepared.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
-        config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself
-        prepared = replace(prepared, backend=backend, config=config)
+        options = replace(prepared.options, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
+        options = replace(options, overlap=None, exact_times=True)  # DDP overlaps by itself
+        prepared = replace(prepared, backend=backend, options=options)
         try:  # a file: passed as arguments, the caller's tensors would become shared memory
             torch.save(prepared, Path(folder) / "prepared")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -206,7 +206,7 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
     steps, epochs = records.restored(state)
     (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
     module.load_state_dict(state["engine"]["replicas"]["model"])
-    return RunResult("ddp", prepared.settings, epochs, steps, [module])
+    return RunResult("ddp", prepared.options, epochs, steps, [module])
 
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:

@@ -35,8 +35,8 @@ from .module_replication import (
     replicate_module,
 )
 from .optimizers import MakeOptimizer, check_step
+from .options import StepOptions
 from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
-from .settings import StepOptions
 from .shares import check_split, check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm

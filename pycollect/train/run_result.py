@@ -7,8 +7,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from .options import Options, device_list
 from .records import PARTS, EpochRecord, StepRecord, divergence, typical
-from .settings import RunSettings, device_list
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -34,7 +34,7 @@ class RunResult:
     """
 
     name: str
-    settings: RunSettings
+    settings: Options
     epochs: Sequence[EpochRecord]
     steps: Sequence[StepRecord]
     modules: Sequence[nn.Module]

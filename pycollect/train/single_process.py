@@ -11,9 +11,9 @@ from .checkpoint import generators, set_generators
 from .data import Examples
 from .engine import optimizer_of
 from .loader import Batch, Loader, LoaderOptions
+from .options import Options, StepOptions
 from .reduce import Reduction
 from .replica_trainer import ReplicaTrainer
-from .settings import RunSettings, StepOptions
 from .shares import AutoShares, shares_of
 from .step_clock import StepSeconds
 
@@ -30,7 +30,7 @@ class SingleProcessEngine:
     def __init__(
         self,
         module: nn.Module,
-        settings: RunSettings,
+        settings: Options,
         *,
         reduction: Reduction,
         options: StepOptions,

@@ -11,9 +11,9 @@ from . import records
 from .engine import Engine
 from .loader import Batch
 from .log import Log
+from .options import Options
 from .records import EpochRecord, StepRecord, mean_loss
 from .run_result import RunResult
-from .settings import RunSettings
 from .step_clock import wait_for
 
 # Steps between two reads of the losses, each of which waits for the GPUs: rare enough to cost
@@ -95,7 +95,7 @@ class TrainingRun:
         self.engine.load_state_dict(state["engine"])
         self.steps, self.epochs = records.restored(state)
 
-    def result(self, settings: RunSettings) -> RunResult:
+    def result(self, settings: Options) -> RunResult:
         """Return the result of the finished run, which had these settings."""
         modules = self.engine.modules
         return RunResult(self.name, settings, self.epochs, self.steps, modules, self.first_batch)
