@@ -136,14 +136,14 @@ def _main(command: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def _prepare(args: argparse.Namespace, world: int) -> PreparedRun:
     if args.compare:
         check_options(vars(args))
+    elif args.ddp_backend is not None:
+        raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
     asked = options(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
     prepared = prepare(asked, args.backend)
     if args.compare:
         check_comparison(prepared, args.compare, args.ddp_backend)
-    elif args.ddp_backend is not None:
-        raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
     return prepared
 
 
