@@ -42,20 +42,13 @@ def test_one_epoch_in_a_process(tmp_path: Path) -> None:
     assert re.fullmatch(r"test acc: 0\.\d\d, \d+\.\d sec/epoch on \[cpu, cpu\]", last)
 
 
-@pytest.mark.parametrize("stop", ["Ctrl-C", pytest.param("closed output", marks=pytest.mark.slow)])
-def test_a_run_ends_early_without_a_traceback(stop: str) -> None:
+def test_ctrl_c_ends_with_one_line() -> None:
     with programs.Program(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.readline().startswith("LeNet")
-        if stop == "Ctrl-C":
-            process.send_signal(signal.SIGINT)
-            expected = 130, "interrupted\n"
-        else:
-            process.stdout.close()
-            expected = 128 + signal.SIGPIPE, ""
-        errors = process.stderr.read()
-        assert (process.wait(60), errors) == expected
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
 
 
 def test_compare_prints_both_ratios(capsys: Capture) -> None:
@@ -75,12 +68,9 @@ def test_compare_prints_both_ratios(capsys: Capture) -> None:
     [
         ("--batch-size 0", "the batch size must be at least 1, not 0"),
         ("--batch-size many", "argument --batch-size: invalid int value: 'many'"),
-        ("--scale-batch --batch-size 0", "the batch size must be at least 1, not 0"),
-        ("--lr inf", "the learning rate must be a positive number, not inf"),
         ("--devices banana", "banana"),
         ("--devices", "argument --devices: expected at least one argument"),
         ("--data cifar", "argument --data: invalid choice: 'cifar'"),
-        ("--reduce magic", "argument --reduce: invalid choice: 'magic'"),
         ("--strict --batch-size 3 --devices cpu*2", "batch size must be divisible"),
         ("--log no/where.jsonl", "the folder of the log no/where.jsonl does not exist or is"),
         ("--graph --devices cpu", "in a CUDA graph on one GPU, not on [cpu]"),
@@ -88,13 +78,11 @@ def test_compare_prints_both_ratios(capsys: Capture) -> None:
         ("--backend gloo --reduce naive", "not allowed with argument"),
         ("--ddp-backend gloo", "--ddp-backend is for --compare"),
         ("--compare --reduce naive", "not allowed with argument"),
-        ("--compare naive,magic", "a comparison takes two or more of naive,pycollect,ddp, not"),
         ("--compare naive", "takes two or more of naive,pycollect,ddp, not 'naive'"),
         ("--compare --log no/where.jsonl", "a comparison does not support log"),
         ("--compare --checkpoint no/where.pt", "a comparison does not support checkpoint"),
         ("--compare --resume no/where.pt", "a comparison does not support resume"),
         ("--compare --replay-shares no.pt", "a comparison does not support measured shares"),
-        ("--compare --weights auto", "a comparison does not support measured shares"),
         ("--compare --graph --devices cpu", "a comparison does not support graph"),
         ("--compare --compile", "a comparison does not support compile"),
         ("--data digits --compare --ddp-backend gloo", "gloo is for ddp, which is not am"),
@@ -163,21 +151,13 @@ def test_help_defines_the_printed_time(capsys: Capture) -> None:
         assert part in text
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "quiet", "shown"),
-    [(Terminal(), False, True), (Terminal(), True, False), (io.StringIO(), False, False)],
-)
-def test_there_is_a_bar_on_a_terminal_only(
-    monkeypatch: Patch, stream: io.StringIO, quiet: bool, shown: bool
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as bar:
-        time.sleep(0.11)  # the bar is drawn at most ten times a second
-        bar.step(32, lambda: 2.345)
-    for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
-        assert (text in stream.getvalue()) == shown
+def test_there_is_a_bar_on_a_terminal_only(monkeypatch: Patch) -> None:
+    for terminal, quiet in ((True, False), (True, True), (False, False)):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda to=terminal: to)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as bar:
+            time.sleep(0.11)  # the bar is drawn at most ten times a second
+            bar.step(32, lambda: 2.345)
+        for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
+            assert (text in stream.getvalue()) == (terminal and not quiet)

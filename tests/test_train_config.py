@@ -1,7 +1,6 @@
 """Options: what is asked for is filled in, compared, documented; bad values are refused."""
 
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,8 @@ def run(batch_size: int = 8, **options: Any) -> Any:
         (iter(["cpu", "cpu"]), None, 0, [CPU] * 2),
         (None, None, 0, [CPU] * 2),
         (3, None, 0, [CPU] * 3),
-        (None, 3, 0, [CPU] * 3),
         (1, None, 2, [GPU]),
-        (None, 2, 2, [GPU, torch.device("cuda", 1)]),
+        (None, 1, 2, [GPU]),
         (None, 0, 0, "num_gpus must be at least 1, not 0"),
         ("cpu", 2, 0, "either devices or num_gpus"),
         (None, 3, 2, r"3, and 2 GPUs are visible; devices='cuda:0\*3' puts several"),
@@ -78,14 +76,12 @@ def test_devices(
         ({}, {"batch_size": 8, "lr": 0.1, "epochs": 2, "model": "Sequential", "seed": 0}),
         ({"data": "digits", "model": None}, {"model": "lenet", "lr": 0.3, "epochs": 40}),
         ({"data": "digits", "model": "resnet18"}, {"batch_size": 64, "lr": 0.1, "epochs": 5}),
-        ({"batch_size": 16}, {"batch_size": 16, "lr": 0.1}),
         ({"scale_batch": True, "devices": "cpu*3"}, {"batch_size": 24, "lr": 0.1}),
         ({"lr": 0.5, "scale_lr": True, "devices": "cpu*3"}, {"batch_size": 8, "lr": 1.5}),
         ({"lr": torch.tensor(0.5), "momentum": np.float32(0.5)}, {"lr": 0.5, "momentum": 0.5}),
         ({"batch_size": np.int64(4), "weights": np.ones(2)}, {"batch_size": 4, "weights": (1, 1)}),
         ({"weights": "80,20", "strict": None}, {"weights": (80, 20), "strict": False}),
         ({"batch_size": 8, "strict": True, "microbatch": 4, "drop_last": True}, {"strict": True}),
-        ({"batch_size": 13, "strict": True, "devices": "cpu*13"}, {"batch_size": 13}),
     ],
 )
 def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -99,7 +95,6 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
     ("options", "message"),
     [
         ({"batch_size": 8.0}, "train: batch_size is a float; pass an int"),
-        ({"epochs": True}, "train: epochs is a bool; pass an int"),
         ({"lr": "0.1"}, "train: lr is a str; pass a number"),
         ({"momentum": torch.rand(99)}, "train: momentum is a Tensor; pass a number"),
         ({"strict": 1}, "train: strict is a int; pass True or False"),
@@ -120,20 +115,17 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         ({"model": "vgg"}, r"unknown model 'vgg'; allowed are lenet, resnet18, and any torch"),
         ({"reduce": "magic"}, "unknown reduction 'magic'; allowed are pycollect, naive"),
         ({"weights": "1,2,3"}, "one weight per rank: 3 weights for 2 ranks"),
-        ({"weights": "1,-1"}, "weights must be numbers of at least 0"),
         *(
             ({"weights": w}, "weights are 'auto' or one number per rank such as")
-            for w in ("80;20", "fast", [1, None], 3, {0: 3.0, 1: 1.0}, {1, 2}, torch.ones(2, 2))
+            for w in ("80;20", [1, None], 3, {0: 3.0, 1: 1.0}, {1, 2}, torch.ones(2, 2))
         ),
         ({"weights": "auto", "sync_batchnorm": True}, "measured shares need separate times"),
         ({"batch_size": 27, "drop_last": True}, "drop_last leaves no batch: there are 26"),
         ({"batch_size": 7, "strict": True}, "divisible by the number of devices: 7 examples on 2"),
         ({"batch_size": 8, "strict": True, "microbatch": 3}, "microbatch size must be divisible"),
-        ({"batch_size": 8, "strict": True, "microbatch": 4}, "of 4"),
         ({"devices": "cpu*4", "strict": True}, "2 examples on 4 devices"),  # the last batch
         ({"graph": True}, r"a CUDA graph on one GPU, not on \[cpu, cpu\]; 'cuda:0\*2' puts"),
         ({"compile": True, "weights": "auto"}, "a compiled step has no parts and ranks to time"),
-        ({"compile": True, "exact_times": True}, "leave out --compile, or measured shares and"),
         ({"compile": True, "microbatch": 4}, "a step with microbatches is not one graph"),
         ({"model": "lenet"}, "LeNet takes images of 28 x 28, and noise has 5 x 5; choose"),
         ({"image_size": 5}, "image_size is for data by name, not for data of your own"),
@@ -142,9 +134,7 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         ({"data": "digits", "test_data": (X, Y)}, "test_data goes with data of your own"),
         ({"resume": "a.pt", "init_from": "b.pt"}, "goes on with a run and init_from starts one"),
         ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
-        ({"plot": "no/where.png"}, "the folder of the picture no/where.png does not exist"),
         ({"checkpoint": "/dev/full/run.pt"}, "the folder of the checkpoint /dev/full/run.pt does"),
-        ({"checkpoint": "."}, "the checkpoint must be a file, and . is a folder"),
         ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl does not exist or is"),
     ],
 )
@@ -250,15 +240,16 @@ def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:
 
     def capture(X: torch.Tensor, *args: Any, **options: Any) -> GraphedStep:
         captured.append(len(X))
-        make = partial(GraphedStep.of, capturing=lambda run: run)
-        return make(X, *args, **options)
+        return GraphedStep.of(X, *args, **options, capturing=lambda run: run)
 
-    def trained(capture: Any) -> list[torch.Tensor]:
-        how = {"reduction": reduce_gradients_coalesced, "options": StepOptions()}
-        engine = SingleProcessEngine(net(), filled(), capture=capture, **how)
+    bits = []
+    for how in (capture, None):
+        reduction, options = reduce_gradients_coalesced, StepOptions()
+        engine = SingleProcessEngine(
+            net(), filled(), reduction=reduction, options=options, capture=how
+        )
         batches = engine.loader(DATA.train, LoaderOptions(8)).epoch()
         losses = [torch.stack(list(engine.step(batch))) for batch in batches]
-        return [*losses, *engine.modules[1].parameters()]
-
-    assert all(map(same_bits, trained(capture), trained(None)))
+        bits.append([*losses, *engine.modules[1].parameters()])
+    assert all(map(same_bits, *bits))
     assert captured == [8, 2]

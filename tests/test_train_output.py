@@ -152,26 +152,6 @@ def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
     plot([result_of(name, [EpochRecord(1, 1.0, math.nan, 0.1)], []) for name in "abc"], path)
 
 
-def test_one_epoch_is_epoch_1_and_all_runs_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The points of runs on the same batches coincide, so the first run has the largest marker."""
-    figures: list[Any] = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
-    )
-    epochs = [EpochRecord(1, 1.0, 2.3, 0.1)]
-    plot([result_of(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
-    loss, accuracy, _ = figures[0].axes
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figures[0].axes)
-    for axes in (loss, accuracy):
-        low, high = axes.get_xlim()
-        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
-        sizes = [line.get_markersize() for line in axes.lines]
-        assert sizes == sorted(set(sizes), reverse=True)
-        assert len(sizes) == 3
-
-
 def test_a_full_disk_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
