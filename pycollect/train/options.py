@@ -97,12 +97,6 @@ def _must(be: str, holds: Callable[[Any], bool]) -> Callable[[Any], None]:
     return check
 
 
-def _check_reduction(name: str) -> None:
-    if name not in GRADIENT_REDUCTIONS:
-        known = ", ".join(GRADIENT_REDUCTIONS)
-        raise ValueError(f"unknown reduction {shown(name)}; allowed are {known}")
-
-
 def _usual(name: str) -> str:
     digits, fashion = getattr(DIGITS, name), getattr(FASHION_MNIST, name)
     return f"for LeNet {digits} for the digits, {fashion} for Fashion-MNIST"
@@ -169,7 +163,7 @@ class Options:
         "the same bits", 0, usual="0", stored=True,
         check=_must("the seed must be from 0 to 2**63 - 1", lambda n: n >= 0))
     model: str | nn.Module = _option(
-        "model and data", "the model", "lenet", usual="resnet18 for a folder, else lenet",
+        "model and data", "the network", "lenet", usual="resnet18 for a folder, else lenet",
         python=": a name in `MODELS`, or any nn.Module", stored=True, choices=tuple(MODELS))
     momentum: float = _option(
         "training", "momentum of SGD, from 0 to below 1", 0, usual="0", stored=True, metavar="M",
@@ -183,13 +177,12 @@ class Options:
         python="; as text, or a number for each rank, at least 0 and not all 0")
     microbatch: int | None = _option(
         "training", "accumulate the gradients of N examples of all ranks at a time, to save memory",
-        check=_must("a microbatch must have at least 1 example", lambda n: n >= 1), stored=True)
+        check=_must("a microbatch must have at least 1 example", lambda n: n >= 1), stored=True,
+        python=", at least 1")
     sync_batchnorm: bool = _option(
-        "training", "take batch statistics over all ranks; not with measured shares", False,
-        stored=True)
+        "training", "batch statistics over all ranks, not with measured shares", False, stored=True)
     strict: bool = _option(
-        "ranks", "refuse a batch or microbatch that the number of ranks does not divide", False,
-        stored=True)
+        "ranks", "refuse a batch or microbatch that the ranks do not divide", False, stored=True)
     shuffle: bool = _option(
         "model and data", "shuffle the examples by seed and epoch", True, stored=True)
     drop_last: bool = _option(
@@ -212,7 +205,8 @@ class Options:
         usual=f"{IMAGE_SIZE}", metavar="PIXELS")
     checkpoint: FilePath = _option(
         "output", "write the state to FILE after every epoch, and at Ctrl-C or SIGTERM",
-        check=partial(check_output_path, "checkpoint", moved=True), python=" after the step")
+        check=partial(check_output_path, "checkpoint", moved=True),
+        python=" after the current step")
     resume: FilePath = _option(
         "output", "continue the run of a checkpoint, with its options unless they are given")
     init_from: FilePath = _option(
@@ -231,8 +225,7 @@ class Options:
         check=partial(check_output_path, "log", streamed=True))
     reduce: str = _option(
         "reduction", "naive: Dive into Deep Learning's loop over the tensors", "pycollect",
-        python="; a name in `GRADIENT_REDUCTIONS`", check=_check_reduction,
-        choices=tuple(GRADIENT_REDUCTIONS))
+        python="; a name in `GRADIENT_REDUCTIONS`", choices=tuple(GRADIENT_REDUCTIONS))
     overlap: bool | None = _option(
         "speed", "reduce the gradients of the last layers while the backward pass still computes "
         "the first; the bits are the same", usual="yes, but not in a comparison")
@@ -262,6 +255,9 @@ class Options:
             object.__setattr__(self, option.name, value)  # the class is frozen
             if check is not None and value is not None:
                 check(value)
+        if self.reduce not in GRADIENT_REDUCTIONS:
+            known = ", ".join(GRADIENT_REDUCTIONS)
+            raise ValueError(f"unknown reduction {shown(self.reduce)}; allowed are {known}")
         if self.resume is not None and self.init_from is not None:
             raise ValueError("resume goes on with a run and init_from starts one: choose one")
 

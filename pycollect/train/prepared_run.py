@@ -210,7 +210,7 @@ def prepare(asked: Options, backend: str | None = None) -> PreparedRun:
             raise ValueError("weights and measured shares to replay exclude each other: choose one")
         asked = replace(asked, weights="auto")
     # The usual batch size depends on the data, so without a given one it is not yet checked.
-    early = asked if asked.batch_size else replace(asked, strict=False)
+    early = replace(asked, strict=False) if asked.batch_size is None else asked
     check_combination(early.resolved(None, stored), backend)
     source = _source(asked, stored)
     if source is None:
