@@ -1,4 +1,4 @@
-"""Output files of a run: the log's lines, the plot, the table."""
+"""Output files of a run: the log's lines, the plot, the table of a comparison."""
 
 import json
 import math
@@ -12,12 +12,11 @@ from torch import nn
 
 from pycollect.train import (
     Data,
+    Options,
     OutputError,
     ReductionComparison,
     RunResult,
-    RunSettings,
     StepSeconds,
-    checkpoint,
     train,
 )
 from pycollect.train import output as log_module
@@ -32,8 +31,8 @@ DATA = Data("noise", (X, Y), (X, Y))
 
 def run(**options: Any) -> Any:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    chosen = {"data": DATA, "epochs": 2, "quiet": True, **options}
-    return train("cpu*2", 8, 0.1, model=model, **chosen)
+    chosen = {"lr": 0.1, "data": DATA, "epochs": 2, "quiet": True, "model": model, **options}
+    return train("cpu*2", 8, **chosen)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -46,20 +45,19 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> StepRecord:
-    return StepRecord(
-        epoch, number, examples, loss, 0.1 * number, StepSeconds(compute=number), (4, 4)
-    )
+    seconds = StepSeconds(compute=number, reduction=1.0)
+    return StepRecord(epoch, number, examples, loss, 0.1 * number, seconds, (4, 4))
 
 
 def result_of(name: str, epochs: list[EpochRecord], steps: list[StepRecord]) -> RunResult:
-    settings = RunSettings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
-    return RunResult(name, settings, epochs, steps, [])
+    options = Options(devices=(torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
+    return RunResult(name, options, epochs, steps, [])
 
 
-def test_the_log_has_every_step_and_epoch(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    result = run(log=path)
-    found = lines(path)
+def test_the_log_has_every_step_and_epoch_and_documents_all_fields(tmp_path: Path) -> None:
+    files = {"log": tmp_path / "run.jsonl", "checkpoint": tmp_path / "run.pt"}
+    result = run(**files)
+    found = lines(files["log"])
     order = ["start", *["step"] * 3, "epoch", *["step"] * 3, "epoch", "end"]
     assert [line["event"] for line in found] == order
     start, first, *_, epoch, end = found
@@ -70,76 +68,52 @@ def test_the_log_has_every_step_and_epoch(tmp_path: Path) -> None:
     assert all(first[f"{part}_seconds"] >= 0 for part in PARTS)
     assert (epoch["epoch"], epoch["accuracy"]) == (2, result.accuracy)
     assert end["first_batch_seconds"] == result.first_batch > 0
-
-
-def test_all_fields_are_documented(tmp_path: Path) -> None:
-    run(log=tmp_path / "run.jsonl")
-    text = str(log_module.__doc__)
-    for line in lines(tmp_path / "run.jsonl"):
-        names = line.keys() - {"event"}
-        documented = ("data", "model", "devices", "batch_size", "lr") if "lr" in names else names
-        assert all(name in text for name in documented), line
-
-
-def test_a_continued_run_appends(tmp_path: Path) -> None:
-    files = {"log": tmp_path / "run.jsonl", "checkpoint": tmp_path / "run.pt"}
-    run(epochs=1, **files)
-    run(epochs=2, resume=tmp_path / "run.pt", **files)
+    for line in (first, epoch, end):
+        assert all(name in str(log_module.__doc__) for name in line.keys() - {"event"}), line
+    run(epochs=3, resume=files["checkpoint"], **files)  # a run that goes on appends to its log
     events = [line["event"] for line in lines(files["log"])]
-    assert events == ["start", *["step"] * 3, "epoch", "end"] * 2
+    assert events == [*order, "start", *["step"] * 3, "epoch", "end"]
     run(epochs=1, log=files["log"])
     assert len(lines(files["log"])) == 6  # a new run starts a new file
 
 
-def test_the_error_that_stops_a_run_is_logged(tmp_path: Path) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, X: torch.Tensor) -> torch.Tensor:
+def test_the_error_that_stops_a_run_is_logged_and_raised(tmp_path: Path) -> None:
+    class Broken(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("it broke")
 
     with pytest.raises(RuntimeError, match="it broke"):
-        train("cpu", data=DATA, model=Broken(), log=tmp_path / "run.jsonl", quiet=True)
+        run(model=Broken(16, 3), log=tmp_path / "run.jsonl")
     assert lines(tmp_path / "run.jsonl")[-1] == {"event": "stopped", "why": "it broke"}
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    with Log(tmp_path / "x.jsonl") as log:
-        log.step(step(1, 1, loss=math.nan))
-        log.write("end", accuracy=math.inf)
-    found = lines(tmp_path / "x.jsonl")
-    assert (found[0]["loss"], found[1]["accuracy"]) == (None, None)
+    with pytest.raises(KeyError, match="why"), Log("/dev/full"):  # although the log fails, too
+        raise KeyError("why")
 
 
 def test_a_run_that_ends_in_nan_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
-    arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu", "--log", str(path)]
-    assert main([*arguments, "--lr", "1e30"]) == 0
+    arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu"]
+    assert main([*arguments, "--log", str(path), "--lr", "1e30"]) == 0
     error = capsys.readouterr().err
     assert error.startswith("warning: the loss is nan from step ")
+    assert lines(path)[-2]["loss"] is None  # JSON has no NaN
     assert f"warning: {lines(path)[-1]['diverged']}; a smaller learning rate may help\n" == error
-    assert main(arguments) == 0
+    assert main([*arguments, "--log", str(path)]) == 0
     assert capsys.readouterr().err == ""
     assert lines(path)[-1]["diverged"] is None
-
-
-def test_a_comparison_names_the_runs_that_end_in_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--data", "digits", "--epochs", "1", "--lr", "1e30", "--compare"]) == 0
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("warning: naive: the loss is nan from step ")
-    assert second.startswith("warning: pycollect: the loss is nan from step ")
+    assert main([*arguments, "--lr", "1e30", "--compare"]) == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert [warning.partition(" from")[0] for warning in warnings] == [
+        "warning: the loss is nan"
+    ] * 2
 
 
 def test_only_the_end_of_a_run_counts_as_divergence() -> None:
     """A loss may be nan for a while and recover; the last update alone may ruin the model."""
     steps = [step(1, 1), step(1, 2, math.nan), step(2, 1, math.inf), step(2, 2)]
     fine = [torch.ones(2), torch.tensor([1])]
-    assert divergence(steps, fine) == ""
+    assert divergence(steps, fine) == divergence([], []) == ""
     assert divergence(steps[:3], fine) == "the loss is nan from step 2 of epoch 1 to the end"
     assert "not finite" in divergence(steps, [*fine, torch.tensor([1.0, math.inf])])
-    assert divergence([], []) == ""
 
 
 def test_long_epochs_are_logged_while_they_run(tmp_path: Path) -> None:
@@ -167,46 +141,16 @@ def test_typical_times_leave_the_first_step_out() -> None:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-@pytest.mark.parametrize("name", ["noise", "\udcff \u00fc $_{"], ids=["word", "bytes"])
-def test_a_picture_is_drawn(tmp_path: Path, ending: str, name: str) -> None:
+def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
+    """Also of losses that are not finite, and of a name with bytes that are no letters."""
     path = tmp_path / f"run.{ending}"
-    run(plot=path, data=replace(DATA, name=name))
+    run(plot=path, data=replace(DATA, name="\udcff \u00fc $_{"), lr=1e30)
     content = path.read_bytes()
     assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending])
     if ending == "svg":
         for text in (b"training loss", b"test accuracy", b"epoch", b"time (ms)", b"reduction"):
             assert b"<!-- " + text in content
-
-
-def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
-    epochs = [EpochRecord(1, 1.0, math.nan, 0.1), EpochRecord(2, 1.0, math.inf, 0.1)]
-    steps = [step(1, 1, math.nan), step(2, 1, math.inf)]
-    plot([result_of("run", epochs, steps)], tmp_path / "x.png")
-    plot([result_of(name, epochs, []) for name in "abc"], tmp_path / "y.png")
-    assert (tmp_path / "y.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
-        ({"plot": "no/where.png"}, "the folder of the picture no/where.png does not exist"),
-        (
-            {"checkpoint": "/dev/full/run.pt"},
-            "the folder of the checkpoint /dev/full/run.pt does not",
-        ),
-        ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl does not exist"),
-        ({"checkpoint": "no/where.pt"}, "does not exist or is not writable"),
-    ],
-)
-def test_unwritable_files_are_refused_at_once(options: dict[str, str], message: str) -> None:
-    def trained(*_: object) -> None:
-        pytest.fail("a step was done")
-
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    model.register_forward_hook(trained)
-    with pytest.raises(ValueError, match=message):
-        train("cpu", data=DATA, model=model, quiet=True, **options)
+    plot([result_of(name, [EpochRecord(1, 1.0, math.nan, 0.1)], []) for name in "abc"], path)
 
 
 def test_a_full_disk_is_one_sentence(
@@ -230,53 +174,20 @@ def test_a_full_disk_is_one_sentence(
     )
 
 
-def test_the_error_of_the_run_is_raised_even_if_the_log_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="why"), Log("/dev/full"):
-        raise KeyError("why")
-
-
-def test_a_checkpoint_without_its_folder_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be written \(.*Not a directory"):
-        checkpoint.save("/dev/full/run.pt", {})
-
-
-def test_one_epoch_is_epoch_1_and_all_runs_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The points of runs on the same batches coincide, so the first run has the largest marker."""
-    figures: list[Any] = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
-    )
-    epochs = [EpochRecord(1, 1.0, 2.3, 0.1)]
-    plot([result_of(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
-    loss, accuracy, _ = figures[0].axes
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figures[0].axes)
-    for axes in (loss, accuracy):
-        low, high = axes.get_xlim()
-        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
-        sizes = [line.get_markersize() for line in axes.lines]
-        assert sizes == sorted(set(sizes), reverse=True)
-        assert len(sizes) == 3
-
-
-def test_a_comparison_tells_rounding_from_a_defect() -> None:
-    def result(name: str, value: float) -> RunResult:
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((1, 1, 1), "steps: the same bits"),
+        ((1, 1, 1 + 2**-20), "steps, against naive: processes by up to 9.5e-07 different"),
+        ((1, 2, 1.01), "pycollect by up to 1.0e+00 different, processes by up to 1.0e-02 diff"),
+    ],
+)
+def test_a_comparison_says_how_much_runs_differ(values: tuple[float, ...], message: str) -> None:
+    runs = []
+    for name, value in zip(("naive", "pycollect", "processes"), values, strict=True):
         module = nn.Linear(1, 1)
         nn.init.constant_(module.weight, value)
         nn.init.zeros_(module.bias)
-        steps = [replace(step(1, 1), seconds=StepSeconds(reduction=1.0))]
-        return replace(result_of(name, [EpochRecord(1, 1, 1, 1)], steps), modules=[module])
-
-    runs = [result("naive", 1.0), result("pycollect", 1.0), result("ddp", 1 + 2**-20)]
-    last = str(ReductionComparison(runs, "gloo adds in its order")).splitlines()[-1]
-    assert last.endswith(
-        "against naive: pycollect the same bits, ddp by up to 9.5e-07 different, as rounding may "
-        "be: gloo adds in its order"
-    )
-    assert "ddp DIFFERENT BITS, by up to 9.5e-07" in str(ReductionComparison(runs))
-    runs[2] = result("ddp", 1.01)
-    last = str(ReductionComparison(runs, "gloo adds in its order")).splitlines()[-1]
-    assert "ddp DIFFERENT BITS, by up to 1.0e-02, more than rounding (gloo adds" in last
-    runs[1:] = [result("pycollect", 2.0)]
-    assert "DIFFERENT BITS, by up to 1.0e+00" in str(ReductionComparison(runs, "gloo"))
+        made = result_of(name, [EpochRecord(1, 1, 1, 1)], [step(1, 1)])
+        runs.append(replace(made, modules=[module]))
+    assert message in str(ReductionComparison(runs)).splitlines()[-1]

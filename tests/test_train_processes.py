@@ -27,13 +27,12 @@ from pycollect._command import Stopped
 from pycollect.train import Data, ReplicaTrainer, checkpoint, sgd_factory, train
 from pycollect.train.__main__ import main
 from pycollect.train.comparison import compare_reductions
-from pycollect.train.config import Config
 from pycollect.train.interrupt import Interrupt, StopConsensus
+from pycollect.train.options import Options, StepOptions
 from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.records import same_bits
-from pycollect.train.settings import StepOptions
 from pycollect.train.training_loop import run
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -71,7 +70,7 @@ def net(kind: str) -> nn.Module:
 def prepared(world: int, kind: str = "", backend: str | None = None, **options: Any) -> PreparedRun:
     chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
     chosen |= {"model": net(kind), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
-    return prepare(Config.of(chosen), backend)
+    return prepare(Options.of(chosen), backend)
 
 
 def quietly(made: PreparedRun) -> tuple[list[float], list[float], list[Tensor]]:
@@ -219,7 +218,7 @@ def test_batch_statistics_of_one_process_are_taken_by_threads() -> None:
     assert 1e-6 < abs(narrow.losses[0] - result.losses[0]) < 0.1
     first, second = (module.eval()(X) for module in result.modules[:2])
     assert torch.equal(first, second)
-    with pytest.raises(ValueError, match="which 'naive' does not sum over: leave out the reduct"):
+    with pytest.raises(ValueError, match="reduction 'naive' sums over replicas of one"):
         train("cpu*2", model=net("norm"), reduce="naive", **options)
 
 

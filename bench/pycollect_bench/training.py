@@ -25,9 +25,9 @@ from pycollect.gpus import synchronizer
 from pycollect.train.graph import GraphedStep
 from pycollect.train.losses import sgd_factory, summed_cross_entropy
 from pycollect.train.models import MODELS
+from pycollect.train.options import StepOptions
 from pycollect.train.reduce import GRADIENT_REDUCTIONS
 from pycollect.train.replica_trainer import ReplicaTrainer
-from pycollect.train.settings import StepOptions
 
 from .ranks import Rank, Ranks, RanksFailed
 from .report import ONE_GPU, devices_named

@@ -23,6 +23,7 @@ from .loader import Batch, Loader, LoaderOptions
 from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
+from .options import Options, StepOptions
 from .records import EpochRecord, RunResult, StepRecord, StepSeconds
 from .reduce import (
     GRADIENT_REDUCTIONS,
@@ -31,7 +32,6 @@ from .reduce import (
     reduce_gradients_naive,
 )
 from .replica_trainer import ReplicaTrainer
-from .settings import RunSettings, StepOptions
 from .shares import AutoShares, split_batch
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .training_loop import train
@@ -54,11 +54,11 @@ __all__ = [
     "LeNet",
     "Loader",
     "LoaderOptions",
+    "Options",
     "OutputError",
     "ReductionComparison",
     "ReplicaTrainer",
     "RunResult",
-    "RunSettings",
     "StepOptions",
     "StepRecord",
     "StepSeconds",

@@ -1,21 +1,23 @@
 """The command line `python -m pycollect.train`, which trains a model; see --help."""
 
+import argparse
 import signal
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import fields
 from pathlib import Path
 
 from .. import _command
 from .._command import BAD_INPUT, BY_SIGNAL, StdoutError, Stopped, print_error
 from .._files import OutputError
 from .checkpoint import CheckpointError
-from .command_line import config, parser
+from .comparison import DEFAULT_BACKEND, PAIR, check_options, parse_names
+from .comparison import NAMES as COMPARED
 from .comparison import check as check_comparison
-from .comparison import check_options
 from .comparison import run as compare
 from .data import DatasetError
+from .options import GROUPS, Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .processes import (
@@ -30,6 +32,58 @@ from .processes import (
 from .training_loop import run
 
 FAILED = 1
+EPILOG = """\
+The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
+backward, reduction, update) without the evaluation and without waiting for data, the mean loss per
+training example, and the share of test examples that are classified correctly. All ranks evaluate,
+each a part of the test set. If loss or model are not finite at the end, a last line on standard
+error reports it, and so does the log; the exit status is still 0.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m pycollect.train",
+        usage="%(prog)s [option ...]",  # the full list would hide an error message below it
+        description="Train a model data-parallel: one replica per rank, the batch scattered over "
+        "the ranks, the gradients summed in one collective.",
+        epilog=EPILOG,
+    )
+    groups = {title: p.add_argument_group(title) for title in GROUPS}
+    how = groups["reduction"].add_mutually_exclusive_group()
+    for title, group in groups.items():
+        Options.add_arguments(how if title == "reduction" else group, title)
+    how.add_argument(
+        "--compare",
+        nargs="?",
+        type=_names,
+        const=PAIR,
+        metavar="NAME,NAME",
+        help=f"run several of {','.join(COMPARED)} one after the other on the same batches, and "
+        "print the ratios of the median times of a reduction, a step and an epoch (alone: "
+        f"{','.join(PAIR)})",
+    )
+    groups["reduction"].add_argument(
+        "--backend",
+        metavar="NAME",
+        help="pycollect, gloo or nccl: one process per rank, started by torchrun, or those of "
+        f"--compare (default there: {DEFAULT_BACKEND})",
+    )
+    return p
+
+
+def options(args: argparse.Namespace) -> Options:
+    """Return the options of the run that a parsed command line asks for."""
+    names = {option.name for option in fields(Options)}
+    return Options.of({name: value for name, value in vars(args).items() if name in names})
+
+
+def _names(text: str) -> tuple[str, ...]:
+    try:
+        return parse_names(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _command.run(command.prog, lambda: _main(command, arguments))
 
 
-def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
+def _main(command: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
         args = command.parse_args(arguments)
     launch_context = LaunchContext()
@@ -78,18 +132,18 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     return 0
 
 
-def _prepare(args: Namespace, world: int) -> PreparedRun:
+def _prepare(args: argparse.Namespace, world: int) -> PreparedRun:
     if args.compare:
         check_options(vars(args))
         check_comparison(args.compare, args.backend)
-        return prepare(config(args))
-    asked = config(args)
+        return prepare(options(args))
+    asked = options(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
     return prepare(asked, args.backend)
 
 
-def _run(args: Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:
+def _run(args: argparse.Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:
     if args.compare:
         compare(prepared, args.compare, ProgressPrinter(), args.backend)
     elif prepared.backend is not None:

@@ -11,8 +11,8 @@ from typing import Any
 from pycollect.devices import DeviceSpec
 
 from ..errors import shown
-from .config import Config
 from .curves import plot
+from .options import Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
@@ -126,7 +126,7 @@ def compare_reductions(
     if options.get("reduce") is not None:
         raise ValueError("a comparison does not support reduce; pass names")
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    prepared = prepare(Config.of(asked))
+    prepared = prepare(Options.of(asked))
     printer = ProgressPrinter(quiet)
     printer.notice(prepared.data.notice)
     return run(prepared, names, printer, backend)
@@ -168,17 +168,18 @@ def run(
     """
     check(names, backend)
     backend = backend or DEFAULT_BACKEND
-    config = replace(prepared.config, exact_times=True, overlap=bool(prepared.config.overlap))
+    asked = prepared.options
+    asked = replace(asked, exact_times=True, overlap=bool(asked.overlap), plot=None)
     run_results = []
     for name in names:
         reduce = name if name in GRADIENT_REDUCTIONS else PAIR[1]
-        one = replace(prepared, config=replace(config, reduce=reduce, plot=None))
+        one = replace(prepared, options=replace(asked, reduce=reduce))
         if name == PROCESSES:
             run_results.append(run_spawned(one, backend, printer))
         else:
             run_results.append(run_once(one, printer))
     comparison = ReductionComparison(run_results)
     printer.line(comparison)
-    if prepared.config.plot is not None:
-        plot(comparison.run_results, prepared.config.plot, str(prepared))
+    if prepared.options.plot is not None:
+        plot(comparison.run_results, prepared.options.plot, str(prepared))
     return comparison

@@ -35,27 +35,27 @@ class Engine:
     """
 
     def __init__(self, prepared: PreparedRun) -> None:
-        settings, config = prepared.settings, prepared.config
+        options = prepared.options
         self.group = None if prepared.backend is None else dist.group.WORLD
-        devices = settings.devices
+        devices = options.devices
         self.replicas = ReplicaTrainer(
             prepared.module,
             devices if self.group is None else devices[dist.get_rank()],
-            optimizer=sgd_factory(settings.lr, settings.momentum, settings.weight_decay),
-            reduction=GRADIENT_REDUCTIONS[config.reduce],
+            optimizer=sgd_factory(options.lr, options.momentum, options.weight_decay),
+            reduction=GRADIENT_REDUCTIONS[options.reduce],
             options=prepared.step_options(),
             group=self.group,
-            seed=settings.seed,
+            seed=options.seed,
         )
         # The loader of a process takes its part of a batch ahead of the steps before.
         delay = 0 if self.group is None else prepared.loading.prefetch
-        self.auto = AutoShares(len(devices), delay) if settings.weights == "auto" else None
-        known = settings.weights is not None and settings.weights != "auto"
-        self._weights: Any = settings.weights if known else [1.0] * len(devices)
-        self._graph = config.graph
+        self.auto = AutoShares(len(devices), delay) if options.weights == "auto" else None
+        known = options.weights is not None and options.weights != "auto"
+        self._weights: Any = options.weights if known else [1.0] * len(devices)
+        self._graph = options.graph
         self._graphs: dict[int, Callable[[Tensor, Tensor], Sequence[Tensor]]] = {}
         if self.group is not None:  # a data set may draw: processes draw other numbers
-            torch.manual_seed(mixed_seed(settings.seed, len(devices) + self.replicas.ranks[0]))
+            torch.manual_seed(mixed_seed(options.seed, len(devices) + self.replicas.ranks[0]))
         self.seconds = StepSeconds()
         self.shares: tuple[int, ...] = ()  # the examples of every rank in the last step
 

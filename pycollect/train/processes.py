@@ -23,9 +23,9 @@ import pycollect as pc
 
 from .._command import interrupts_kept_from_children
 from . import checkpoint, records
-from .config import Config
 from .interrupt import StopConsensus
 from .module_replication import replicate_module
+from .options import Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun
 from .records import RunResult, wait_for
@@ -147,11 +147,11 @@ def torchrun_context(backend: str | None) -> LaunchContext:
     return LaunchContext(rank, world, store)
 
 
-def with_devices(config: Config, backend: str, world: int) -> Config:
-    """Return the config with one device per process."""
-    if config.num_gpus is not None:
+def with_devices(asked: Options, backend: str, world: int) -> Options:
+    """Return the options with one device per process."""
+    if asked.num_gpus is not None:
         raise ValueError("the number of processes is the number of ranks; leave out --num-gpus")
-    return replace(config, devices=devices_of(config.devices, backend, world))
+    return replace(asked, devices=tuple(devices_of(asked.devices, backend, world)))
 
 
 def join(backend: str, launch_context: LaunchContext) -> None:
@@ -168,12 +168,12 @@ def run_rank(
 ) -> None:
     """Train as one rank of several processes; only rank 0 prints and writes files."""
     assert prepared.backend is not None
-    own = prepared.settings.devices[launch_context.rank]
+    own = prepared.options.devices[launch_context.rank]
     if own.type == "cuda":
         torch.cuda.set_device(own)  # NCCL sends objects by the current device
     join(prepared.backend, launch_context)
     if launch_context.rank:
-        prepared = replace(prepared, config=replace(prepared.config, log=None, plot=None))
+        prepared = replace(prepared, options=replace(prepared.options, log=None, plot=None))
         printer = ProgressPrinter(quiet=True)
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
@@ -188,12 +188,12 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
     The result has the model of rank 0. Raises ValueError if data or model cannot be pickled for
     another process.
     """
-    world = len(prepared.settings.devices)
+    world = len(prepared.options.devices)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = replace(prepared.config, checkpoint=folder / "run.pt", log=None, plot=None)
+        asked = replace(prepared.options, checkpoint=folder / "run.pt", log=None)
         try:  # a file: passed as arguments, the caller's tensors would become shared memory
-            torch.save(replace(prepared, backend=backend, config=config), folder / "prepared")
+            torch.save(replace(prepared, backend=backend, options=asked), folder / "prepared")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"processes are spawned, for which data or model cannot be pickled: {error}"
@@ -204,7 +204,7 @@ def run_spawned(prepared: PreparedRun, backend: str, printer: ProgressPrinter) -
     steps, epochs = records.restored(state)
     (module,) = replicate_module(prepared.module, [next(prepared.module.parameters()).device])
     module.load_state_dict(state["engine"]["replicas"]["model"])
-    return RunResult("processes", prepared.settings, epochs, steps, [module])
+    return RunResult("processes", prepared.options, epochs, steps, [module])
 
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .settings import RunSettings, device_list
+from .options import Options, device_list
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class RunResult:
     """
 
     name: str
-    settings: RunSettings
+    settings: Options
     epochs: Sequence[EpochRecord]
     steps: Sequence[StepRecord]
     modules: Sequence[nn.Module]

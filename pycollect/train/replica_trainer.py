@@ -42,6 +42,7 @@ from .module_replication import (
     memory_blocks,
     replicate_module,
 )
+from .options import StepOptions
 from .records import StepClock, StepSeconds, is_captured
 from .reduce import (
     BucketSum,
@@ -52,7 +53,6 @@ from .reduce import (
     reduce_gradients_coalesced,
     send_from_rank_0,
 )
-from .settings import StepOptions
 from .shares import check_strict, microbatches, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import cleandoc
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from pycollect import threads
 from pycollect.devices import DeviceSpec
 
 from . import curves
-from .config import Config
 from .interrupt import Interrupt, StopConsensus
+from .options import Options
 from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun, prepare
 from .records import RunResult, wait_for
@@ -32,7 +33,7 @@ def run(
     if not torch.is_grad_enabled():
         raise ValueError("training records gradients, which is switched off here")
     printer.line(f"{prepared}, reduced by {prepared.reducer}")
-    with Log(prepared.config.log, append=prepared.stored is not None) as log:
+    with Log(prepared.options.log, append=prepared.stored is not None) as log:
         log.write("start", **prepared.described())
         with prepared.repeatable():
             if prepared.needs_threads:
@@ -52,7 +53,7 @@ def _trained(
 ) -> RunResult:
     """Train the ranks of this process; with `interrupt`, another thread receives the signals."""
     alone = prepared.backend is None
-    enabled = prepared.config.checkpoint is not None and (alone or consensus is not None)
+    enabled = prepared.options.checkpoint is not None and (alone or consensus is not None)
     training = TrainingRun(prepared, printer, log)
     with Interrupt(enabled, consensus, interrupt) as stop:
         training.run(stop)
@@ -61,7 +62,7 @@ def _trained(
 
 def _run_as_threads(prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> RunResult:
     """Train with a thread for each rank, as batch statistics over all ranks need."""
-    devices, store = list(prepared.settings.devices), _dist.HashStore()
+    devices, store = list(prepared.options.devices), _dist.HashStore()
     prepared, quiet = replace(prepared, backend="pycollect"), ProgressPrinter(quiet=True)
     enter_modes = _thread_modes()
 
@@ -72,7 +73,7 @@ def _run_as_threads(prepared: PreparedRun, printer: ProgressPrinter, log: Log) -
             enter_modes(stack)
             return _trained(prepared, *output, consensus, interrupt)
 
-    with Interrupt(prepared.config.checkpoint is not None) as interrupt:
+    with Interrupt(prepared.options.checkpoint is not None) as interrupt:
         results = threads.launch(run_rank, len(devices), device=devices)
     first: RunResult = results[0]
     return replace(first, modules=[result.module for result in results])
@@ -111,10 +112,10 @@ def finish(result: RunResult, prepared: PreparedRun, printer: ProgressPrinter, l
     printer.line(result)
     if result.divergence:
         printer.warning(f"{result.divergence}; a smaller learning rate may help")
-    if prepared.config.plot is not None:
-        on_gpu = any(device.type == "cuda" for device in prepared.settings.devices)
-        hint = " (times of the host)" if on_gpu and not prepared.config.exact_times else ""
-        curves.plot([result], prepared.config.plot, f"{prepared}{hint}")
+    if prepared.options.plot is not None:
+        on_gpu = any(device.type == "cuda" for device in prepared.options.devices)
+        hint = " (times of the host)" if on_gpu and not prepared.options.exact_times else ""
+        curves.plot([result], prepared.options.plot, f"{prepared}{hint}")
 
 
 def train(
@@ -128,41 +129,8 @@ def train(
     """Train a model data-parallel, with one replica per rank, and return the `RunResult`.
 
     Without `quiet` it prints a line per epoch. Equal options give equal bits, whatever the load of
-    the machine, but not with `weights="auto"`, nor on GPUs without `deterministic`. These options
-    decide the result. One that is None or left out has the value of the checkpoint to resume, or
-    its default:
-
-    devices: one rank per device that `pycollect.devices` returns, or a number of GPUs, as in Dive
-        into Deep Learning (of CPU ranks where there is no GPU); default: all GPUs, else 2 CPU ranks
-    num_gpus: the same number of GPUs, in place of `devices`
-    batch_size: examples of all ranks together; default: that of data set and model
-    lr, epochs: learning rate on the mean loss and passes over the data; default: as for batch_size
-    scale_batch, scale_lr: multiply batch size or learning rate by the number of ranks (False)
-    data: "auto", "digits", "fashion-mnist" or "folder", as in `load_dataset`; or examples of your
-        own: a map-style data set, a pair of tensors (images and labels), or a `Data` ("auto")
-    test_data: the test set of your own examples; without it the accuracy is that of training
-    data_dir, image_size: further arguments of `load_dataset` ("data"; 320 pixels)
-    model: a name in `MODELS` or an nn.Module; default: that of the data set
-    seed, momentum, weight_decay, weights, microbatch, sync_batchnorm, strict, shuffle, drop_last:
-        as in `RunSettings`, with its defaults; `weights` may also be a string such as "80,20"
-
-    A checkpoint does not hold the other options, which decide how the training runs:
-
-    reduce: a name in `GRADIENT_REDUCTIONS` ("pycollect")
-    overlap: reduce gradients while the backward pass runs (True)
-    prefetch: batches prepared ahead; default: 2 if files are decoded or a GPU is used, else 0
-    graph: replay the step as a CUDA graph, with all ranks on one GPU (False)
-    compile: run the steps after the first as one graph of torch.compile; True, or the name of one
-        of its backends (False)
-    deterministic: only use algorithms of torch that give the same bits every time (False)
-    exact_times: wait for the GPUs at every time measurement (False)
-    checkpoint: a file to write after every epoch, and at Ctrl-C or SIGTERM after the current step
-    resume: a checkpoint to continue
-    init_from: a checkpoint whose parameters and buffers a new run starts with; ranks, learning rate
-        and all else may differ. `load_model` does the same for a module of yours
-    replay_shares: a checkpoint whose measured shares are used again, step for step
-    log: a file for JSON lines with every step and epoch
-    plot: a picture of loss, accuracy and times to write (.png, .svg or .pdf)
+    the machine, but not with `weights="auto"`, nor on GPUs without `deterministic`. An option that
+    is None or left out has the value of the checkpoint to resume, or its default.
 
     Raises ValueError for a bad value, TypeError for an unknown option or a value of another type,
     DatasetError if the data is not available, CheckpointError if a checkpoint cannot be read,
@@ -173,7 +141,10 @@ def train(
     1
     """
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    prepared = prepare(Config.of(asked))
+    prepared = prepare(Options.of(asked))
     printer = ProgressPrinter(quiet)
     printer.notice(prepared.data.notice)
     return run(prepared, printer)
+
+
+train.__doc__ = f"{cleandoc(train.__doc__ or '')}\n\n{Options.documentation()}"

@@ -38,7 +38,7 @@ class TrainingRun:
         self._train = self.engine.loader(prepared.data.train, prepared.loading)
         # Images from files may be large: a batch size that fits for training fits here, too.
         small = _TEST_BATCH if isinstance(prepared.data.test, tuple) else 0
-        test_size = max(small, prepared.settings.batch_size)
+        test_size = max(small, prepared.options.batch_size)
         in_order = LoaderOptions(test_size, shuffle=False, prefetch=prepared.loading.prefetch)
         self._test = self.engine.loader(prepared.data.test, in_order, ahead=False)
         if prepared.shares is not None and self.engine.auto is not None:
@@ -51,7 +51,7 @@ class TrainingRun:
 
         If a checkpoint is to be written, a signal takes effect after the current step.
         """
-        epochs = self._prepared.settings.epochs
+        epochs = self._prepared.options.epochs
         if len(self.epochs) >= epochs:
             self._printer.notice(
                 f"nothing is left to train: the run has had {len(self.epochs)} epochs, of "
@@ -126,16 +126,16 @@ class TrainingRun:
     def save(self) -> None:
         """Write the checkpoint if the config names one; collective over processes."""
         prepared = self._prepared
-        if prepared.config.checkpoint is None:
+        if prepared.options.checkpoint is None:
             return
         state = {
-            "settings": prepared.settings.stored(),
+            "settings": prepared.options.stored(),
             "identity": prepared.identity(),
             "source": prepared.source,
             "run": self.state_dict(),
         }
         if self.engine.is_main_process:
-            checkpoint.save(prepared.config.checkpoint, state)
+            checkpoint.save(prepared.options.checkpoint, state)
         self.engine.total([0.0])  # a barrier: no process continues before the file is written
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,6 +153,6 @@ class TrainingRun:
 
     def result(self) -> RunResult:
         """Return the result of the finished run."""
-        settings, modules = self._prepared.settings, self.engine.modules
-        name = self._prepared.config.reduce
+        settings, modules = self._prepared.options, self.engine.modules
+        name = self._prepared.options.reduce
         return RunResult(name, settings, self.epochs, self.steps, modules, self.first_batch)
