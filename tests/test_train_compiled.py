@@ -60,7 +60,9 @@ def other_rates(step, X, y, replicas):
     for optimizer in replicas.optimizers:
         optimizer.param_groups[0]["lr"] = 0.3 / (1 + step)
     losses = replicas.step(X, y, shares=[len(X) - 4, 4])
-    assert replicas.optimizers[0].param_groups[0]["lr"] == 0.3 / (1 + step)
+    rate = replicas.optimizers[0].param_groups[0]["lr"]
+    assert isinstance(rate, float)
+    assert rate == 0.3 / (1 + step)
     return losses
 
 
