@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim import optimizer as torch_optimizer
 from train_cases import CPU, FEATURES, batches, difference, perceptron, replicas_of, same_in_graphs
 
-from pycollect.train import LeNet, ReplicaTrainer, StepOptions, train
+from pycollect.train import LeNet, ReplicaTrainer, train
 from pycollect.train.compiled_step import CompiledStep
 from pycollect.train.reduce import reduce_gradients_naive
 
@@ -105,8 +105,8 @@ def test_a_compiled_step_has_the_bits_of_eager_steps(make, world, sizes, step, o
 def test_optimizers(optimizer):
     """Fused optimizers round differently, and graphs have step numbers in float32."""
     found = []
-    for options in (StepOptions(), StepOptions(compile="aot_eager")):
-        replicas = ReplicaTrainer(perceptron(), "cpu*2", optimizer=optimizer, options=options)
+    for compiled in (False, "aot_eager"):
+        replicas = ReplicaTrainer(perceptron(), "cpu*2", optimizer=optimizer, compile=compiled)
         for X, y in batches([8, 8, 8, 8]):
             replicas.step(X, y)
         found.append([*replicas.modules[1].parameters()])
@@ -164,8 +164,8 @@ CPU_ONLY = "compiled for ranks on the CPU, and these are on cpu, cuda:1: Graphed
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StepOptions(compile=True, microbatch=4), "leave out compile"),
-        (lambda: StepOptions(compile=True, sync_batchnorm=True), "leave out compile"),
+        (lambda: replicas_of(perceptron(), 2, compile=True, microbatch=4), "leave out compile"),
+        (lambda: replicas_of(perceptron(), 2, compile=True, sync_batchnorm=True), "out compile"),
         (lambda: CompiledStep([CPU, GPU], [], [], None, None, "eager"), CPU_ONLY),
     ],
 )

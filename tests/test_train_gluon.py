@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from pycollect.train import GluonTrainer, ReplicaTrainer, StepOptions, sgd_factory, split_batch
+from pycollect.train import GluonTrainer, ReplicaTrainer, sgd_factory, split_batch
 
 total = partial(nn.functional.cross_entropy, reduction="sum")
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
@@ -21,7 +21,7 @@ def net():
 
 def of(one, **options):
     sgd = sgd_factory(0.1, momentum=0.9)
-    return ReplicaTrainer(one, "cpu*2", optimizer=sgd, options=StepOptions(**options))
+    return ReplicaTrainer(one, "cpu*2", optimizer=sgd, **options)
 
 
 def backward(modules, X=X, y=Y):

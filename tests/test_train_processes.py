@@ -28,7 +28,7 @@ from pycollect.train import Data, ReplicaTrainer, checkpoint, sgd_factory, train
 from pycollect.train.__main__ import main
 from pycollect.train.comparison import compare_reductions
 from pycollect.train.interrupt import Interrupt, StopConsensus
-from pycollect.train.options import Options, StepOptions
+from pycollect.train.options import Options
 from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
@@ -175,7 +175,7 @@ def refused(me: RankContext) -> list[str]:
 
     calls = [
         lambda: ReplicaTrainer(one, "cpu*2", **make),
-        lambda: ReplicaTrainer(one, "cpu", options=StepOptions(compile=True), **make),
+        lambda: ReplicaTrainer(one, "cpu", compile=True, **make),
         lambda: step(one),
         lambda: step(one, shares=[3]),
         lambda: step(one, shares=[2, 2]),
@@ -196,15 +196,13 @@ def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
         "pass all ranks' shares",
         "one share per rank: 1 for 2",
         "must be at least 0 and add up to 3",
-        "forward changes parameter weight in place, which cannot be compared",
+        "forward changes parameter weight in place, which a group cannot compare",
     ]
     for found in pools(2).run(refused):
         for message, text in zip(messages, found, strict=True):
             assert message in text
     with pytest.raises(ValueError, match=r"pass a group, of processes or of the threads that pyc"):
-        ReplicaTrainer(
-            net("norm"), "cpu*2", optimizer=sgd_factory(1), options=StepOptions(sync_batchnorm=True)
-        )
+        ReplicaTrainer(net("norm"), "cpu*2", optimizer=sgd_factory(1), sync_batchnorm=True)
 
 
 def test_batch_statistics_of_one_process_are_taken_by_threads() -> None:

@@ -26,7 +26,6 @@ from pycollect.train import (
     MODELS,
     LeNet,
     ReplicaTrainer,
-    StepOptions,
     digits,
     init_lenet,
     lenet,
@@ -295,9 +294,9 @@ def test_a_rank_without_examples_keeps_its_statistics() -> None:
 
 def test_options_out_of_range() -> None:
     with pytest.raises(ValueError, match="a microbatch must have at least 1 example, not 0"):
-        StepOptions(microbatch=0)
+        replicas_of(perceptron(), 2, microbatch=0)
     with pytest.raises(ValueError, match="a bucket must have at least 1 byte, not 0"):
-        StepOptions(bucket_bytes=0)
+        replicas_of(perceptron(), 2, bucket_bytes=0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -25,7 +25,6 @@ from pycollect.gpus import synchronizer
 from pycollect.train.graph import GraphedStep
 from pycollect.train.losses import sgd_factory, summed_cross_entropy
 from pycollect.train.models import MODELS
-from pycollect.train.options import StepOptions
 from pycollect.train.reduce import GRADIENT_REDUCTIONS
 from pycollect.train.replica_trainer import ReplicaTrainer
 
@@ -98,11 +97,9 @@ def _steps(name: str, case: TrainingCase, lr: float) -> tuple[Callable[[], objec
         case.devices[:1] if name == ONE else case.devices,
         optimizer=sgd_factory(lr),
         reduction=GRADIENT_REDUCTIONS["naive" if name in (NAIVE, WHOLE) else "pycollect"],
-        options=StepOptions(
-            overlap=name == OVERLAPPED,
-            exact_times=name not in BY_HOST,
-            compile=name == COMPILED,
-        ),
+        overlap=name == OVERLAPPED,
+        exact_times=name not in BY_HOST,
+        compile=name == COMPILED,
     )
     X, y = case.examples()
     step = partial(GraphedStep.of(X, y, replicas) if name == GRAPH else replicas.step, X, y)

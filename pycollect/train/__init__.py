@@ -23,7 +23,7 @@ from .loader import Batch, Loader, LoaderOptions
 from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
-from .options import Options, StepOptions
+from .options import Options
 from .records import EpochRecord, RunResult, StepRecord, StepSeconds
 from .reduce import (
     GRADIENT_REDUCTIONS,
@@ -59,7 +59,6 @@ __all__ = [
     "ReductionComparison",
     "ReplicaTrainer",
     "RunResult",
-    "StepOptions",
     "StepRecord",
     "StepSeconds",
     "SyncBatchNorm",

@@ -156,3 +156,10 @@ def _step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     step: Any = type(optimizer).step
     own: Callable[..., Any] = inspect.unwrap(step, stop=lambda f: f.__globals__ is not wrappers)
     return own
+
+
+def check_graph(microbatch: int | None, sync_batchnorm: bool, compile: bool | str) -> None:
+    """Raise ValueError for a step to compile that is not one graph."""
+    if compile and (microbatch is not None or sync_batchnorm):
+        what = "batch statistics over all ranks" if sync_batchnorm else "microbatches"
+        raise ValueError(f"a step with {what} is not one graph: leave out compile")

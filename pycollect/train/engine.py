@@ -43,9 +43,9 @@ class Engine:
             devices if self.group is None else devices[dist.get_rank()],
             optimizer=sgd_factory(options.lr, options.momentum, options.weight_decay),
             reduction=GRADIENT_REDUCTIONS[options.reduce],
-            options=prepared.step_options(),
             group=self.group,
             seed=options.seed,
+            **prepared.step_options(),
         )
         # The loader of a process takes its part of a batch ahead of the steps before.
         delay = 0 if self.group is None else prepared.loading.prefetch

@@ -68,7 +68,7 @@ class GraphedStep:
             names = ", ".join(sorted(map(str, devices))) or "no device"
             raise ValueError(
                 f"a step is captured in a CUDA graph on one GPU, and these ranks are on {names}: "
-                "StepOptions(compile=True) or --compile makes it one graph on the CPU"
+                "compile=True or --compile makes it one graph on the CPU"
             )
         (device,) = devices
         self._X, self._y = X.to(device, copy=True), y.to(device, copy=True)
@@ -139,7 +139,7 @@ class GraphedStep:
         one launch after the backward pass. Raises ValueError for exact times, which wait for the
         host, for a process of a group, and for ranks on several devices or on the CPU.
         """
-        exact = replicas.options.exact_times
+        exact = replicas.exact_times
         if exact or replicas.group is not None:
             what = "exact times" if exact else "processes of a group"
             raise ValueError(f"a step with {what} cannot be captured in a CUDA graph")

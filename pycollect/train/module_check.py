@@ -116,3 +116,25 @@ class SingleValueCheck:
         except Exception:  # any error is due to the zeros, or the training step will raise it again
             return set()
         return found
+
+
+def check_parameters(
+    modules: Sequence[nn.Module], before: Sequence[Sequence[int]], *, alone: bool
+) -> None:
+    """Raise ValueError if forward passes have changed parameters, to different values.
+
+    `before` has the versions of the parameters of each replica. Only if this process has all
+    replicas, `alone`, can they be compared.
+    """
+    replicas = [dict(module.named_parameters()) for module in modules]
+    for mine, versions in zip(replicas, before, strict=True):
+        for (name, param), version in zip(mine.items(), versions, strict=True):
+            if param._version == version:
+                continue
+            if alone and all(torch.equal(r[name].to(param.device), param) for r in replicas):
+                continue
+            how = "and differently on each rank" if alone else "which a group cannot compare"
+            raise ValueError(
+                f"forward changes parameter {name} in place, {how}: "
+                "make it a buffer, of which each rank has its own"
+            )

@@ -2,7 +2,7 @@
 """The options of a training run, each stated once: as a field of `Options`.
 
 The fields make the command line, the checks of values, the documentation of `train`, and the
-settings in a checkpoint. `StepOptions` are those of a step of `ReplicaTrainer`.
+settings in a checkpoint.
 """
 
 import argparse
@@ -387,53 +387,3 @@ def device_list(devices: Sequence[torch.device]) -> str:
     '[cpu, cuda:0]'
     """
     return f"[{', '.join(map(str, devices))}]"
-
-
-# Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
-# buckets are small; but a launch costs a GPU microseconds. LeNet has one bucket, ResNet-18 seven.
-BUCKET_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of a training step, for `ReplicaTrainer`; ValueError for a value out of range.
-
-    `microbatch` is the number of examples of a microbatch over all ranks, at least 1; the gradients
-    of the microbatches are accumulated. None, the default, trains on the whole batch at once.
-    `overlap` (default: on) reduces gradients in buckets of about `bucket_bytes` (at least 1,
-    default 4 MiB) while the backward pass still runs; the bits are the same without. The other
-    options are off by default. `sync_batchnorm` takes batch statistics over all ranks. `strict`
-    refuses a batch that the number of ranks does not divide, as BatchFlow does. `exact_times`
-    waits for the devices wherever time is taken, so the host can no longer issue work ahead of a
-    GPU. `compile` runs every step after the first as one graph of torch.compile, by the backend
-    that it names, or "inductor" for True, and reduces after the backward pass, whatever `overlap`
-    is. It excludes `microbatch` and `sync_batchnorm`.
-
-    >>> StepOptions(microbatch=0)
-    Traceback (most recent call last):
-    ValueError: a microbatch must have at least 1 example, not 0
-    """
-
-    microbatch: int | None = None
-    overlap: bool = True
-    bucket_bytes: int = BUCKET_BYTES
-    sync_batchnorm: bool = False
-    strict: bool = False
-    exact_times: bool = False
-    compile: bool | str = False
-
-    def __post_init__(self) -> None:
-        if self.compile and (self.microbatch is not None or self.sync_batchnorm):
-            what = "batch statistics over all ranks" if self.sync_batchnorm else "microbatches"
-            raise ValueError(f"a step with {what} is not one graph: leave out compile")
-        if self.microbatch is not None and self.microbatch < 1:
-            raise ValueError(f"a microbatch must have at least 1 example, not {self.microbatch}")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"a bucket must have at least 1 byte, not {self.bucket_bytes}")
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of torch.compile, or None."""
-        return (
-            self.compile if isinstance(self.compile, str) else "inductor" if self.compile else None
-        )

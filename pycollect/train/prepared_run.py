@@ -13,12 +13,13 @@ from torch import nn
 from .. import _C
 from .._version import __version__
 from . import checkpoint, datasets
+from .compiled_step import check_graph
 from .data import Data, count
 from .loader import LoaderOptions
 from .models import MODELS, SIZE, LeNet
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
-from .options import Options, StepOptions, device_list
+from .options import Options, device_list
 from .shares import check_strict, microbatches, shares_of
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -79,11 +80,11 @@ class PreparedRun:
         """Whether every rank must be a thread of this process: layers exchange statistics."""
         return self.backend is None and needs_group(self.options)
 
-    def step_options(self) -> StepOptions:
-        """Return the options of a training step."""
+    def step_options(self) -> dict[str, Any]:
+        """Return the options of a training step, by the names that they have there."""
         names = ("microbatch", "sync_batchnorm", "strict", "exact_times", "compile")
         chosen = {name: getattr(self.options, name) for name in names}
-        return StepOptions(overlap=self.options.overlap is not False, **chosen)
+        return {"overlap": self.options.overlap is not False, **chosen}
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for equal bits, as plain numbers and strings."""
@@ -164,7 +165,7 @@ def check_combination(options: Options, backend: str | None) -> None:
         if wrong:
             raise ValueError(why)
     shares_of(1, weights)
-    StepOptions(options.microbatch, sync_batchnorm=sync, compile=compiled)
+    check_graph(options.microbatch, sync, compiled)
     if options.strict:
         check_strict(options.batch_size, len(devices), options.microbatch)
 

@@ -23,7 +23,7 @@ import pycollect as pc
 from pycollect.devices import DeviceSpec
 
 from .buckets import Buckets
-from .compiled_step import CompiledStep
+from .compiled_step import CompiledStep, check_graph
 from .generators import RankGenerators
 from .losses import (
     Loss,
@@ -34,15 +34,8 @@ from .losses import (
     check_step,
     summed_cross_entropy,
 )
-from .module_check import SingleValueCheck, explained
-from .module_replication import (
-    Detached,
-    copied,
-    copied_tensors,
-    memory_blocks,
-    replicate_module,
-)
-from .options import StepOptions
+from .module_check import SingleValueCheck, check_parameters, explained
+from .module_replication import Detached, copied, copied_tensors, memory_blocks, replicate_module
 from .records import StepClock, StepSeconds, is_captured
 from .reduce import (
     BucketSum,
@@ -56,7 +49,9 @@ from .reduce import (
 from .shares import check_strict, microbatches, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 
-_UNKNOWN = "which cannot be compared between processes"
+# Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
+# buckets are small; but a launch costs a GPU microseconds. LeNet has one bucket, ResNet-18 seven.
+BUCKET_BYTES = 4 << 20
 
 
 class ReplicaTrainer:
@@ -67,10 +62,21 @@ class ReplicaTrainer:
     parameters, as `sgd_factory` returns it, and is called once per rank. `loss(output, y)`
     returns the *sum* over a shard's examples, without dimensions and never a mean (default:
     `summed_cross_entropy`). `reduction` sums the gradients over the ranks (default: in one
-    collective; see GRADIENT_REDUCTIONS). `options` are the `StepOptions`, by default all at their
-    defaults. With a `seed` each rank draws from random states of its own, as in dropout; without
-    one, and in a compiled step, all draw in turn from torch's generators. Each rank has its own
-    batch statistics, and the model takes rank 0's, unless the options synchronise them.
+    collective; see GRADIENT_REDUCTIONS). Each rank has batch statistics of its own, and the model
+    takes rank 0's.
+
+    `microbatch` is the number of examples of a microbatch over all ranks, at least 1; the gradients
+    of the microbatches are accumulated. None, the default, trains on the whole batch at once.
+    `overlap` (default: on) reduces gradients in buckets of about `bucket_bytes` (at least 1,
+    default 4 MiB) while the backward pass still runs; the bits are the same without. The other
+    options are off by default. `sync_batchnorm` takes batch statistics over all ranks of a group.
+    `strict` refuses a batch that the number of ranks does not divide, as BatchFlow does.
+    `exact_times` waits for the devices wherever time is taken, so the host can no longer issue work
+    ahead of a GPU. `compile` runs every step after the first as one graph of torch.compile, by the
+    backend that it names, or "inductor" for True, and reduces after the backward pass, whatever
+    `overlap` is. It excludes `microbatch`, `sync_batchnorm` and a group. With a `seed` each rank
+    draws from random states of its own, as in dropout; without one, and in a compiled step, all
+    draw in turn from torch's generators.
 
     With a `group` of torch.distributed, each of its processes (or ranks as threads) has one rank:
     `devices` is this process's device, all begin with rank 0's parameters and buffers and call the
@@ -99,41 +105,35 @@ class ReplicaTrainer:
         optimizer: MakeOptimizer,
         loss: Loss = summed_cross_entropy,
         reduction: Reduction = reduce_gradients_coalesced,
-        options: StepOptions | None = None,
+        microbatch: int | None = None,
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        sync_batchnorm: bool = False,
+        strict: bool = False,
+        exact_times: bool = False,
+        compile: bool | str = False,
         group: dist.ProcessGroup | None = None,
         seed: int | None = None,
     ) -> None:
-        check_reduction(loss)
-        if not any(param.requires_grad for param in module.parameters()):
-            raise ValueError("the module has no parameter that requires grad: nothing to train")
-        self.devices = pc.devices(devices)
-        self.options = options or StepOptions()
-        self.group = group
+        self.devices, self.group = pc.devices(devices), group
         self.ranks = _ranks_of(self.devices, group)
-        self._check_group()
-        self.modules = replicate_module(module, self.devices)
-        if self.options.sync_batchnorm and group is not None:
-            self.modules = [convert_sync_batchnorm(mine, group) for mine in self.modules]
-        if group is not None:
-            send_from_rank_0(
-                [*self.modules[0].named_parameters(), *self.modules[0].named_buffers()], group
-            )
+        self.microbatch, self.strict, self.exact_times = microbatch, strict, exact_times
+        self.sync_batchnorm, self.compile = sync_batchnorm, compile
+        self._bucket_bytes = bucket_bytes if overlap and not compile else None
+        self.loss, self.reduction = loss, reduction
+        self._check_arguments(module, bucket_bytes)
+        self.modules = self._replicas(module)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
-        self.loss, self.reduction = loss, reduction
-        self._clock = StepClock(self.devices, self.options.exact_times)
-        alike = seed is None or self.options.compile  # a graph draws by itself
+        self._sum: BucketSum = ListSum(reduction) if group is None else GroupSum(group)
+        self._clock = StepClock(self.devices, self.exact_times)
+        alike = seed is None or compile  # a graph draws by itself
         self.generators = None if alike else RankGenerators(self.devices, self.ranks, seed or 0)
         # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
-        gpus = {device for device in self.devices if device.type == "cuda"}
-        self._joint = len(gpus) > 1
+        self._joint = len({device for device in self.devices if device.type == "cuda"}) > 1
         self._single_values = SingleValueCheck(self.modules[0])
         self._buckets = self._make_buckets()
         self._compiled = self._make_compiled()
-
-    @property
-    def _sum(self) -> BucketSum:
-        return ListSum(self.reduction) if self.group is None else GroupSum(self.group)
 
     @property
     def world(self) -> int:
@@ -259,7 +259,7 @@ class ReplicaTrainer:
             raise ValueError(
                 "pickle has separated parameters or buffers that share memory: use torch.save"
             )
-        self._clock = StepClock(self.devices, self.options.exact_times)
+        self._clock = StepClock(self.devices, self.exact_times)
         self._buckets = self._make_buckets()
         self._compiled = self._make_compiled()
 
@@ -285,20 +285,38 @@ class ReplicaTrainer:
                 "a training step records gradients, which is switched off here: call it outside of "
                 "torch.no_grad() and torch.inference_mode()"
             )
-        if self.options.strict:
-            check_strict(n, self.world, self.options.microbatch)
+        if self.strict:
+            check_strict(n, self.world, self.microbatch)
 
-    def _check_group(self) -> None:
-        """Raise ValueError for options or devices that do not fit the group, or its absence."""
+    def _check_arguments(self, module: nn.Module, bucket_bytes: int) -> None:
+        """Raise ValueError for arguments out of range, or that exclude each other."""
+        check_reduction(self.loss)
+        if not any(param.requires_grad for param in module.parameters()):
+            raise ValueError("the module has no parameter that requires grad: nothing to train")
+        check_graph(self.microbatch, self.sync_batchnorm, self.compile)
+        if self.microbatch is not None and self.microbatch < 1:
+            raise ValueError(f"a microbatch must have at least 1 example, not {self.microbatch}")
+        if bucket_bytes < 1:
+            raise ValueError(f"a bucket must have at least 1 byte, not {bucket_bytes}")
         if self.group is not None and len(self.devices) != 1:
             raise ValueError(f"a process of a group has one rank, not {len(self.devices)} devices")
-        if self.group is not None and self.options.compile:
+        if self.group is not None and self.compile:
             raise ValueError("a compiled step needs all ranks in one process: leave out compile")
-        if self.group is None and self.options.sync_batchnorm and self.world > 1:
+        if self.group is None and self.sync_batchnorm and self.world > 1:
             raise ValueError(
                 "batch statistics over all ranks need ranks that run at the same time: pass a "
                 "group, of processes or of the threads that pycollect.threads.launch starts"
             )
+
+    def _replicas(self, module: nn.Module) -> list[nn.Module]:
+        """Return copies of the module for this process's ranks, in a group of rank 0's."""
+        found = replicate_module(module, self.devices)
+        if self.group is not None:
+            (own,) = found
+            send_from_rank_0([*own.named_parameters(), *own.named_buffers()], self.group)
+            if self.sync_batchnorm:
+                convert_sync_batchnorm(own, self.group)
+        return found
 
     def _here(self, shares: Sequence[int]) -> list[int]:
         """Return the shares of this process's ranks; ValueError unless each rank has one."""
@@ -311,7 +329,7 @@ class ReplicaTrainer:
     ) -> list[Tensor]:
         """Run the training step on the shards; return the summed loss of each rank here."""
         n = sum(shares)
-        sizes = microbatches(tuple(shares), self.options.microbatch or n)
+        sizes = microbatches(tuple(shares), self.microbatch or n)
         self._single_values.check(sizes, X[0])  # in a group all raise alike, and none waits
         if self._compiled and self._compiled.prepare():
             compiled = self._compiled.on_shards(X, y)
@@ -327,7 +345,7 @@ class ReplicaTrainer:
             buckets = early if i == len(sizes) else None
             for index, loss in self._pass(X_parts, y_parts, buckets).items():
                 losses[index] = losses[index] + loss if index in losses else loss
-        self._check_parameters(versions)
+        check_parameters(self.modules, versions, alone=self.group is None)
         self._clock.end_of("compute")
         with torch.no_grad():
             if early is not None:
@@ -343,24 +361,6 @@ class ReplicaTrainer:
             losses[i] if i in losses else torch.zeros((), device=device)
             for i, device in enumerate(self.devices)
         ]
-
-    def _check_parameters(self, before: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError if forward passes have changed parameters, to different values."""
-        for params, versions in zip(self.parameters, before, strict=True):
-            for i, (param, version) in enumerate(zip(params, versions, strict=True)):
-                changed = param._version != version
-                if changed and (self.group is not None or not self._are_equal(i)):
-                    name = [name for name, _ in self.modules[0].named_parameters()][i]
-                    how = "and differently on each rank" if self.group is None else _UNKNOWN
-                    raise ValueError(
-                        f"forward changes parameter {name} in place, {how}: "
-                        "make it a buffer, of which each rank has its own"
-                    )
-
-    def _are_equal(self, i: int) -> bool:
-        """Return whether parameter i has the same values on all ranks of this process."""
-        first = self.parameters[0][i]
-        return all(torch.equal(mine[i].to(first.device), first) for mine in self.parameters)
 
     def _pass(
         self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
@@ -384,7 +384,7 @@ class ReplicaTrainer:
 
     def _groups(self, X: Sequence[Tensor]) -> list[list[int]]:
         """Return groups of ranks here: each has one joint backward pass, and they run in turn."""
-        if self.options.sync_batchnorm:  # ranks without examples too: the others wait for them
+        if self.sync_batchnorm:  # ranks without examples too: the others wait for them
             return [list(range(len(self.devices)))]
         busy = [i for i, mine in enumerate(X) if len(mine)]
         # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
@@ -397,7 +397,7 @@ class ReplicaTrainer:
         # Custom kernels in the module may rely on the current GPU.
         on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         # With synchronised statistics the layers raise their own error, and shards may be small.
-        synchronised = self.options.sync_batchnorm
+        synchronised = self.sync_batchnorm
         advice = nullcontext() if synchronised else explained(self.ranks[i], len(X))
         drawing = self.generators.of(i) if self.generators else nullcontext()
         with on, advice, drawing:
@@ -425,16 +425,15 @@ class ReplicaTrainer:
 
     def _make_buckets(self) -> Buckets | None:
         """Return new buckets, or None for one rank, a compiled step and without `overlap`."""
-        options = self.options
-        if self.world == 1 or not options.overlap or options.compile:
+        if self.world == 1 or self._bucket_bytes is None:
             return None
-        return Buckets(self.parameters, self._sum, options.bucket_bytes)
+        return Buckets(self.parameters, self._sum, self._bucket_bytes)
 
     def _make_compiled(self) -> CompiledStep | None:
         """Return the compiled step, or None without the `compile` option."""
-        backend = self.options.backend
-        if backend is None:
+        if not self.compile:
             return None
+        backend = self.compile if isinstance(self.compile, str) else "inductor"
         return CompiledStep(
             self.devices, self.parameters, self.optimizers, self._forward, self.reduction, backend
         )

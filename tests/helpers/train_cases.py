@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycollect import threads
-from pycollect.train import ReplicaTrainer, StepOptions
+from pycollect.train import ReplicaTrainer
 from pycollect.train.shares import shares_of
 
 CPU = torch.device("cpu")
@@ -52,12 +52,10 @@ def perceptron(seed: int = 0) -> nn.Module:
 
 
 def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -> ReplicaTrainer:
-    """Replicas with SGD, momentum and weight decay; StepOptions and devices passed by keyword."""
-    names = StepOptions.__dataclass_fields__
-    options = StepOptions(**{name: others.pop(name) for name in list(others) if name in names})
+    """Replicas with SGD, momentum and weight decay; others are arguments of ReplicaTrainer."""
     sgd = partial(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=1e-3)
     devices = others.pop("devices", [CPU] * world)
-    return ReplicaTrainer(module, devices, optimizer=sgd, options=options, **others)
+    return ReplicaTrainer(module, devices, optimizer=sgd, **others)
 
 
 def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) -> ReplicaTrainer:
