@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from train_cases import CLASSES, FEATURES, batches, perceptron, replicas_of, same_bits, trained
 
 from pycollect.train import GRADIENT_REDUCTIONS, reduce_gradients_coalesced, reduce_gradients_naive
-from pycollect.train.buckets import Buckets, bucket_indices
-from pycollect.train.reduce import ListSum
+from pycollect.train.reduce import Buckets, ListSum, bucket_indices
 
 SIZES = [12, 12, 7, 2, 1]
 

@@ -33,7 +33,7 @@ from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.records import same_bits
-from pycollect.train.training_loop import run
+from pycollect.train.training_run import run
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3

@@ -34,7 +34,7 @@ from .reduce import (
 from .replica_trainer import ReplicaTrainer
 from .shares import AutoShares, split_batch
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from .training_loop import train
+from .training_run import train
 
 __all__ = [
     "GRADIENT_REDUCTIONS",

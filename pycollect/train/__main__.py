@@ -29,7 +29,7 @@ from .processes import (
     under_torchrun,
     with_devices,
 )
-from .training_loop import run
+from .training_run import run
 
 FAILED = 1
 EPILOG = """\

@@ -18,7 +18,7 @@ from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
 from .records import RunResult
 from .reduce import GRADIENT_REDUCTIONS
-from .training_loop import run as run_once
+from .training_run import run as run_once
 
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first
 PROCESSES = "processes"

@@ -29,7 +29,7 @@ from .options import Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun
 from .records import RunResult, wait_for
-from .training_loop import run
+from .training_run import run
 
 T = TypeVar("T")
 # torch's type stubs lack the exports of these two modules.

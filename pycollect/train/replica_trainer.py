@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .buckets import Buckets
 from .compiled_step import CompiledStep, check_graph
 from .generators import RankGenerators
 from .losses import (
@@ -38,6 +37,7 @@ from .module_check import SingleValueCheck, check_parameters, explained
 from .module_replication import Detached, copied, copied_tensors, memory_blocks, replicate_module
 from .records import StepClock, StepSeconds, is_captured
 from .reduce import (
+    Buckets,
     BucketSum,
     GroupSum,
     ListSum,
