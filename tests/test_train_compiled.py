@@ -157,6 +157,15 @@ def test_a_parameter_without_gradient_in_a_later_step():
         replicas.step(X, Y)
 
 
+def test_an_eager_run_goes_on_with_a_compiled_one(tmp_path):
+    """Their ranks have random states of their own, those of a compiled step have none."""
+    options = {"data": (X, Y), "model": perceptron(), "quiet": True}
+    first = {"compile": "eager", "epochs": 1, "checkpoint": tmp_path / "run.pt"}
+    train("cpu*2", 4, 0.1, **options, **first)
+    rest = train("cpu*2", **options, epochs=2, resume=tmp_path / "run.pt")
+    assert [epoch.number for epoch in rest.epochs] == [1, 2]
+
+
 GPU = torch.device("cuda:1")
 CPU_ONLY = "compiled for ranks on the CPU, and these are on cpu, cuda:1: GraphedStep or --graph"
 

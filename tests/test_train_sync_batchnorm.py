@@ -17,9 +17,10 @@ import torch.distributed as dist
 from dist_pool import Pools, RankContext
 from sites import HOSTS, not_on, slow_on_processes
 from torch import Tensor, nn
+from train_cases import same_bits
 
 from pycollect import threads
-from pycollect.train import SyncBatchNorm, convert_sync_batchnorm
+from pycollect.train import RunResult, SyncBatchNorm, convert_sync_batchnorm, train
 
 KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 EXTENTS = {0: (), 1: (5,), 2: (5, 3), 3: (2, 3, 4)}
@@ -245,3 +246,48 @@ def test_all_ranks_refuse(module: nn.Module, X: Any, message: str) -> None:
 def test_it_needs_a_group() -> None:
     with pytest.raises(ValueError, match="process group has not been initialized"):
         convert_sync_batchnorm(nn.BatchNorm1d(2))
+
+
+# --- runs of one process --------------------------------------------------------------------------
+
+
+class Drawing:
+    """A data set that draws random numbers, and notes them."""
+
+    classes, drawn = ("a", "b"), []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        self.drawn.append(float(torch.rand(())))
+        return torch.arange(6.0) + i, i % 2
+
+
+def run(**options: Any) -> RunResult:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+    chosen = {"model": model, "data": Drawing(), "epochs": 1, "quiet": True, **options}
+    return train("cpu*3", 8, 0.05, sync_batchnorm=True, **chosen)
+
+
+def test_a_run_has_a_thread_for_each_rank() -> None:
+    """All replicas are returned; the caller's autocast applies; ranks draw different numbers."""
+    result = run()
+    assert len(set(Drawing.drawn[-24:])) > 20
+    assert len(result.modules) == 3
+    assert all(same_bits(mine, result.module) for mine in result.modules)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert 1e-6 < abs(run().losses[-1] - result.losses[-1]) < 0.1
+    with pytest.raises(RuntimeError, match=r"over 3 ranks needs their group; .*after eval\(\)"):
+        result.module(torch.zeros(4, 6))
+    assert result.module.eval()(torch.zeros(4, 6)).shape == (4, 2)
+
+
+def test_what_a_run_with_threads_cannot_do() -> None:
+    with pytest.raises(ValueError, match="reduction 'naive' sums over replicas of one"):
+        run(reduce="naive")
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients, which is switched off"):
+        run()
+    with pytest.raises(ValueError, match="this thread is a rank itself: train with a backend"):
+        threads.launch(lambda rank, world: run(), 2)
