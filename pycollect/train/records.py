@@ -241,12 +241,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class RunResult:
     """A finished run: its settings, a record of every epoch and step, and the trained model.
 
-    `name` is that of the gradient reduction ("pycollect" or "naive"), or "ddp". `epochs` and
+    `name` is that of the gradient reduction ("pycollect" or "naive"), or "processes". `epochs` and
     `steps` include those before a checkpoint that was resumed. `modules` are the trained replicas
-    of this process, in rank order, on their ranks' devices; of "ddp" there is only rank 0's, on the
-    device of the given model. `first_batch` is the seconds from the start, before the replicas are
-    created, to the end of the first step; None for "ddp". Times are the host's, and exact on GPUs
-    only with `exact_times` and in a comparison.
+    of this process, in rank order, on their ranks' devices; of "processes" there is only rank 0's,
+    on the device of the given model. `first_batch` is the seconds from the start, before the
+    replicas are created, to the end of the first step; None for "processes". Times are the host's,
+    and exact on GPUs only with `exact_times` and in a comparison.
     """
 
     name: str

@@ -135,7 +135,7 @@ class TrainingRun:
         self._log.epoch(record)
 
     def save(self) -> None:
-        """Write the checkpoint if the config names one; collective over processes."""
+        """Write the checkpoint if the options name one; collective over processes."""
         prepared = self._prepared
         if prepared.options.checkpoint is None:
             return
