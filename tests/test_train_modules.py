@@ -7,36 +7,117 @@ methods, hooks, compiled parts, state in odd places.
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from train_cases import Calls
+from train_cases import Calls, same_bits
 
-from pycollect.train import DataParallel
-
-OUTSIDE = SimpleNamespace()  # refers to modules, as Lightning's trainer does
+from pycollect.train import DataParallel, data_parallel
+from pycollect.train.module_check import SingleValueCheck
 
 
 class Twice(nn.Module):
-    """One layer under two names, and a number in a slot."""
-
-    __slots__ = ("factor",)
+    """One layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor = 1.5
         self.a = self.b = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))) * self.factor
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Compared(nn.Module):
+    """Tells its layers apart by what they are, in a dict and in a hook too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.order, self.seen = list(self.layers), {}
+        self.scales = {layer: 2.0 + i for i, layer in enumerate(self.layers)}
+        for layer in self.layers:
+            layer.register_forward_hook(lambda me, _, out: self.seen.update({me: out}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x) * self.scales[layer]
+            x = x + 1 if layer is self.layers[-1] else torch.tanh(x)
+        return x + sum(self.seen[layer] for layer in self.layers)
+
+
+class References(nn.Module):
+    """Reaches its layers by a list, dict, tuple, weak reference, method, partial and closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        a, b = self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.layers = [a, {"b": (b,)}]
+        self.weak, self.method = weakref.ref(a), self.helper
+        self.partial = functools.partial(References.helper, self)
+        self.closure = lambda x, last=b: last(a(x))
+
+    def helper(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weak()(self.layers[1]["b"][0](self.layers[0](x)))
+        return self.closure(self.partial(self.method(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.lstm = wrap(nn.LSTM(3, 3, batch_first=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+class Doubling(functools.partial):
+    """A partial that calls twice as much."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+class Factor(float):
+    """A number that knows its module."""
+
+    owner: nn.Module
+
+
+class Pair(tuple):
+    """A pair with an attribute."""
+
+    scale: float
+
+
+class Registry(dict):
+    """A dict that refuses what a copy does not need."""
+
+    def clear(self) -> None:
+        raise TypeError("a registry is never cleared")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("a registry is never changed")
+
+
+class Resource:
+    """An object that refers to its module, and whose end has effects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.closed = module, module.closed
+
+    def __del__(self) -> None:
+        self.closed.append(self)
 
 
 class Private:
@@ -49,43 +130,52 @@ class Private:
         return self.__layer(x)
 
 
-class References(nn.Module):
-    """Reaches its layers by containers, weak references, methods, partials, closures, objects."""
+class Odd(nn.Module):
+    """Uses layers through references of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
-        a, b = self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.layers = [a, {"b": (b,)}]
-        self.weak, self.method, self.pick = weakref.ref(a), self.helper, {"a": a}.get
-        self.partial = functools.partial(References.helper, self)
-        self.closure = lambda x, last=b: last(a(x))
-        a.parent, self.private, OUTSIDE.model = weakref.proxy(self), Private(a), self
-        a.weight.scale = 0.5
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a.parent = weakref.proxy(self)
+        self.trainer = TRAINER
+        TRAINER.model = self
+        self.back = weakref.ref(TRAINER)
+        self.pick, self.made = {"a": self.a}.get, defaultdict(lambda: self.b)
+        self.weak, self.private = weakref.WeakMethod(self.last), Private(self.a)
+        self.doubling, self.factor, self.pair = Doubling(self.b), Factor(0.3), Pair((1, 2))
+        self.factor.owner, self.pair.scale, self.a.weight.scale = self, 0.5, 0.5
+        self.closed: list[Any] = []
+        self.registry, self.resource = Registry(b=self.b), Resource(self)
 
-    def helper(self, x: Tensor) -> Tensor:
-        return self.b(x) * self.a.weight.scale
+    def last(self, x: Tensor) -> Tensor:
+        return x * self.factor * self.pair.scale * getattr(self.a.weight, "scale", 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.back() is not None
         if not hasattr(self, "handle"):
             self.handle = self.b.register_forward_hook(lambda _m, _i, output: output + 1)
-        x = self.weak()(self.layers[1]["b"][0](self.layers[0](x)))
-        x = self.a.parent.b(self.pick("a")(self.private(x)))
-        return OUTSIDE.model.closure(self.partial(self.method(x)))
+        x = self.a.parent.b(self.registry["b"](self.pick("a")(x)))
+        return self.weak()(self.doubling(self.private(self.made["b"](x))))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
-        super().__init__()
-        self.lstm = wrap(nn.LSTM(3, 3, batch_first=True))
+class Trainer:
+    """An object outside of the module that refers to it, as Lightning's."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x[:, None])[0][:, 0]
+    model: nn.Module
+
+
+TRAINER = Trainer()
 
 
 def with_another_forward() -> nn.Module:
     module = nn.Linear(3, 3)
     before = module.forward
-    module.forward = functools.wraps(before)(lambda x: before(x) * 2)
+
+    @functools.wraps(before)
+    def after(x: Tensor) -> Tensor:
+        return before(x) * 2
+
+    module.forward = after
     return module
 
 
@@ -101,20 +191,15 @@ def compiled_in_place() -> nn.Module:
     return module
 
 
-def sharing_memory() -> nn.Module:
-    module = Twice()
-    module.b = nn.Linear(3, 3)
-    module.b.weight.data = module.a.weight.data.t()
-    return module
-
-
 AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
     "a layer under two names": Twice,
     "a layer twice in a row": lambda: nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer),
     "references": References,
     "a recurrent layer": Recurrent,
+    "odd references": Odd,
     "another forward": with_another_forward,
     "a hook": with_a_hook,
+    "layers that are compared": Compared,
     "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
     "weight_norm of a recurrent layer": lambda: Recurrent(
         lambda layer: nn.utils.weight_norm(layer, "weight_hh_l0")
@@ -123,9 +208,14 @@ AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
     "a traced module": lambda: torch.fx.symbolic_trace(Twice()),
     "a compiled module": lambda: torch.compile(Twice(), backend="eager"),
     "compiled in place": compiled_in_place,
-    "memory of two parameters": sharing_memory,
-    "DataParallel": lambda: nn.Sequential(DataParallel(Twice(), "cpu*2"), nn.Linear(3, 3)),
+    "memory of two parameters": lambda: sharing_memory(Twice()),
 }
+
+
+def sharing_memory(module: nn.Module) -> nn.Module:
+    module.b = nn.Linear(3, 3)
+    module.b.weight.data = module.a.weight.data.t()
+    return module
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -142,17 +232,15 @@ def test_modules_as_people_write_them(name: str) -> None:
     steps = [torch.optim.SGD(model.parameters(), 0.1) for model in trained]
     for _ in range(3):
         X = torch.randn(7, 3)
-        outputs = []
-        for model, bare in zip(trained, models, strict=True):
-            OUTSIDE.model = bare
-            outputs.append(model(X))
+        outputs = [model(X) for model in trained]
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
         for output, step in zip(outputs, steps, strict=True):
             step.zero_grad()
             (output - 1).square().mean().backward()
             step.step()
     assert all(map(lambda now, then: now is then, models[1].parameters(), kept))
-    assert not hasattr(models[1], "handle"), "what forward assigns is lost"
+    assert all(isinstance(p, nn.Parameter) for p in kept)
+    assert not getattr(models[1], "closed", [])
     assert any(
         float((p.detach() - before).abs().max()) > 1e-3
         for p, before in zip(kept, start, strict=True)
@@ -163,11 +251,23 @@ def test_modules_as_people_write_them(name: str) -> None:
 class Timed:
     """An object in place of a forward method, which it calls."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
-        self.inner = forward
+    def __init__(self, module: nn.Module) -> None:
+        self.inner = module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.inner(x)
+
+
+class Average:
+    """A helper that changes a buffer of its module."""
+
+    __slots__ = ("__module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__module = module
+
+    def update(self, x: Tensor) -> None:
+        self.__module.count.mul_(0.5).add_(0.5 * x.mean())
 
 
 def counting_down(module: nn.Module) -> Callable[[Tensor, int], Tensor]:
@@ -184,7 +284,6 @@ def with_(**attributes: Callable[[nn.Module], Any]) -> Calls:
     module.loose = [nn.BatchNorm1d(3)]
     for name, make in attributes.items():
         setattr(module, name, make(module))
-    OUTSIDE.model = module
     return module
 
 
@@ -195,34 +294,45 @@ def forward_is(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Calls:
 
 
 STATEFUL: dict[str, Callable[[], Calls]] = {
-    "an object as forward": lambda: forward_is(Timed),
+    "an object as forward": lambda: forward_is(
+        lambda forward: Timed(SimpleNamespace(forward=forward))
+    ),
     "a cache": lambda: forward_is(functools.lru_cache(maxsize=0)),
+    "a partial": lambda: forward_is(functools.partial),
+    "a namespace": lambda: with_(
+        names=lambda module: SimpleNamespace(norms=deque([module.norm])),
+        run=lambda _: lambda self, x: self.names.norms[0](x),
+    ),
+    "a read-only mapping": lambda: with_(
+        names=lambda module: MappingProxyType({"norm": module.norm.forward}),
+        run=lambda _: lambda self, x: self.names["norm"](x),
+    ),
+    "a helper": lambda: with_(
+        average=Average, run=lambda _: lambda self, x: self.average.update(x) or x - self.count
+    ),
     "a recursive function": lambda: with_(
         counter=counting_down, run=lambda _: lambda self, x: self.counter(x, 2)
     ),
-    "a global variable": lambda: with_(
-        run=lambda _: lambda self, x: OUTSIDE.model.count.add_(1) * OUTSIDE.model.norm(x)
+    "a tensor's method": lambda: with_(
+        add=lambda module: module.count.add_, run=lambda _: lambda self, x: x * self.add(len(x))
     ),
     "a view of a buffer": lambda: with_(
         view=lambda module: module.norm.running_mean[1:],
         run=lambda _: lambda self, x: self.norm(x) + self.view.add_(1).sum(),
     ),
     "a plain tensor": lambda: with_(run=lambda _: lambda self, x: x + self.plain.add_(x.mean(0))),
-    "tensors in containers": lambda: with_(
-        held=lambda module: {"all": [(module.plain,)]},
-        run=lambda _: lambda self, x: self.held["all"][0][0].add_(x.mean(0)) + self.plain * x,
-    ),
     "an unregistered layer": lambda: with_(run=lambda _: lambda self, x: self.loose[0](x)),
 }
 
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_state_is_each_ranks_own_and_rank_0s_is_kept(name: str) -> None:
-    X, ranks = torch.randn(7, 3), []
+    module, X = STATEFUL[name](), torch.randn(7, 3)
+    ranks = []
     for shard in X.tensor_split(2):
+        torch.manual_seed(0)
         alone = STATEFUL[name]()
         ranks.append((alone(shard), alone))
-    module = STATEFUL[name]()
     torch.testing.assert_close(
         DataParallel(module, "cpu*2")(X), torch.cat([output for output, _ in ranks])
     )
@@ -255,6 +365,7 @@ def test_checkpoints_run_the_layers_of_their_rank_again(reentrant: bool) -> None
     module, X = Block(), torch.randn(7, 3, requires_grad=True)
     alone = deepcopy(module)
     DataParallel(module, "cpu*3")(X).square().sum().backward()
+    assert len(used) == 6
     assert len({weight.data_ptr() for weight in used}) == 3
     assert all(map(lambda again, first: again is first, used[5:2:-1], used[:3]))
     for shard in X.detach().tensor_split(3):
@@ -265,38 +376,60 @@ def test_checkpoints_run_the_layers_of_their_rank_again(reentrant: bool) -> None
     assert module.norm.num_batches_tracked == 2
 
 
-def test_what_the_ranks_would_share_is_refused() -> None:
-    module = with_(
-        add=lambda module: module.count.add_, run=lambda _: lambda self, x: x * self.add(1)
-    )
+def test_a_backward_pass_that_reads_its_module() -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+            ctx.module = module
+            return x * module.weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            used.append(ctx.module.weight)
+            return grad * ctx.module.weight, None
+
+    used: list[Tensor] = []
+    module, X = Calls(lambda self, x: Scale.apply(x, self)), torch.ones(4, requires_grad=True)
+    DataParallel(module, "cpu*2")(X).sum().backward()
+    assert len({weight.data_ptr() for weight in [*used, module.weight]}) == 3
+    assert X.grad.tolist() == [2, 2, 2, 2]
+
+
+EVERYWHERE: list[nn.Module] = []
+
+
+def test_a_change_of_the_modules_own_buffers_is_noticed() -> None:
+    module = Calls(lambda self, x: EVERYWHERE[-1].count.add_(1) * x)
+    EVERYWHERE.append(module)
     with pytest.raises(RuntimeError, match=r"while rank 1 ran, count of the module itself has"):
-        DataParallel(module, "cpu*2")(torch.ones(2, 3))
-    module = with_(
-        linear=lambda _: nn.Linear(3, 3),
-        seen=lambda _: {},
-        run=lambda _: lambda self, x: self.seen.setdefault(0, self.linear)(x),
-    )
-    parallel = DataParallel(module, "cpu*2")
-    parallel(torch.randn(4, 3))
-    with pytest.raises(RuntimeError, match=r"earlier forward pass has put .* a Linear into"):
-        parallel(torch.randn(4, 3))
+        DataParallel(module, "cpu*2")(torch.ones(2))
+    reads = Calls(lambda self, x: EVERYWHERE[-1].weight * x)
+    EVERYWHERE.append(reads)
+    assert DataParallel(reads, "cpu*2")(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_after_a_pass_nothing_of_it_is_left() -> None:
-    """Replicas are freed at once, and the module has its own tensors, also after an error."""
+@pytest.mark.slow
+def test_replicas_that_refer_to_themselves_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_parallel, "_MOST_BYTES", 3 * 2 * 48)  # of three passes
+    module = nn.Linear(3, 3)
+    module.act = module.forward
     found: list[weakref.ref[nn.Module]] = []
-    module = nn.Sequential(nn.Linear(3, 3))
-    module.act, module.parts, weight = module.forward, [module], module[0].weight
     module.register_forward_hook(lambda me, *_: found.append(weakref.ref(me)))
     parallel = DataParallel(module, "cpu*2")
-    gc.disable()
-    try:
-        parallel(torch.ones(2, 3)).sum().backward()
-        assert len({id(ref) for ref in found}) == 2
-        assert all(ref() is None for ref in found)
-    finally:
-        gc.enable()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        parallel(torch.ones(2, 4))
-    assert module[0].weight is weight
-    assert not hasattr(module, "_is_replica")
+    for _ in range(20):
+        parallel(torch.ones(2, 3))
+    assert sum(ref() is not None for ref in found) <= 8
+    kept = [parallel(torch.ones(2, 3)) for _ in range(20)]  # and their graphs
+    kept[0].sum().backward()
+    assert len(kept) == 20
+
+
+def test_a_dry_run_leaves_shared_layers_as_they_are() -> None:
+    norm = nn.BatchNorm1d(6)
+    module = nn.Sequential(norm, nn.Linear(6, 6), norm)
+    before, kept = deepcopy(module), [*module.parameters(), *module.buffers()]
+    with pytest.raises(ValueError, match="rank 1 has a shard of 1"):
+        SingleValueCheck(module).check([(2, 1)], torch.zeros(3, 6))
+    now = [*module.parameters(), *module.buffers()]
+    assert all(map(lambda a, b: a is b, now, kept))
+    assert same_bits(module, before)

@@ -91,16 +91,6 @@ def in_two_storages() -> nn.Module:
     return module
 
 
-class Shared:
-    """An object that deepcopy shares, and that refers to a layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def __deepcopy__(self, memo: object) -> Shared:
-        return self
-
-
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "weight has no shape.*send one batch through the module first": lambda: nn.LazyLinear(2),
     "TorchScript": lambda: torch.jit.script(nn.Linear(2, 2)),
@@ -108,9 +98,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "parameter weight has a hook.*register it with the replicas": lambda: hooked("register_hook"),
     "parameter weight has a hook": lambda: hooked("register_post_accumulate_grad_hook"),
     r"shapes \[\[4\], \[4\]\] share memory of several": in_two_storages,
-    "a Linear of the module is also held by an object that": lambda: nn.Sequential(
-        layer := nn.Linear(2, 2), with_("shared", Shared(layer))
-    ),
 }
 
 

@@ -11,16 +11,13 @@ the same time, unless the module waits for one.
 
 from __future__ import annotations
 
-import copyreg
-import operator
-import threading
+import gc
 import types
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MappingView, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from contextlib import nullcontext
-from functools import partial
 from numbers import Number
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +29,12 @@ from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 from pycollect.errors import shown
 
-from .module_replication import as_copy, copies_of, of_type, parts_of, reachable, replicable
+from .module_replication import as_copy, check_replicable, copies_of
+from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# Held by a forward pass, during which parts of its module, which others may share, are a replica's.
-_LOCK = threading.RLock()
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Bytes of earlier passes' replicas at which a collection of 50 to 100 ms takes less than they do.
+_MOST_BYTES = 1 << 30
 # Types of values that refer to no tensor.
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
@@ -86,29 +83,34 @@ class DataParallel(nn.Module):
             )
         (self.output_device,) = outputs
         self.dim = dim
+        self._passes = _Passes()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns for the whole batch."""
-        with _LOCK:
-            self._check_devices()
-            calls = self._scattered(inputs, kwargs)
-            if len(calls) == 1:
-                args, options = calls[0]
-                outputs = [self.module(*args, **options)]
-            else:
-                outputs = self._run(calls)
+        self._check_devices()
+        calls = self._scattered(inputs, kwargs)
+        if len(calls) == 1:
+            args, options = calls[0]
+            outputs = [self.module(*args, **options)]
+        else:
+            outputs = self._run(calls)
         return self._gathered(outputs)
 
     def _run(self, calls: Sequence[Call]) -> list[Any]:
         """Run a replica for each call; rank 0's replica uses and updates the module's buffers."""
         ranks = self.device_ids[: len(calls)]
         replicas = _Replicas(self.module, ranks)
+        alone = self._passes.begin(replicas)
         outputs: dict[int, Any] = {}
-        # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
-        for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
-            gpu = ranks[rank].type == "cuda"
-            with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
-                outputs[rank] = replicas.run(rank, *calls[rank])
+        try:
+            # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
+            for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
+                args, kwargs = calls[rank]
+                gpu = ranks[rank].type == "cuda"
+                with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
+                    outputs[rank] = replicas.run(rank, args, kwargs, alone)
+        finally:
+            self._passes.end()
         replicas.keep_parameters()
         return [outputs[rank] for rank in range(len(ranks))]
 
@@ -142,8 +144,9 @@ class DataParallel(nn.Module):
 
     def _is_leaf(self, value: Any) -> bool:
         """Return whether a container is not to be traversed, as it is more than its items."""
-        many = len(self.device_ids) > 1
-        return has_invariants(value) or (many and _is_of_examples(value))
+        if isinstance(value, list) and len(self.device_ids) > 1:
+            return _is_of_examples(value)
+        return has_invariants(value)
 
     def _check_leaf(self, leaf: Any, tree: dict[str, Any], index: int, done: str) -> None:
         """Raise ValueError for a leaf with tensors that cannot be split or joined.
@@ -155,11 +158,13 @@ class DataParallel(nn.Module):
             return
         path: Any = pytree.tree_flatten_with_path(tree, is_leaf=self._is_leaf)[0][index][0]
         where = f"{path[0].key}{pytree.keystr(path[1:])}"
-        kind, advice = _name(leaf), "pass a padded tensor and pack it in the module"
         if isinstance(leaf, list):
             kind = "list of dicts, numbers or strings"
             advice = "if its items are not those of the examples, use a tuple"
-        elif not isinstance(leaf, PackedSequence):
+        elif isinstance(leaf, PackedSequence):
+            kind, advice = "PackedSequence", "pass a padded tensor and pack it in the module"
+        else:
+            kind = _name(leaf)
             advice = "use tensors in tuples, lists and dicts, or torch.export.register_dataclass"
         raise ValueError(f"DataParallel: {where} is a {kind}, which cannot be {done}; {advice}")
 
@@ -183,74 +188,107 @@ class DataParallel(nn.Module):
 
     def _check_devices(self) -> None:
         first = self.device_ids[0]
-        buffers = dict(self.module.named_buffers())
-        for name, tensor in {**dict(self.module.named_parameters()), **buffers}.items():
-            if tensor.device != first:
-                kind = "buffer" if name in buffers else "parameter"
-                raise ValueError(
-                    f"DataParallel: {kind} {name} is on {tensor.device} and rank 0 on {first}; "
-                    f"move the module with .to('{first}')"
-                )
+        for kind, tensors in (
+            ("parameter", self.module.named_parameters()),
+            ("buffer", self.module.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                if tensor.device != first:
+                    raise ValueError(
+                        f"DataParallel: {kind} {name} is on {tensor.device} and rank 0 on {first}; "
+                        f"move the module with .to('{first}')"
+                    )
 
     def extra_repr(self) -> str:
         """Return the devices as shown in the module's repr."""
         return f"device_ids=[{', '.join(map(str, self.device_ids))}]"
 
 
+class _Passes:
+    """The forward passes of a DataParallel: how many run, and the replicas of earlier ones.
+
+    Replicas that refer to themselves, as by a bound method, live until a collection, and Python's
+    collector counts objects, not the bytes of their tensors. After a collection that frees little,
+    because the caller keeps the outputs, the next one waits for twice the bytes.
+    """
+
+    def __init__(self) -> None:
+        self._alive: list[tuple[weakref.ref[nn.Module], int]] = []  # a replica, bytes of its pass
+        self._most_bytes = _MOST_BYTES
+        self._begun = self._running = 0
+
+    def __reduce__(self) -> Any:
+        return _Passes, ()
+
+    def begin(self, replicas: _Replicas) -> Callable[[], bool]:
+        """Begin a pass; return a function that tells whether no other thread has run one since."""
+        self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+        if sum(n for _, n in self._alive) >= self._most_bytes:
+            gc.collect()
+            self._alive = [(ref, n) for ref, n in self._alive if ref() is not None]
+            self._most_bytes = max(_MOST_BYTES, 2 * sum(n for _, n in self._alive))
+        self._alive.append((weakref.ref(replicas.modules[0]), replicas.nbytes))
+        self._begun, self._running = self._begun + 1, self._running + 1
+        mine, others = self._begun, self._running - 1
+        return lambda: others == 0 and self._begun == mine
+
+    def end(self) -> None:
+        """End a pass."""
+        self._running -= 1
+
+
 class _Replicas:
     """The replicas of a module for one forward pass.
 
-    A replica has a new part for every part of the module, with the same attributes but tensors of
-    its own: copies of what is differentiated, and on ranks above 0 of other tensors, too. While it
-    runs, the module's parts have the attributes of the replica's, so that lists, methods, closures
-    and hooks that refer to them find the tensors of the rank. What a forward pass leaves for the
-    backward pass, such as a checkpoint that runs a layer again, holds the replica.
+    Every rank has copies of what is differentiated. Rank 0's other tensors are the module's, and
+    the other ranks have copies of them.
     """
 
     def __init__(self, module: nn.Module, ranks: Sequence[torch.device]) -> None:
-        held = list(reachable(replicable(module), instances=False))
-        self._module, self._parts, found = module, of_type(nn.Module, held), of_type(Tensor, held)
-        kept = [part for part in self._parts if "_is_replica" in vars(part)]
-        if kept and "_is_replica" not in vars(module):
-            raise RuntimeError(
-                f"DataParallel: an earlier forward pass has put its replica of a {_name(kept[0])} "
-                "into an object that the module refers to; it has the parameters of that pass"
-            )
+        self._module, references = module, References(module)
+        tensors = references.tensors
+        scripts = any(isinstance(part, torch.jit.ScriptModule) for part in references.modules)
+        if scripts or any(map(nn.parameter.is_lazy, tensors)):
+            check_replicable(module)
         # A computed tensor is left to the module that computes it, unless it is a buffer.
-        buffers = {id(t) for part in self._parts for t in part._buffers.values()}
-        found = [t for t in found if t.is_leaf or id(t) in buffers]
-        self._tensors = [t for t in found if t.device == ranks[0]]
-        trained = [t for t in self._tensors if t.requires_grad]
-        others = [t for t in self._tensors if not t.requires_grad]
-        made = autograd.replicate(trained, ranks)
+        buffers = {id(t) for part in references.modules for t in part._buffers.values()}
+        tensors = [t for t in tensors if t.is_leaf or id(t) in buffers]
+        tensors = [t for t in tensors if t.device == ranks[0]]
         # Rank 0 has the buffers themselves, also those that are differentiated.
-        self._parameters_of = {i: t for i, t in enumerate(trained) if id(t) not in buffers}
-        self._copies, self._versions = made, [_versions(copies) for copies in made]
-        self.modules: list[list[nn.Module]] = []
-        for copies, own in zip(made, [[], *copies_of(others, ranks[1:])], strict=True):
-            new: dict[int, Any] = {}
-            for tensor, mine in zip([*trained, *others], [*copies, *own], strict=False):
-                if self.modules or id(tensor) not in buffers:
-                    new[id(tensor)] = mine if tensor.requires_grad else as_copy(tensor, mine)
-                    new[id(tensor)].__dict__.update(tensor.__dict__)  # set by libraries
-            self.modules.append(_replica(self._parts, new, first=not self.modules))
+        self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
+        moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
+        self._shared = [t for t in tensors if not t.requires_grad]
+        self._copies = autograd.replicate(self._differentiated, ranks)
+        self._versions = [_versions(copies) for copies in self._copies]
+        self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
+        graphs = [[], *autograd.replicate(moved, ranks[1:])]
+        others = [[], *copies_of(self._shared, ranks[1:])]
+        self.modules: list[nn.Module] = []
+        for mine, graph, own in zip(self._copies, graphs, others, strict=True):
+            new: dict[int, Tensor] = {}
+            differentiated = self._differentiated + (moved if graph else [])
+            for tensor, copied in zip(differentiated, [*mine, *graph], strict=True):
+                copied.__dict__.update(tensor.__dict__)  # attributes that libraries have set
+                new[id(tensor)] = copied
+            for tensor, copied in zip(self._shared if own else [], own, strict=True):
+                new[id(tensor)] = as_copy(tensor, copied)
+            self.modules.append(references.copy(new, shares_buffers=not self.modules))
 
-    def run(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a rank's replica; RuntimeError if it has changed the module's own tensors."""
-        before, states = _versions(self._tensors), [vars(part) for part in self._parts]
-        try:
-            for part, mine in zip(self._parts, self.modules[rank], strict=True):
-                object.__setattr__(part, "__dict__", vars(mine))
-            output = self.modules[rank][0](*args, **kwargs)
-        finally:
-            for part, state in zip(self._parts, states, strict=True):
-                object.__setattr__(part, "__dict__", state)
-        for tensor, then, now in zip(self._tensors, before, _versions(self._tensors), strict=True):
-            if rank > 0 and then != now:
+    def run(
+        self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any], alone: Callable[[], bool]
+    ) -> Any:
+        """Run a rank's replica; RuntimeError if it has changed the module's own tensors.
+
+        `alone` tells whether no other pass changes them at the same time.
+        """
+        before = _versions(self._shared)
+        output = self.modules[rank](*args, **kwargs)
+        for tensor, then, now in zip(self._shared, before, _versions(self._shared), strict=True):
+            if rank > 0 and then != now and alone():
                 raise RuntimeError(
                     f"DataParallel: while rank {rank} ran, {self._name(tensor)} of the module "
-                    "itself has changed, not that of the replica: forward reaches it by a closure, "
-                    "a method of the tensor or another object that replicas share"
+                    "itself has changed, not that of the replica: forward reaches the module by a "
+                    "global variable or another object that replicas share"
                 )
         return output
 
@@ -258,7 +296,7 @@ class _Replicas:
     def keep_parameters(self) -> None:
         """Keep what the forward pass has changed parameters to, if all ranks have done the same."""
         after = [_versions(copies) for copies in self._copies]
-        for i, tensor in self._parameters_of.items():
+        for i, tensor in enumerate(self._differentiated):
             if all(now[i] == before[i] for now, before in zip(after, self._versions, strict=True)):
                 continue
             first, *others = (copies[i].detach() for copies in self._copies)
@@ -272,44 +310,6 @@ class _Replicas:
     def _name(self, tensor: Tensor) -> str:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return next((name for name, t in named if t is tensor), f"a tensor {list(tensor.shape)}")
-
-
-def _replica(parts: Sequence[nn.Module], new: dict[int, Any], *, first: bool) -> list[nn.Module]:
-    """Return new parts with a rank's tensors, by the ids of the old ones.
-
-    The first rank has the originals' dicts of buffers, which keep what it assigns.
-    """
-    made = [object.__new__(type(part)) for part in parts]
-    registered = {**new, **dict(zip(map(id, parts), made, strict=True))}
-    for old, mine in zip(parts, made, strict=True):
-        state = vars(mine)
-        for name, value in vars(old).items():
-            if type(value) is not OrderedDict and name not in _REGISTRIES:
-                state[name] = _of_rank(value, new)
-            elif name == "_buffers" and first:
-                state[name] = value
-            else:
-                state[name] = type(value)(
-                    (key, registered.get(id(item), item)) for key, item in value.items()
-                )
-        state["_is_replica"] = True  # torch's mark
-        slots = cast(Any, copyreg)._slotnames(type(old))
-        for name in filter(partial(hasattr, old), slots):
-            object.__setattr__(mine, name, _of_rank(getattr(old, name), new))
-    return made
-
-
-def _of_rank(value: Any, new: dict[int, Any]) -> Any:
-    """Return a tensor of the rank for one of the module's, also in lists, tuples and dicts."""
-    kind = type(value)
-    if id(value) in new or kind not in (list, tuple, dict):
-        return new.get(id(value), value)
-    new[id(value)] = value  # for a container that holds itself
-    items = value.values() if kind is dict else value
-    mine = [_of_rank(item, new) for item in items]
-    if any(map(operator.is_not, mine, items)):
-        new[id(value)] = dict(zip(value, mine, strict=True)) if kind is dict else kind(mine)
-    return new[id(value)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -335,12 +335,11 @@ def _for_ranks(
     return list(autograd.scatter(leaf, ranks, chunk_sizes=lengths, dim=dim))
 
 
-def _is_of_examples(value: Any) -> bool:
+def _is_of_examples(items: list[Any]) -> bool:
     """Return whether a list may have an item for each example: dicts, numbers or strings."""
-    if not isinstance(value, list):
-        return False
-    words = bool(value) and all(isinstance(item, (str, bytes, Number)) for item in value)
-    return words or any(isinstance(item, Mapping) for item in value)
+    if any(isinstance(item, Mapping) for item in items):
+        return True
+    return bool(items) and all(isinstance(item, (str, bytes, Number)) for item in items)
 
 
 def has_invariants(value: Any) -> bool:

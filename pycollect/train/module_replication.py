@@ -1,16 +1,11 @@
 """Copies of modules, which share nothing with the original, and copies of their tensors.
 
 Copies of tensors that share memory share it, too. For replicas that live for one forward pass and
-share all but the tensors, see data_parallel.py.
+share all but the tensors, see references.py.
 """
 
-import functools
-import gc
-import importlib.util
-import types
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,12 +16,9 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .references import References
+
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
-_LRU_CACHE: Any = functools._lru_cache_wrapper
-# What copy.deepcopy shares, although it may refer to a module.
-_FUNCTIONS = (types.FunctionType, types.CellType, types.BuiltinMethodType, weakref.ref, _LRU_CACHE)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
-_SEARCHED = (nn.Module, *_CONTAINERS, partial, types.MethodType, types.MethodWrapperType)
 
 
 def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
@@ -44,10 +36,9 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()
     (True, False)
     """
-    replicable(module)
+    check_replicable(module)
     for name, param in module.named_parameters():
-        hooks: Any = (param._backward_hooks, param._post_accumulate_grad_hooks)
-        if not all(_is_of_trainer(hook) for kind in hooks for hook in (kind or {}).values()):
+        if any(not _is_of_trainer(hook) for hook in _hooks_of(param)):
             raise ValueError(
                 f"parameter {name} has a hook, and would act on the gradient of each rank: remove "
                 "it, or register it with the replicas' parameters"
@@ -55,15 +46,19 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     return [copied(module, memo) for memo in copied_tensors(module, devices)]
 
 
-def replicable(module: nn.Module) -> nn.Module:
-    """Return the module; raise ValueError if no replica can be made of it."""
+def check_replicable(module: nn.Module) -> None:
+    """Raise ValueError for a module that no replica can be made of."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(f"module {name or type(part).__name__} is TorchScript: no replica")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet: send one batch through the module first")
-    return module
+
+
+def _hooks_of(param: Tensor) -> list[Any]:
+    kinds: Any = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
 def _is_of_trainer(hook: Any) -> bool:
@@ -80,18 +75,28 @@ def copies_of(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
     Tensors without strides, and of types with their own memory, are copied by their method `to`.
     """
     ranks, blocks = pc.devices(devices), memory_blocks(tensors)
-    copies: list[list[Tensor]] = []
     with torch.no_grad():
-        for device, mine in zip(ranks, pc.replicate([b for b, _ in blocks], ranks), strict=True):
-            found = {
-                i: made if len(members) == 1 else _member(tensors[i], block, made)
-                for (block, members), made in zip(blocks, mine, strict=True)
-                for i in members
-            }
-            others = {i: tensor for i, tensor in enumerate(tensors) if i not in found}
-            found |= {i: t.detach().to(device, copy=True) for i, t in others.items()}
-            copies.append([found[i] for i in range(len(tensors))])
-    return copies
+        copied = pc.replicate([block for block, _ in blocks], ranks)
+        return [
+            _copies(tensors, blocks, mine, device)
+            for mine, device in zip(copied, ranks, strict=True)
+        ]
+
+
+def _copies(
+    tensors: Sequence[Tensor],
+    blocks: Sequence[tuple[Tensor, list[int]]],
+    copied: Sequence[Tensor],
+    device: torch.device,
+) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for (block, members), mine in zip(blocks, copied, strict=True):
+        for i in members:
+            found[i] = mine if len(members) == 1 else _member(tensors[i], block, mine)
+    return [
+        found[i] if i in found else tensor.detach().to(device, copy=True)
+        for i, tensor in enumerate(tensors)
+    ]
 
 
 def memory_blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
@@ -104,16 +109,25 @@ def memory_blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     >>> [(block.nbytes, indices) for block, indices in memory_blocks([x[:3], x[4:], x[2:4]])]
     [(16, [0, 2]), (8, [1])]
     """
-    spans = {i: _span(tensor) for i, tensor in enumerate(tensors) if _is_plain(tensor)}
-    members: list[list[int]] = []
+    plain = [i for i, tensor in enumerate(tensors) if _is_plain(tensor)]
+    blocks: list[tuple[Tensor, list[int]]] = []
     end = 0
-    for i, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if not members or first >= end:
-            members.append([])
-        members[-1].append(i)
+    members: list[int] = []
+    for i in sorted(plain, key=lambda i: _span(tensors[i])):
+        first, last = _span(tensors[i])
+        if members and first < end:
+            members.append(i)
+        else:
+            members = [i]
+            blocks.append((tensors[i].detach(), members))
         end = max(end, last)
-    ordered = sorted(map(sorted, members))  # the same on every rank
-    return [(_block([tensors[i] for i in block]), block) for block in ordered]
+    whole = [
+        (_bytes_of([tensors[i] for i in members]), sorted(members))
+        if len(members) > 1
+        else (one, members)
+        for one, members in blocks
+    ]
+    return sorted(whole, key=lambda block: block[1])  # the same on every rank
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -131,10 +145,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _block(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the only tensor, or all bytes of those that share memory, from an aligned address."""
-    if len(tensors) == 1:
-        return tensors[0].detach()
+def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all bytes of tensors that share memory, from an aligned address on."""
     storage = max((t.untyped_storage() for t in tensors), key=lambda s: s.nbytes())
     spans = [_span(tensor) for tensor in tensors]
     begin = (min(spans)[0] - storage.data_ptr()) // _ALIGNMENT * _ALIGNMENT
@@ -156,66 +168,6 @@ def _member(tensor: Tensor, block: Tensor, copied: Tensor) -> Tensor:
     return new.set_(storage, offset, tensor.size(), tensor.stride())
 
 
-# --- references -----------------------------------------------------------------------------------
-
-
-def of_type(kind: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values of a type, without proxies of such values."""
-    return [value for value in values if issubclass(type(value), kind)]
-
-
-def reachable(value: Any, *, instances: bool = True, functions: bool = True) -> Iterator[Any]:
-    """Yield a value and all that it refers to, directly or not.
-
-    Not searched are tensors, classes, global variables, instances of classes of torch and this
-    package, of those written in C or with `__del__`, what a weak reference refers to unless it is a
-    module or tensor; without `instances` those of any class but modules and containers, and
-    without `functions` functions and what copy.deepcopy shares as it does functions.
-
-    >>> layer = nn.Linear(2, 1)
-    >>> any(item is layer.weight for item in reachable(lambda own=layer: own))
-    True
-    """
-    searched = (*_SEARCHED, *(_FUNCTIONS if functions else ()))
-    found: dict[int, Any] = {}
-    stack: list[Iterable[Any]] = [[value]]
-    while stack:
-        # What the collector does not track refers to nothing that it tracks: numbers, strings, and
-        # tuples and dicts of such.
-        for part in filter(gc.is_tracked, stack.pop()):
-            if id(part) not in found:
-                found[id(part)] = part  # keeps the id valid
-                yield part
-                kind: Any = type(part)
-                if issubclass(kind, searched) or (instances and _is_instance(kind)):
-                    stack.append(parts_of(part))
-
-
-def parts_of(value: Any) -> Iterable[Any]:
-    """Return the objects to which a value refers."""
-    kind = type(value)
-    if kind is types.FunctionType:  # not its global variables
-        return value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__
-    if kind is _LRU_CACHE:
-        return (value.__wrapped__,)
-    if issubclass(kind, weakref.ref):
-        return of_type((nn.Module, Tensor), [value()])
-    return gc.get_referents(value)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_instance(kind: type) -> bool:
-    """Return whether instances of a class are searched."""
-    inside = str(kind.__module__).partition(".")[0] in ("torch", "pycollect")
-    if (inside and kind.__name__ != "_WrappedHook") or hasattr(kind, "__del__"):
-        return False
-    try:
-        object.__new__(kind)
-    except TypeError:  # a class written in C
-        return kind is types.SimpleNamespace
-    return True
-
-
 # --- whole copies ---------------------------------------------------------------------------------
 
 
@@ -225,8 +177,9 @@ def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any
     They are those of parameters and buffers, and of other tensors that share memory with them.
     """
     own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-    others = of_type(Tensor, reachable(module, instances=False))
-    held = [*own.values(), *(t for t in others if id(t) not in own and t.is_leaf and _is_plain(t))]
+    held = list(own.values()) + [
+        t for t in References(module).tensors if id(t) not in own and t.is_leaf and _is_plain(t)
+    ]
     with_own = [m for _, m in memory_blocks(held) if len(m) > 1 and min(m) < len(own)]
     aliases = sorted(i for members in with_own for i in members if i >= len(own))
     tensors = [*own.values(), *(held[i] for i in aliases)]
@@ -240,93 +193,19 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy the module by copy.deepcopy, with the tensors of the memo in place of its own.
 
     deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
-    becomes a reference to the same copy. So do references in functions, which deepcopy would share:
-    functions that refer to the module are copied, too. The memo gets all copies. Raises ValueError
-    for an attribute that cannot be copied, or whose copy refers to the module itself.
+    becomes a reference to the same copy. Functions, which deepcopy shares, refer to the copy, too.
     """
-    parts = of_type(nn.Module, reachable(module, functions=False))
-    own = _Memo(memo, {*memo, *map(id, parts)})
+    replaced = dict(memo)
+    parts = References(module).all_modules
     with Detached():
         try:
-            new: nn.Module = _deepcopy(module, own)
+            new = copy.deepcopy(module, memo)
         except Exception as error:
-            where = _uncopied(module, own)
+            where = _uncopied(module, memo)
             raise ValueError(f"{where} cannot be copied for every rank: {error}") from error
-    for left in reachable(new):
-        if id(left) in own.known and own.get(id(left)) is not left:
-            raise ValueError(
-                f"a {type(left).__name__} of the module is also held by an object that "
-                "copy.deepcopy shares, and replicas would use it in place of their own"
-            )
-    memo.update(own)
+    replaced |= {id(part): memo[id(part)] for part in parts if id(part) in memo}
+    References(new, replaced).replace(replaced, own={id(made) for made in memo.values()})
     return new
-
-
-class _Memo(dict[int, Any]):
-    """The memo of a deepcopy, and the ids of the modules and tensors that it copies."""
-
-    def __init__(self, copies: Mapping[int, Any], known: set[int]) -> None:
-        super().__init__(copies)
-        self.known = known
-
-    def refers(self, value: Any) -> bool:
-        """Return whether a value refers to one of them."""
-        return any(id(item) in self.known for item in reachable(value))
-
-
-def _deepcopy_function(function: types.FunctionType, memo: _Memo) -> types.FunctionType:
-    """Copy a function that refers to the module: the variables, defaults and attributes that do."""
-    if not memo.refers(function):
-        return function
-    own = [cell for cell in function.__closure__ or () if memo.refers(cell)]
-    fresh = [cell for cell in own if id(cell) not in memo]  # functions may have common variables
-    memo |= {id(cell): types.CellType() for cell in fresh}
-    closure = function.__closure__ and tuple(memo.get(id(c), c) for c in function.__closure__)
-    names = function.__code__, function.__globals__, function.__name__
-    new = memo[id(function)] = types.FunctionType(*names, None, closure)
-    for cell in fresh:  # after the memo has the function, to which its variables may refer
-        memo[id(cell)].cell_contents = _deepcopy(cell.cell_contents, memo)
-
-    def mine(value: Any) -> Any:
-        return _deepcopy(value, memo) if memo.refers(value) else value
-
-    new.__defaults__ = function.__defaults__ and tuple(map(mine, function.__defaults__))
-    defaults = function.__kwdefaults__
-    new.__kwdefaults__ = defaults and {name: mine(value) for name, value in defaults.items()}
-    new.__dict__.update((name, mine(value)) for name, value in function.__dict__.items())
-    return new
-
-
-def _deepcopy_reference(reference: Any, memo: _Memo) -> Any:
-    """Copy a weak reference, a cache or a builtin method that refers to the module."""
-    if not memo.refers(reference):
-        return reference
-    if type(reference) is weakref.ref:
-        return weakref.ref(_deepcopy(reference(), memo))
-    if type(reference) is _LRU_CACHE:
-        cache = functools.lru_cache(**reference.cache_parameters())
-        return cache(_deepcopy(reference.__wrapped__, memo))
-    return getattr(_deepcopy(reference.__self__, memo), reference.__name__)
-
-
-def _make_deepcopy() -> Any:
-    """Return a copy.deepcopy for a `_Memo` that does not share what refers to the module.
-
-    It is that of another instance of the module copy, so copy.deepcopy itself does not change.
-    """
-    spec: Any = importlib.util.find_spec("copy")
-    own: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    kinds: dict[Any, Any] = {types.FunctionType: _deepcopy_function}
-    for kind in (weakref.ref, _LRU_CACHE, types.BuiltinMethodType):
-        kinds[kind] = _deepcopy_reference
-    own._deepcopy_dispatch.update(kinds)
-    if hasattr(own, "_atomic_types"):  # of Python 3.14
-        own._atomic_types = set(own._atomic_types) - set(kinds)
-    return own.deepcopy
-
-
-_deepcopy = _make_deepcopy()
 
 
 def as_copy(tensor: Tensor, mine: Tensor) -> Tensor:
@@ -363,13 +242,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-def _uncopied(module: nn.Module, memo: _Memo) -> str:
+def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
     """Return the name of the attribute that deepcopy refuses."""
     known = {**memo, **{id(part): part for part in module.modules()}}
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             try:
-                _deepcopy(value, _Memo(known, memo.known))
+                copy.deepcopy(value, dict(known))
             except Exception:  # the error itself is raised with the name
                 return f"attribute {attribute} of {name or type(part).__name__}"
     return f"module {type(module).__name__}"
