@@ -13,6 +13,7 @@ from train_cases import (
     CLASSES,
     CPU,
     FEATURES,
+    Calls,
     batches,
     difference,
     perceptron,
@@ -207,6 +208,17 @@ def test_evaluation_restores_buffers_that_forward_assigns() -> None:
     replicas.evaluate(batches([7]))
     for mine, before in zip(replicas.modules[1:], kept[1:], strict=True):
         assert torch.equal(mine.get_buffer("last"), before)
+
+
+def test_evaluation_takes_rank_0s_buffers_by_every_name() -> None:
+    """A rank's list of its buffers has them, too."""
+    module = Calls(lambda self, x: x * self.signs[0])
+    module.signs = [module.count]
+    replicas = replicas_of(module, 2)
+    for mine, sign in zip(replicas.modules, (1.0, -1.0), strict=True):
+        mine.get_buffer("count").fill_(sign)
+    assert replicas.evaluate([(torch.eye(4), torch.arange(4))]) == 1
+    assert replicas.modules[1].get_buffer("count") == -1
 
 
 def test_evaluation_counts_every_label_once() -> None:

@@ -6,15 +6,14 @@ same weight, however the batch was split.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..errors import shown
 from .reduce import send_from_rank_0
@@ -138,30 +137,20 @@ def accuracy(
 ) -> float:
     """Return the fraction of labels that have the highest score, 0..1.
 
-    An example has one label, or one for each pixel or position. The modules run in evaluation mode,
-    with copies of rank 0's buffers on the other ranks, so the tested model is the one that a
-    checkpoint stores. With a group each process has one module and its part of the batches, and all
-    return the same. Raises ValueError if there are no labels, or if they have another shape than
-    the scores' argmax.
+    An example has one label, or one for each pixel or position. The modules run in evaluation mode
+    with the buffers of rank 0, so the tested model is the one that a checkpoint stores. With a
+    group each process has one module and its part of the batches, and all return the same. Raises
+    ValueError if there are no labels, or if they have another shape than the scores' argmax.
     """
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
-    buffers = [_buffers_of_rank_0(modules[0], device, group) for device in devices]
-    if group is None:
-        buffers[0] = {}  # its own
-    modes = [(part, part.training) for module in modules for part in module.modules()]
     labels = 0
-    try:
-        for module in modules:
-            module.eval()
+    with _as_rank_0(modules, group):
         for X, y in batches:
             labels += y.numel()
-            shards = zip(*split_batch(X, y, devices), modules, buffers, correct, strict=True)
-            for X_shard, y_shard, module, own, count in shards:
+            shards = zip(*split_batch(X, y, devices), modules, correct, strict=True)
+            for X_shard, y_shard, module, count in shards:
                 if len(X_shard):
-                    count += right_labels(functional_call(module, own, X_shard), y_shard)
-    finally:
-        for part, mode in modes:
-            part.training = mode
+                    count += right_labels(module(X_shard), y_shard)
     right = sum(int(count) for count in correct)
     if group is not None:
         numbers = torch.tensor([right, labels], device=devices[0])
@@ -172,11 +161,26 @@ def accuracy(
     return right / labels
 
 
-def _buffers_of_rank_0(
-    module: nn.Module, device: torch.device, group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
-    """Return copies of the module's buffers on the device; of the module of rank 0 in a group."""
-    found = {name: buffer.to(device, copy=True) for name, buffer in module.named_buffers()}
-    if group is not None:
-        send_from_rank_0(found.items(), group)
-    return found
+@contextmanager
+def _as_rank_0(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Put all modules in evaluation mode with rank 0's buffers; restore both at the end."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    others = modules[1:] if group is None else modules  # of the modules that take its buffers
+    owned = [(part, dict(part._buffers)) for module in others for part in module.modules()]
+    kept = [(buffer, buffer.clone()) for module in others for buffer in module.buffers()]
+    try:
+        for module in modules:
+            module.eval()
+        if group is not None:
+            send_from_rank_0(modules[0].named_buffers(), group)
+        for module in modules[1:]:
+            for buffer, first in zip(module.buffers(), modules[0].buffers(), strict=True):
+                buffer.copy_(first)
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for part, own in owned:
+            part._buffers.update(own)
+        for buffer, value in kept:
+            buffer.copy_(value)
