@@ -87,7 +87,7 @@ PROCESSES = [*BENCH, "--peers", "none", "--processes"]
 LENET = ["--models", "lenet", "--batch", "8"]
 ALONE = [*LENET, "--no-ddp", "--seconds", "0.05"]
 ONCE = [*LENET, "--worlds", "2", "-n", "1"]
-DDP = [*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]
+COMPARE = [*TRAIN, "--epochs", "3", "--compare"]
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 # The command, the begin and end of the line to wait for and the number of processes that run then,
 # the signal, the status, the kept list of results and its least length.
@@ -100,10 +100,19 @@ CASES = {
     "starting processes": ([*PROCESSES, "3"], "# world", "", 4, INT, 130, None, 0),
     "starting DDP": ([*script("train"), *ONCE], "#", "", 4, INT, 130, None, 0),
     # Two ranks and multiprocessing's resource tracker.
-    "ranks": (DDP, "epoch 1", "(ddp)", 4, INT, 130, None, 0),
-    "ranks, killed": (DDP, "epoch 1", "(ddp)", 4, KILL, -KILL, None, 0),
-    "starting ranks": (DDP, "epoch 3", "(naive)", 4, INT, 130, None, 0),
-    "starting ranks, SIGTERM": (DDP, "epoch 3", "(naive)", 4, TERM, -TERM, None, 0),
+    "ranks": ([*COMPARE, "processes,naive"], "epoch 1", "", 4, INT, 130, None, 0),
+    "ranks, killed": ([*COMPARE, "processes,naive"], "epoch 1", "", 4, KILL, -KILL, None, 0),
+    "starting ranks": ([*COMPARE, "naive,processes"], "test acc", "", 4, INT, 130, None, 0),
+    "starting ranks, SIGTERM": (
+        [*COMPARE, "naive,processes"],
+        "test acc",
+        "",
+        4,
+        TERM,
+        -TERM,
+        None,
+        0,
+    ),
 }
 # In quick runs, test_bench.py interrupts copies and training, in the test's own process.
 SLOW = ("starting", "ranks", "copies", "training")
