@@ -189,10 +189,11 @@ class _Messages:
             known, *parts = torch.split(whole, [len(params), *(p.numel() for p in params)])
             for i, (param, part) in enumerate(zip(params, parts, strict=True)):
                 # Where this rank lacks a gradient, on a GPU it waits to see whether another has it.
-                if param.grad is None and known[i] != 0:
-                    param.grad = torch.empty_like(param)  # optimizers rely on equal strides
-                if param.grad is not None:
-                    param.grad.copy_(part.view_as(param))
+                if param.grad is None and known[i] == 0:
+                    continue
+                param.grad = part.view_as(param)
+                if not param.is_contiguous():  # optimizers rely on equal strides
+                    param.grad = torch.empty_like(param).copy_(param.grad)
 
 
 # --- overlap with the backward pass ---------------------------------------------------------------
