@@ -125,6 +125,7 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         ({"devices": "cpu*4", "strict": True}, "2 examples on 4 devices"),  # the last batch
         ({"graph": True}, r"a CUDA graph on one GPU, not on \[cpu, cpu\]; 'cuda:0\*2' puts"),
         ({"compile": True, "weights": "auto"}, "a compiled step has no parts and ranks to time"),
+        ({"graph": True}, "on the CPU --compile makes one graph of the step"),
         ({"compile": True, "microbatch": 4}, "a step with microbatches is not one graph"),
         ({"model": "lenet"}, "LeNet takes images of 28 x 28, and noise has 5 x 5; choose"),
         ({"image_size": 5}, "image_size is for data by name, not for data of your own"),

@@ -1,5 +1,9 @@
 """Training on GPUs: results as on the CPU, and the same bits with every option of speed."""
 
+import os
+import sys
+
+import programs
 import pytest
 import torch
 from sites import GPU
@@ -153,3 +157,15 @@ def test_a_run_is_continued_with_the_same_bits(tmp_path):
     continued = run(model=net(drawn=True), epochs=3, resume=tmp_path / "run.pt")
     assert whole.losses == continued.losses
     assert all(map(same_tensors, whole.parameters, continued.parameters))
+
+
+def test_hidden_gpus_are_not_used():
+    program = "import pycollect; print(len(pycollect.devices('cuda:*')))"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    done = programs.run([sys.executable, "-c", program], timeout=100, env=environment)
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_a_compiled_run_is_for_ranks_on_the_cpu():
+    with pytest.raises(ValueError, match=r"compiled for ranks on the CPU, not on .*--graph captur"):
+        run(compile=True)

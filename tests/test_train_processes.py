@@ -22,7 +22,14 @@ from sites import HOSTS, PROCESSES, not_on, only_on, slow_on_processes
 from torch import Tensor, nn
 
 from pycollect._command import Stopped
-from pycollect.train import Data, ReplicaTrainer, checkpoint, sgd_factory
+from pycollect.train import (
+    Data,
+    GluonTrainer,
+    ReplicaTrainer,
+    checkpoint,
+    reduce_gradients_naive,
+    sgd_factory,
+)
 from pycollect.train.__main__ import main
 from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.options import Options
@@ -199,6 +206,8 @@ def refused(me: RankContext) -> list[str]:
         lambda: step(Clamps(36, 3), shares=[3, 3]),
         lambda: ReplicaTrainer(scattered, "cpu", **make),
         lambda: copy.deepcopy(ReplicaTrainer(one, "cpu", **make)),
+        lambda: ReplicaTrainer(one, "cpu", reduction=reduce_gradients_naive, **make),
+        lambda: GluonTrainer(ReplicaTrainer(one, "cpu", **make)),
     ]
     found = []
     for call in calls:
@@ -218,6 +227,8 @@ def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
         "forward changes parameter weight in place, which a group cannot compare",
         "few is sparse, and no group of processes sends it",
         "a trainer of a group has no copies: make one in each process",
+        "a group sums the gradients itself: leave out the reduction",
+        "GluonTrainer: the replicas are one rank of a group",
     ]
     for found in pools(2).run(refused):
         for message, text in zip(messages, found, strict=True):

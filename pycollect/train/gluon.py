@@ -44,9 +44,10 @@ class GluonTrainer:
     are its arguments, with torch's names and defaults. Of Gluon's names, learning_rate and wd stand
     for lr and weight_decay; the errors for nag, clip_gradient, rescale_grad and lr_scheduler name
     what does the same. Each rank has its own optimizer, so equal replicas stay equal to the bit.
-    Raises ValueError for replicas that differ, share a parameter or have none, for an unknown name,
-    and for an optimizer whose step needs a closure; TypeError for an argument that the optimizer
-    does not have, and without an optimizer, unless ``replicas`` is a ``ReplicaTrainer``.
+    Raises ValueError for replicas that differ, share a parameter or have none, for one of a group,
+    for an unknown name, and for an optimizer whose step needs a closure; TypeError for an argument
+    that the optimizer does not have, and without an optimizer, unless ``replicas`` is a
+    ``ReplicaTrainer``.
 
     A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
     also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
@@ -66,6 +67,11 @@ class GluonTrainer:
         optimizer: str | MakeOptimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(replicas, ReplicaTrainer) and replicas.group is not None:
+            raise ValueError(
+                "GluonTrainer: the replicas are one rank of a group, and sums here are over those "
+                "of one process; call the step of the ReplicaTrainer"
+            )
         ranks = replicas.modules if isinstance(replicas, ReplicaTrainer) else replicas
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
         _check_alike(parameters)

@@ -151,11 +151,14 @@ def check_combination(options: Options, backend: str | None) -> None:
          f"the reduction {options.reduce!r} sums over replicas of one process, and here each rank "
          "is a process or a thread: leave it out"),
         (graph and not one_gpu, "a step is captured in a CUDA graph on one GPU, not on "
-         f"{device_list(devices)}; 'cuda:0*2' puts two ranks on one"),
+         f"{device_list(devices)}; 'cuda:0*2' puts two ranks on one, and on the CPU --compile "
+         "makes one graph of the step"),
         (graph and (auto or sync), "a step with measured shares or synchronised batch statistics "
          "cannot be captured: leave out --graph"),
         (graph and (exact or backend), "a captured step has no parts to time, and needs all ranks "
          "in one process: leave out --graph, or --exact-times and --backend"),
+        (compiled and any(device.type != "cpu" for device in devices), "a step is compiled for "
+         f"ranks on the CPU, not on {device_list(devices)}; on one GPU --graph captures it"),
         (compiled and (auto or exact), "a compiled step has no parts and ranks to time: leave out "
          "--compile, or measured shares and --exact-times"),
         (compiled and (graph or backend), "a compiled step needs all ranks in one process, and is "

@@ -225,8 +225,7 @@ class ReplicaTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all replicas and optimizers to a stored state.
 
-        Raises ValueError for a state of another number of ranks, and torch's errors for a state of
-        another model.
+        Raises ValueError for another number of ranks, and torch's errors for another model.
         """
         if len(state["buffers"]) != self.world:
             raise ValueError(
@@ -302,6 +301,8 @@ class ReplicaTrainer:
             raise ValueError(f"a process of a group has one rank, not {len(self.devices)} devices")
         if self.group is not None and self.compile:
             raise ValueError("a compiled step needs all ranks in one process: leave out compile")
+        if self.group is not None and self.reduction is not reduce_gradients_coalesced:
+            raise ValueError("a group sums the gradients itself: leave out the reduction")
         if self.group is None and self.sync_batchnorm and self.world > 1:
             raise ValueError(
                 "batch statistics over all ranks need ranks that run at the same time: pass a "
