@@ -5,7 +5,6 @@ is indexed one example at a time, and decodes the example's file then.
 """
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,13 +25,10 @@ class DatasetUnavailable(DatasetError):
 def first_line(error: object) -> str:
     """Return the first line of an error's message, or its type if the message is empty.
 
-    Terminal escape sequences, which torch uses for bold letters, are removed.
-
-    >>> first_line(ValueError("it is \\x1b[1mnot\\x1b[0m there:\\nlook elsewhere"))
+    >>> first_line(ValueError("it is not there:\\nlook elsewhere"))
     'it is not there'
     """
-    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error))
-    return (plain.splitlines() or [type(error).__name__])[0].rstrip(":")
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(":")
 
 
 class MapStyle(Protocol):

@@ -5,30 +5,38 @@ folder are decoded by Pillow when their batch is fetched, and none is kept in me
 """
 
 import gzip
+import io
 import math
 import os
 import socket
 import struct
-import sys
 import zlib
-from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._files import check_input
 from ..errors import shown
-from .data import Data, DatasetError, DatasetUnavailable, DefaultHyperparameters, first_line
+from .data import (
+    USUAL,
+    Data,
+    DatasetError,
+    DatasetUnavailable,
+    DefaultHyperparameters,
+    first_line,
+)
 
 NAMES = ("auto", "digits", "fashion-mnist", "folder")
 
-# The defaults for LeNet on the digits and on Fashion-MNIST, there Dive into Deep Learning's.
+# The defaults for LeNet.
 DIGITS = DefaultHyperparameters(batch_size=64, lr=0.3, epochs=40)
-FASHION_MNIST = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
+FASHION_MNIST = USUAL
 CLASSES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
@@ -39,7 +47,7 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-PLACES = ("", "FashionMNIST/raw", "raw")  # subfolders with the files; torchvision uses the second
+PLACES = ("", "FashionMNIST/raw")  # subfolders with the files; torchvision uses the second
 NETWORK_TIMEOUT = 4.5  # seconds; a run without a network starts soon, with other data
 
 IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
@@ -47,7 +55,6 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 # Mean and standard deviation of ImageNet's pixels by channel, the usual values for photographs.
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-_SIXTEEN_BITS = 65_535
 
 
 def load_dataset(
@@ -143,13 +150,12 @@ def fashion_mnist(data_dir: Path) -> Data:
 
 
 def _idx_files(data_dir: Path) -> list[Path]:
-    """Return the four files, plain or with .gz, if one folder has all of them; else []."""
+    """Return the four files if one folder has all of them, plain or all with .gz; else []."""
     try:
-        for place in PLACES:
-            both = [(data_dir / place / name, data_dir / place / f"{name}.gz") for name in FILES]
-            found = [path for pair in both for path in [p for p in pair if p.is_file()][:1]]
-            if len(found) == len(FILES):
-                return found
+        for place, ending in product(PLACES, ("", ".gz")):
+            paths = [data_dir / place / f"{name}{ending}" for name in FILES]
+            if all(path.is_file() for path in paths):
+                return paths
     except OSError as error:
         raise DatasetError(f"{data_dir} cannot be read ({error})") from error
     return []
@@ -204,11 +210,7 @@ def download(data_dir: Path) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_TIMEOUT)  # torchvision itself sets none
     try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            redirect_stdout(nowhere),
-            redirect_stderr(sys.stderr if sys.stderr.isatty() else nowhere),  # a progress bar
-        ):
+        with redirect_stdout(io.StringIO()):
             FashionMNIST(str(data_dir), download=True)
     except (OSError, RuntimeError) as error:
         raise DatasetUnavailable(f"the download failed: {' '.join(str(error).split())}") from error
@@ -246,7 +248,10 @@ def decode(path: Path, size: int) -> Tensor:
         with Image.open(path) as image:
             # draft() decodes a JPEG at an eighth, a quarter or half of its size, which is cheaper.
             image.draft("RGB", (2 * size, 2 * size))
-            fitted = ImageOps.fit(_in_colour(image), (size, size), Image.Resampling.BILINEAR)
+            if image.mode.startswith(("I", "F")):  # convert() would make 16-bit images white
+                raise ValueError("its pixels have more than 8 bits; save it with 8")
+            coloured = image.convert("RGB")
+            fitted = ImageOps.fit(coloured, (size, size), Image.Resampling.BILINEAR)
     # Pillow's decoders raise many exception types for a damaged file, even SyntaxError.
     except Exception as error:
         raise DatasetError(
@@ -254,18 +259,6 @@ def decode(path: Path, size: int) -> Tensor:
         ) from error
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return pixels.reshape(size, size, 3).permute(2, 0, 1).float().div_(255).sub_(MEAN).div_(STD)
-
-
-def _in_colour(image: Any) -> Any:
-    """Convert an image to three channels of 8 bits; ValueError for more than 16 bits per pixel.
-
-    Pillow's own conversion clips values above 255, which turns a 16-bit image white.
-    """
-    if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > _SIXTEEN_BITS):
-        raise ValueError("it has 32 bits per pixel, and at most 16 are supported")
-    if image.mode.startswith("I"):  # older versions of Pillow open 16-bit images in mode "I"
-        image = image.convert("I").point(lambda grey: grey * (255 / _SIXTEEN_BITS)).convert("L")
-    return image.convert("RGB")
 
 
 def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
@@ -299,6 +292,8 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
         found, held_out = (_scan(parent, classes, image_size) for parent in (train, test))
     except OSError as error:
         raise DatasetError(f"{error.filename} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DatasetError(str(error)) from None
     # BatchFlow's batch size; 0.1 is Dive into Deep Learning's learning rate for ResNet-18.
     defaults = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=10)
     name = root.resolve().name
@@ -306,9 +301,11 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent`, sorted, without hidden ones; DatasetError without any."""
-    there = _without_dead_links(p for p in parent.iterdir() if not p.name.startswith("."))
-    found = [p for p in there if p.is_dir()]
+    """Return the folders in `parent`, sorted, without hidden ones; DatasetError without any.
+
+    A dead link counts as a folder: its class would be missed without an error.
+    """
+    found = sorted(p for p in parent.iterdir() if p.name[0] != "." and not p.is_file())
     if not found:
         raise DatasetError(f"{parent} holds no folder; there must be one per class")
     return found
@@ -325,7 +322,9 @@ def _scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
             )
         walk = os.walk(folder, onerror=_refuse)
         every = (Path(where, name) for where, _, names in walk for name in names)
-        found = [p for p in _without_dead_links(filter(_is_image_name, every)) if p.is_file()]
+        found = sorted(filter(_is_image_name, every))
+        for path in found:
+            check_input("image", path)
         if not found:
             raise DatasetError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         files += found
@@ -341,15 +340,3 @@ def _refuse(error: OSError) -> NoReturn:
 def _is_image_name(path: Path) -> bool:
     """Return whether a file is an image by its name; hidden files are metadata of some systems."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-
-
-def _without_dead_links(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths, sorted; DatasetError for dead links: to skip them would leave out data."""
-    found = sorted(paths)
-    dead = [path for path in found if path.is_symlink() and not path.exists()]
-    if dead:
-        more = f", and {len(dead) - 1} more do too" if len(dead) > 1 else ""
-        raise DatasetError(
-            f"the link {dead[0]} -> {os.readlink(dead[0])} leads nowhere{more}; fix or delete it"
-        )
-    return found

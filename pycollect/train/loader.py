@@ -19,6 +19,7 @@ from torch import Tensor
 from pycollect import _C
 
 from .data import Examples, count, fetch
+from .generators import mixed_seed
 
 # Largest number of loader threads. A thread prepares whole batches; more threads than cores would
 # only wait for each other.
@@ -67,9 +68,9 @@ class LoaderOptions:
         [4, 4, 3]
         """
         if self.shuffle:
-            # With this odd multiplier all epochs and neighbouring seeds get different orders.
-            mixed = (self.seed + 0x9E3779B97F4A7C15 * epoch) % 2**63
-            order = torch.randperm(examples, generator=torch.Generator().manual_seed(mixed))
+            # All epochs and neighbouring seeds get different orders.
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+            order = torch.randperm(examples, generator=generator)
         else:
             order = torch.arange(examples)
         batches = list(torch.split(order, self.batch_size))
