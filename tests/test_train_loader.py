@@ -58,7 +58,7 @@ def labels(batches: Any) -> list[list[int]]:
     return [batch.y.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 50, 2**62])
+@pytest.mark.parametrize("prefetch", [1, 3, 2**62])
 @pytest.mark.parametrize("examples", [PAIR, Slow(0.001)], ids=["memory", "files"])
 def test_prefetching_changes_nothing(examples: Any, prefetch: int) -> None:
     """An epoch can start at any batch."""
@@ -83,13 +83,11 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert order(0, 1) == first
     assert len({str(order(seed, epoch)) for seed in (0, 1) for epoch in (1, 2)}) == 4
     assert sorted(label for batch in first for label in batch) == list(range(11))
-    assert labels(Loader(PAIR, IN_ORDER(5)).epoch(7)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
-
-
-def test_the_last_batch_can_be_dropped() -> None:
-    loader = Loader(PAIR, LoaderOptions(4, drop_last=True))
-    assert len(loader) == len(list(loader.epoch())) == 2
-    assert len(Loader(PAIR, LoaderOptions(11, drop_last=True))) == 1
+    in_order = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
+    for drop_last, expected in ((False, in_order), (True, in_order[:2])):
+        loader = Loader(PAIR, IN_ORDER(5, drop_last=drop_last))
+        assert labels(loader.epoch(7)) == expected
+        assert loader.examples(7) == [len(batch) for batch in expected]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
