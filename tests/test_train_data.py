@@ -3,6 +3,7 @@
 import gzip
 import math
 import os
+import shutil
 import socket
 import struct
 import sys
@@ -51,39 +52,6 @@ def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, endi
         assert (X.dtype, y.dtype) == (torch.float32, torch.int64)
         assert torch.equal(X, (torch.arange(n * 784) % 10 / 255).view(n, 1, 28, 28))
         assert y.tolist() == [(i + 3) % 10 for i in range(n)]
-
-
-LABEL_FILE = gzip.compress(idx(TRAIN), mtime=0)  # so that names of tests are repeatable
-FLIPPED = bytes([*LABEL_FILE[:-6], LABEL_FILE[-6] ^ 1, *LABEL_FILE[-5:]])  # in the checksum
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (FILES[0], idx(TRAIN, 28, 28)[:-1], "damaged: it holds 23535 bytes where .* 23536; delete"),
-        (FILES[0], idx(TRAIN, 28, 28) + b"x", "damaged: it holds 23537 bytes"),
-        (FILES[0], idx(TRAIN, 28, 28)[:9], "damaged: it holds 9 bytes"),
-        (FILES[0], b"<html>not found</html>", "not an IDX file"),
-        (FILES[0], idx(TRAIN, 28, 27), r"\[30, 28, 27\], not images of 28 x 28"),
-        (FILES[0], idx(0, 28, 28), r"\[0, 28, 28\], not images"),
-        (FILES[1], idx(TRAIN - 1), r"\[29\], not 30 labels"),
-        (FILES[1], idx(TRAIN)[:-1] + b"\n", "the label 10; the classes are 0-9"),
-        (f"{FILES[1]}.gz", LABEL_FILE[:-12], r"\.gz cannot be read .*; delete it"),
-        (f"{FILES[1]}.gz", LABEL_FILE[:10] + b"\xff" * 40, r"\.gz cannot be read .*; delete it"),
-        (f"{FILES[1]}.gz", FLIPPED, r"\.gz cannot be read .*; delete it"),
-    ],
-)
-def test_a_damaged_idx_file_is_one_sentence(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    """Also for "auto", which must not train on other data than the file's."""
-    path = write_fashion(tmp_path, Path(name).suffix) / name
-    path.write_bytes(content)
-    with pytest.raises(DatasetError, match=message) as caught:
-        load_dataset("auto", tmp_path)
-    assert not isinstance(caught.value, DatasetUnavailable)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
 
 
 def fake_torchvision(monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
@@ -268,6 +236,10 @@ def test_classes_are_folders(folder: Path, held_out: str) -> None:
     assert (X.shape, X.dtype, y.tolist()) == ((2, 3, 32, 32), torch.float32, [1, 0])
     for image, colour in zip(X, ((0, 0, 1), (1, 0, 0)), strict=True):
         assert plain(image).mean(dim=(1, 2)).tolist() == pytest.approx(colour, abs=0.02)
+    (folder / "train" / "apple" / "0.png").unlink()  # decoded when it is fetched, and not before
+    fetch(data.train, torch.tensor([1, 2]))
+    with pytest.raises(DatasetError, match=r"0\.png cannot be decoded as an image"):
+        fetch(data.train, torch.tensor([0, 1]))
 
 
 def test_images_are_cropped_at_the_centre_and_have_three_channels(tmp_path: Path) -> None:
@@ -282,55 +254,69 @@ def test_images_are_cropped_at_the_centre_and_have_three_channels(tmp_path: Path
         assert float(found.mean()) == pytest.approx(grey, abs=0.004)
 
 
-@pytest.mark.parametrize("name", ["0.png", "1.JPEG", "2.bmp"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3]),
-        lambda path: path.write_bytes(b"<html>"),
-        lambda path: path.unlink(),
-        lambda path: Image.new("I;16", (9, 9), 0x8000).save(path, "TIFF"),  # would become white
-    ],
-    ids=["cut", "text", "gone", "16 bits"],
-)
-def test_a_damaged_image_is_one_sentence(
-    folder: Path, name: str, damage: Callable[[Path], object]
-) -> None:
-    """It is decoded when it is fetched, and not before."""
-    data = load_dataset("folder", folder, 32)
-    path = folder / "train" / "apple" / name
-    damage(path)
-    fetch(data.train, torch.arange(3, 6))
-    with pytest.raises(DatasetError, match="replace or delete it") as caught:
-        fetch(data.train, torch.arange(3))
-    assert str(caught.value).startswith(f"{path} cannot be decoded as an image")
-    assert "\n" not in str(caught.value)
+def holds(content: bytes) -> Callable[[Path], object]:
+    """Return a change of a file: it has this content."""
+    return lambda path: path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("path", "change", "message"),
-    [
-        ("train/apple/deeper/5.png", lambda p: p.symlink_to("nowhere"), r"no image .*/5\.png$"),
-        ("train/apple/5.png", os.mkfifo, r"regular file, and .*/5\.png is a FIFO$"),
-        (
-            "train/cherry",
-            lambda p: p.symlink_to("nowhere"),
-            r"cherry cannot be read \(No such file",
-        ),
-        ("train/cherry", Path.mkdir, "cherry holds no image"),
-        ("val/cherry/0.png", lambda p: write(p, 0), "cherry is not a class of .* apple, banana"),
-        ("val", lambda p: p.rename(p.with_name("x")), r"fruit holds no folder val/ or test/; an"),
-        ("train", lambda p: p.rename(p.with_name("x")), "fruit holds no folder train/; an"),
-    ],
-)
-def test_a_folder_of_another_layout_is_one_sentence(
-    folder: Path, path: str, change: Callable[[Path], object], message: str
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def become_a_dead_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def become_sixteen_bits(path: Path) -> None:
+    Image.new("I;16", (9, 9), 0x8000).save(path)
+
+
+LABEL_FILE = gzip.compress(idx(TRAIN), mtime=0)  # so that names of tests are repeatable
+FLIPPED = bytes([*LABEL_FILE[:-6], LABEL_FILE[-6] ^ 1, *LABEL_FILE[-5:]])  # in the checksum
+NO_IMAGE = "cannot be decoded as an image .*; replace or delete it"
+BAD = [
+    (FILES[0], holds(idx(TRAIN, 28, 28)[:-1]), "it holds 23535 bytes where .* 23536; delete it"),
+    (FILES[0], holds(idx(TRAIN, 28, 28) + b"x"), "is damaged: it holds 23537 bytes"),
+    (FILES[0], holds(idx(TRAIN, 28, 28)[:9]), "is damaged: it holds 9 bytes"),
+    (FILES[0], holds(b"<html>not found</html>"), "is not an IDX file"),
+    (FILES[0], holds(idx(TRAIN, 28, 27)), r"holds \[30, 28, 27\], not images of 28 x 28"),
+    (FILES[0], holds(idx(0, 28, 28)), r"holds \[0, 28, 28\], not images"),
+    (FILES[1], holds(idx(TRAIN - 1)), r"holds \[29\], not 30 labels"),
+    (FILES[1], holds(idx(TRAIN)[:-1] + b"\n"), "holds the label 10; the classes are 0-9"),
+    (f"{FILES[1]}.gz", cut, "cannot be read .*; delete it"),
+    (f"{FILES[1]}.gz", holds(LABEL_FILE[:10] + b"\xff" * 40), "cannot be read .*; delete it"),
+    (f"{FILES[1]}.gz", holds(FLIPPED), "cannot be read .*; delete it"),
+    *((f"train/apple/{file}", cut, NO_IMAGE) for file in ("0.png", "1.JPEG", "2.bmp")),
+    ("train/apple/0.png", holds(b"<html>"), NO_IMAGE),
+    ("train/apple/0.png", become_sixteen_bits, "more than 8 bits"),  # Pillow would make it white
+    ("train/apple/deeper/5.png", become_a_dead_link, "there is no image"),
+    ("train/apple/5.png", os.mkfifo, "is a FIFO"),
+    ("train/cherry", become_a_dead_link, r"cannot be read \(No such file or directory\)"),
+    ("train/cherry", Path.mkdir, "holds no image"),
+    ("val/cherry", Path.mkdir, "is not a class of the training set, which has apple, banana"),
+    ("val", shutil.rmtree, r"holds no folder val/ or test/; an image folder has"),
+    ("train", shutil.rmtree, r"holds no folder train/; an image folder has"),
+]
+
+
+@pytest.mark.parametrize(("file", "change", "message"), BAD)
+def test_bad_data_is_one_sentence_with_the_file(
+    folder: Path, tmp_path: Path, file: str, change: Callable[[Path], object], message: str
 ) -> None:
-    """A dead link is an error: a missing image, or a whole missing class, would go unnoticed."""
-    (folder / path).parent.mkdir(exist_ok=True)
-    change(folder / path)
+    """Also for "auto", which must not train on other data than the file's.
+
+    A dead link is an error: a missing image, or a whole missing class, would go unnoticed.
+    """
+    name, root = "folder", folder
+    if file.startswith(FILES):
+        name, root = "auto", write_fashion(tmp_path, Path(file).suffix)
+    path = root / file
+    path.parent.mkdir(exist_ok=True)
+    change(path)
     with pytest.raises(DatasetError, match=message) as caught:
-        load_dataset("folder", folder, 32)
+        fetch(load_dataset(name, root).train, torch.arange(3))
+    assert not isinstance(caught.value, DatasetUnavailable)
+    assert str(path if path.exists() or path.is_symlink() else root) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
