@@ -133,6 +133,7 @@ def digits() -> Data:
 def fashion_mnist(data_dir: Path) -> Data:
     """Load Fashion-MNIST from its IDX files, which are downloaded if they are missing.
 
+    The four files are in `data_dir` or where torchvision puts them below it, all plain or all .gz.
     Raises DatasetUnavailable if they are missing and cannot be downloaded, DatasetError if damaged.
     """
     paths = _idx_files(data_dir)
@@ -225,7 +226,8 @@ class ImageFolder:
     An image is float32 [3, size, size] on the CPU, normalised by mean and standard deviation of
     ImageNet's pixels. Its shorter side is scaled to `size` pixels (default 320), and the centre is
     cropped. `files` has a path and `labels` a class number for each image, and `classes` has the
-    names of the classes. A file is decoded at each access; DatasetError if it is damaged.
+    names of the classes. A file is decoded at each access; DatasetError if it is damaged, or has
+    more than 8 bits per channel.
     """
 
     files: tuple[Path, ...]
@@ -249,7 +251,7 @@ def decode(path: Path, size: int) -> Tensor:
             # draft() decodes a JPEG at an eighth, a quarter or half of its size, which is cheaper.
             image.draft("RGB", (2 * size, 2 * size))
             if image.mode.startswith(("I", "F")):  # convert() would make 16-bit images white
-                raise ValueError("its pixels have more than 8 bits; save it with 8")
+                raise ValueError("it has more than 8 bits per channel")
             coloured = image.convert("RGB")
             fitted = ImageOps.fit(coloured, (size, size), Image.Resampling.BILINEAR)
     # Pillow's decoders raise many exception types for a damaged file, even SyntaxError.
