@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import sys
+import threading
 import types
 import urllib.request
 from collections.abc import Callable
@@ -83,9 +84,12 @@ def test_without_a_network_auto_takes_the_digits_with_a_notice(
     fake_torchvision(monkeypatch, ask)
     monkeypatch.setattr(datasets, "NETWORK_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        end = threading.Timer(5, silent.shutdown, [socket.SHUT_RDWR])  # of a wait without a limit
+        end.start()
         data = load_dataset("auto", tmp_path)
         with pytest.raises(DatasetUnavailable, match="timed out"):
             load_dataset("fashion-mnist", tmp_path)
+        end.cancel()
     assert (data.name, socket.getdefaulttimeout()) == ("digits", before)
     assert data.notice == (
         f"Fashion-MNIST is not in {tmp_path}/ and cannot be downloaded (the download failed: "
