@@ -86,9 +86,7 @@ def test_a_run_is_continued_with_the_same_bits(
     assert all(map(same_bits, *tensors))
 
 
-def test_measured_shares_are_continued_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_shares_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shares(result: RunResult) -> list[tuple[int, ...]]:
         return [step.shares for step in result.steps]
 
@@ -101,15 +99,6 @@ def test_measured_shares_are_continued_and_replayed(
     assert shares(continued)[:15] == shares(first)
     steps = [checkpoint.load(p)["run"]["engine"]["auto"]["step"] for p in (path, longer)]
     assert steps == [15, 20]
-    monkeypatch.setattr(ReplicaTrainer, "rank_seconds", lambda self: [0.003, 0.001])
-    again = run(epochs=3, replay_shares=path)
-    assert shares(again) == shares(first) != shares(run(epochs=3, weights="auto"))
-    assert all(map(same_bits, first.parameters, again.parameters))
-    with pytest.raises(ValueError, match="exclude each other: choose one"):
-        run(weights="1,2", replay_shares=path)
-    run(epochs=1, checkpoint=path)
-    with pytest.raises(CheckpointError, match=r"run\.pt holds no measured shares"):
-        run(replay_shares=path)
 
 
 def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_compare_prints_a_table(capsys: Capture) -> None:
         ("--compare naive", "takes two or more of naive,pycollect,processes, not 'naive'"),
         ("--compare --log no/where.jsonl", "a comparison does not support log"),
         ("--compare --resume no/where.pt", "a comparison does not support resume"),
-        ("--compare --replay-shares no.pt", "a comparison does not support measured shares"),
+        ("--compare --weights auto", "a comparison does not support measured shares"),
         ("--compare --graph --devices cpu", "a comparison does not support graph"),
         ("--data digits --compare --backend gloo", "gloo is for processes, which is not am"),
         ("--data digits --compare naive,processes --backend x", "torch has no backend"),

@@ -265,10 +265,6 @@ def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Pat
     assert all(map(same_bits, a, b))
     path = tmp_path / "run.pt"
     assert checkpoint.load(path)["run"]["engine"]["auto"]["step"] == len(mine) == 12
-    again = {"weights": None, "replay_shares": path}
-    expected = quietly(prepared(2, **again))
-    assert_alike(pool.run(trained, "", again), expected)
-    assert all(map(same_bits, a, expected[2]))
     for name in ("whole", "part"):
         (tmp_path / name).mkdir()
     assert pool.run(measured_in_parts, str(tmp_path)) == [True, True]

@@ -108,9 +108,9 @@ def compare_reductions(
     `if __name__ == "__main__":`.
 
     `devices`, `batch_size`, `lr`, `quiet` and the other options are those of `train`, without
-    `checkpoint`, `resume`, `log`, `graph`, `compile`, `reduce`, `replay_shares`, `sync_batchnorm`
-    and `weights="auto"`. `overlap` is off unless it is given; times are exact, whatever
-    `exact_times` is. Without `quiet` it prints a line per epoch and run, and the comparison.
+    `checkpoint`, `resume`, `log`, `graph`, `compile`, `reduce`, `sync_batchnorm` and
+    `weights="auto"`. `overlap` is off unless it is given; times are exact, whatever `exact_times`
+    is. Without `quiet` it prints a line per epoch and run, and the comparison.
 
     Raises ValueError for names, options or values that are not allowed, for a `backend` without
     "processes" or that torch does not have, and with "processes" for data and a model that cannot
@@ -142,7 +142,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     unfit = [name for name in ("checkpoint", "resume", "log") if options.get(name) is not None]
     unfit += [name for name in ("graph", "compile", "sync_batchnorm") if options.get(name)]
     weights = options.get("weights")
-    if (isinstance(weights, str) and weights == "auto") or options.get("replay_shares") is not None:
+    if isinstance(weights, str) and weights == "auto":
         unfit.append("measured shares")
     if unfit:
         raise ValueError(f"a comparison does not support {unfit[0]}")

@@ -212,9 +212,6 @@ class Options:
         "output", "start a new run with the parameters and buffers of a checkpoint",
         python="; ranks, learning rate and all else may differ. `load_model` does the same for a "
         "module of yours")
-    replay_shares: FilePath = _option(
-        "output", "split every batch by the measured shares of a checkpoint",
-        python=", step for step")
     plot: FilePath = _option(
         "output", "draw loss, accuracy and the time per step (.png, .svg or .pdf)",
         check=check_picture)

@@ -36,7 +36,6 @@ class PreparedRun:
     module: nn.Module
     source: Mapping[str, Any] | None  # arguments of `load_dataset`, stored to resume
     stored: Mapping[str, Any] | None = None  # the checkpoint to resume
-    shares: Mapping[str, Any] | None = None  # measured shares of a stored run, to replay
     backend: str | None = None  # of torch.distributed, if every rank is a process
 
     def __post_init__(self) -> None:
@@ -222,14 +221,6 @@ def prepare(asked: Options, backend: str | None = None) -> PreparedRun:
     available; CheckpointError if the run cannot be resumed with these options.
     """
     stored = None if asked.resume is None else checkpoint.load(asked.resume)
-    shares = None
-    if asked.replay_shares is not None:
-        shares = checkpoint.load(asked.replay_shares)["run"]["engine"].get("auto")
-        if shares is None:
-            raise checkpoint.CheckpointError(f"{asked.replay_shares} holds no measured shares")
-        if asked.weights not in (None, "auto"):
-            raise ValueError("weights and measured shares to replay exclude each other: choose one")
-        asked = replace(asked, weights="auto")
     # The usual batch size depends on the data, so without a given one it is not yet checked.
     early = replace(asked, strict=False) if asked.batch_size is None else asked
     check_combination(early.resolved(None, stored), backend)
@@ -241,7 +232,7 @@ def prepare(asked: Options, backend: str | None = None) -> PreparedRun:
         source["name"] = data.name if source["name"] == "auto" else source["name"]
     options = asked.resolved(data, stored)
     module = _module(asked, options, data)
-    prepared = PreparedRun(data, options, module, source, stored, shares, backend)
+    prepared = PreparedRun(data, options, module, source, stored, backend)
     found = checkpoint.differences(stored["identity"], prepared.identity()) if stored else []
     if found:
         raise checkpoint.CheckpointError(

@@ -1,8 +1,8 @@
 """Shares of a batch per rank: by given weights, or by measured throughput.
 
 A share is a whole number of examples, and the shares of a batch always add up to its size. Measured
-shares are recorded, because equal shares give equal bits: a resumed run continues with them, and a
-repeated run can replay them.
+shares are in checkpoints, and a resumed run continues with them; a repeated run measures others,
+and has other bits.
 """
 
 import math
@@ -118,7 +118,7 @@ class AutoShares:
         if delay < 0:
             raise ValueError(f"the delay must be at least 0 steps, not {delay}")
         self.world, self.delay = world, delay
-        self._step = self._known = 0  # the next step; the first step that is not replayed
+        self._step = 0  # the next step
         self._rates = [0.0] * world  # smoothed examples per second; 0 before measurements
         self._given: list[int] = []
         self._changes: list[tuple[int, list[float]]] = [(0, [1.0] * world)]
@@ -162,7 +162,7 @@ class AutoShares:
         given, self._given = self._given, []
         self._step += 1
         # Ignore the times of the first step, in which libraries choose and load their kernels.
-        if self._step <= self._known or self._step == 1:
+        if self._step == 1:
             return
         for rank, (share, time) in enumerate(zip(given, seconds, strict=True)):
             if share and time > 0:
@@ -193,23 +193,8 @@ class AutoShares:
             )
         self._changes = changes
         self._rates = [float(rate) for rate in state["rates"]] or [0.0] * self.world
-        self._step = self._known = int(state["step"])
+        self._step = int(state["step"])
         self._given = []
-
-    def replay(self, state: Mapping[str, Any], step: int = 0) -> None:
-        """Replay the shares of a stored run from `step` on; measure after its last step.
-
-        Raises ValueError for a step that the stored run has not reached.
-
-        >>> auto = AutoShares(2)
-        >>> auto.replay({"step": 9, "rates": [3.0, 1.0], "changes": [[0, [1, 1]], [5, [3, 1]]]})
-        >>> auto.shares(8)
-        [4, 4]
-        """
-        if not 0 <= step <= int(state["step"]):
-            raise ValueError(f"the stored run has {state['step']} steps; there is no step {step}")
-        self.load_state_dict(state)
-        self._step = step
 
 
 def split_batch(

@@ -52,8 +52,6 @@ class TrainingRun:
         test_size = max(small, prepared.options.batch_size)
         in_order = LoaderOptions(test_size, shuffle=False, prefetch=prepared.loading.prefetch)
         self._test = self.engine.loader(prepared.data.test, in_order, ahead=False)
-        if prepared.shares is not None and self.engine.auto is not None:
-            self.engine.auto.replay(prepared.shares)
         if prepared.stored is not None:
             self.load_state_dict(prepared.stored["run"])
 

@@ -156,7 +156,6 @@ TRAINING = {
     "checkpoint": None,
     "resume": None,
     "init_from": None,
-    "replay_shares": None,
     "log": None,
     "plot": None,
 }
