@@ -72,19 +72,13 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[None]:
+def interrupts_kept_from_children() -> Iterator[None]:
     """Keep Ctrl-C from the processes started in the block; the caller ends them after the block.
 
     A terminal sends SIGINT to all processes, and each would print a traceback, even during its
     start. Blocked signals are inherited. Other threads of this process still receive them, so
     Python's handling of SIGINT and SIGTERM is postponed to the end of the block.
-    `by_multiprocessing`: that module starts the processes. Before its first one it starts a
-    resource tracker and then unblocks the signal, so the tracker is started here first.
     """
-    if by_multiprocessing:
-        from multiprocessing import resource_tracker
-
-        resource_tracker.ensure_running()
     arrived: list[int] = []
     before: dict[int, Any] = {}
     later = True

@@ -235,14 +235,14 @@ def test_the_trainers_commands_run_in_order(
     torch.set_num_threads(1)
     for command in (c for c in TRAININGS if "resnet" not in c):
         words = [*shlex.split(command), "--epochs", "2" if "--resume" in command else "1"]
-        if words[0] == "torchrun" or "--compare" in words:
-            start = TORCHRUN[:-1] if words[0] == "torchrun" else [sys.executable]
-            ran = programs.run([*start, *words[1:]], env=os.environ | ONE_THREAD, timeout=600)
+        if words[0] == "torchrun":
+            command_line = [*TORCHRUN[:-1], *words[1:]]
+            ran = programs.run(command_line, env=os.environ | ONE_THREAD, timeout=600)
             assert ran.returncode == 0, f"{command}: {ran.stderr}"
         else:
             assert words[:3] == ["python", "-m", "pycollect.train"]
             assert train(words[3:]) == 0, command
-    assert {"run.pt", "run.png", "run.jsonl", "three.png"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"run.pt", "run.png", "run.jsonl", "both.png"} <= {p.name for p in tmp_path.iterdir()}
 
 
 ADDED = r"""

@@ -77,14 +77,12 @@ def test_compare_prints_a_table(capsys: Capture) -> None:
         ("--graph --devices cpu", "in a CUDA graph on one GPU, not on [cpu]"),
         ("--compile --sync-batchnorm", "over all ranks is not one graph: leave out compile"),
         ("--backend gloo --data digits", "start them with torchrun"),
-        ("--compare --reduce naive", "not allowed with argument"),
-        ("--compare naive", "takes two or more of naive,pycollect,processes, not 'naive'"),
+        ("--compare --reduce naive", "a comparison does not support reduce"),
         ("--compare --log no/where.jsonl", "a comparison does not support log"),
         ("--compare --resume no/where.pt", "a comparison does not support resume"),
         ("--compare --weights auto", "a comparison does not support measured shares"),
         ("--compare --graph --devices cpu", "a comparison does not support graph"),
-        ("--data digits --compare --backend gloo", "gloo is for processes, which is not am"),
-        ("--data digits --compare naive,processes --backend x", "torch has no backend"),
+        ("--compare --backend gloo", "--backend and torchrun are for one process per rank"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_data_is_loaded(

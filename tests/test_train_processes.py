@@ -35,7 +35,7 @@ from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.options import Options
 from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
-from pycollect.train.processes import LaunchContext, devices_of
+from pycollect.train.processes import LaunchContext, with_devices
 from pycollect.train.records import same_bits
 from pycollect.train.training_run import run
 
@@ -329,10 +329,11 @@ def test_rank_threads_stop_after_the_same_step(tmp_path: Path) -> None:
 
 def test_every_process_has_a_device() -> None:
     cpu = torch.device("cpu")
-    assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # as on two hosts
-    assert devices_of(None, "pycollect", 3) == devices_of("cpu", "gloo", 3) == [cpu] * 3
+    asked = {"cpu*2": 4, "cpu": 3, None: 3}  # two devices for four processes: as on two hosts
+    for spec, world in asked.items():
+        assert with_devices(Options.of({"devices": spec}), "gloo", world).devices == (cpu,) * world
     with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one per"):
-        devices_of("cpu*2", "gloo", 3)
+        with_devices(Options.of({"devices": "cpu*2"}), "gloo", 3)
 
 
 def test_only_the_first_process_to_fail_prints() -> None:
@@ -355,7 +356,7 @@ def test_only_the_first_process_to_fail_prints() -> None:
         (
             {"WORLD_SIZE": "2"},
             ["--compare"],
-            "a comparison starts processes itself: run it without",
+            "--backend and torchrun are for one process per rank",
         ),
     ],
 )

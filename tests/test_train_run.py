@@ -1,12 +1,7 @@
 """`train` and `compare_reductions` as library calls: results, repeatability, refusals."""
 
-import atexit
-import multiprocessing
-import os
-
 import pytest
 import torch
-from torch import nn
 
 from pycollect.train import Data, compare_reductions, digits, init_lenet, lenet, train
 from pycollect.train.records import same_bits
@@ -83,31 +78,3 @@ def test_compare_trains_both_on_the_same_batches(capsys):
 def test_bad_arguments_are_refused(call, name, value, message):
     with pytest.raises(ValueError, match=message):
         call(**{"data": "digits", "quiet": True, name: value})
-
-
-class Ends(nn.Sequential):
-    """A module that makes a process to which it was sent abort at interpreter exit."""
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        if multiprocessing.parent_process() is not None:  # a copy in the same process has no parent
-            atexit.register(os.abort)
-
-
-@pytest.mark.slow
-def test_a_comparison_with_processes(tmp_path, capfd):
-    """Spawned ranks skip the interpreter's exit, where gloo's threads may abort them."""
-    model = Ends(nn.Flatten(), nn.Linear(784, 10))
-    options = {"data": few(10, 41), "model": model, "epochs": 1, "overlap": True}
-    options["plot"] = tmp_path / "three.png"
-    names = ("naive", "pycollect", "processes")
-    comparison = compare_reductions("cpu*2", 8, 0.05, names=names, backend="pycollect", **options)
-    naive, ours, processes = comparison.run_results
-    assert ours.difference(naive) == 0
-    assert processes.difference(naive) < 1e-5
-    assert not any(t.is_shared() for t in (*options["data"].train, *options["model"].parameters()))
-    assert len(processes.steps) == len(ours.steps) == 6
-    assert (tmp_path / "three.png").stat().st_size > 10_000
-    lines = capfd.readouterr().out.splitlines()
-    assert sum(line.startswith("epoch 1, time") for line in lines) == 3
-    assert [line.split()[0] for line in lines[-4:-1]] == list(names)

@@ -12,9 +12,7 @@ from .. import _command
 from .._command import BAD_INPUT, BY_SIGNAL, StdoutError, Stopped, print_error
 from .._files import OutputError
 from .checkpoint import CheckpointError
-from .comparison import DEFAULT_BACKEND, PAIR, check_options, parse_names
-from .comparison import NAMES as COMPARED
-from .comparison import check as check_comparison
+from .comparison import COMPARED, check_options
 from .comparison import run as compare
 from .data import DatasetError
 from .options import GROUPS, Options
@@ -51,24 +49,18 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     groups = {title: p.add_argument_group(title) for title in GROUPS}
-    how = groups["reduction"].add_mutually_exclusive_group()
     for title, group in groups.items():
-        Options.add_arguments(how if title == "reduction" else group, title)
-    how.add_argument(
+        Options.add_arguments(group, title)
+    groups["reduction"].add_argument(
         "--compare",
-        nargs="?",
-        type=_names,
-        const=PAIR,
-        metavar="NAME,NAME",
-        help=f"run several of {','.join(COMPARED)} one after the other on the same batches, and "
-        "print the ratios of the median times of a reduction, a step and an epoch (alone: "
-        f"{','.join(PAIR)})",
+        action="store_true",
+        help=f"train with {' and then with '.join(COMPARED)} on the same batches, and print the "
+        "ratios of the median times of a reduction, a step and an epoch",
     )
     groups["reduction"].add_argument(
         "--backend",
         metavar="NAME",
-        help="pycollect, gloo or nccl: one process per rank, started by torchrun, or those of "
-        f"--compare (default there: {DEFAULT_BACKEND})",
+        help="pycollect, gloo or nccl: one process per rank, started by torchrun",
     )
     return p
 
@@ -77,13 +69,6 @@ def options(args: argparse.Namespace) -> Options:
     """Return the options of the run that a parsed command line asks for."""
     names = {option.name for option in fields(Options)}
     return Options.of({name: value for name, value in vars(args).items() if name in names})
-
-
-def _names(text: str) -> tuple[str, ...]:
-    try:
-        return parse_names(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,11 +83,10 @@ def _main(command: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     launch_context = LaunchContext()
     try:
         try:
-            backend = None if args.compare else args.backend
-            if args.compare and under_torchrun():
-                raise ValueError("a comparison starts processes itself: run it without torchrun")
-            check_backend(backend)
-            launch_context = torchrun_context(backend)
+            if args.compare:
+                _check_comparison(args)
+            check_backend(args.backend)
+            launch_context = torchrun_context(args.backend)
             prepared = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))
         except ValueError as error:
             # Before the rendezvous every process raises the same error; then only rank 0 prints it.
@@ -132,11 +116,16 @@ def _main(command: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return 0
 
 
+def _check_comparison(args: argparse.Namespace) -> None:
+    if args.backend is not None or under_torchrun():
+        raise ValueError(
+            "a comparison is of reductions within one process; --backend and torchrun are for one "
+            "process per rank"
+        )
+    check_options(vars(args))
+
+
 def _prepare(args: argparse.Namespace, world: int) -> PreparedRun:
-    if args.compare:
-        check_options(vars(args))
-        check_comparison(args.compare, args.backend)
-        return prepare(options(args))
     asked = options(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
@@ -145,7 +134,7 @@ def _prepare(args: argparse.Namespace, world: int) -> PreparedRun:
 
 def _run(args: argparse.Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:
     if args.compare:
-        compare(prepared, args.compare, ProgressPrinter(), args.backend)
+        compare(prepared, ProgressPrinter())
     elif prepared.backend is not None:
         run_rank(prepared, launch_context, ProgressPrinter())
     else:

@@ -1,4 +1,4 @@
-"""Plots of one or several training runs: loss, accuracy, and the parts of a step's time.
+"""Plots of one training run, or of a comparison's: loss, accuracy, and the parts of a step's time.
 
 Plotting needs matplotlib, which is imported only when a plot is drawn.
 """
@@ -47,14 +47,11 @@ def _curves(loss: Axes, accuracy: Axes, runs: Sequence[RunResult]) -> None:
             points = [step.epoch - 1 + step.number / last[step.epoch] for step in run.steps]
             loss.plot(points, run.losses, alpha=0.4, linewidth=1, label="every step")
         epochs = [epoch.number for epoch in run.epochs]
-        # Lines of runs on the same batches coincide, and later ones leave the first visible.
-        looks: dict[str, Any] = {
-            "color": f"C{number}",
-            "linestyle": ("-", "--", ":")[number % 3],
-            "marker": "o",
-        }
-        looks |= {"markersize": 8 / (1 + number), "markevery": 1 + len(epochs) // 30}
-        looks["label"] = run.name if len(runs) > 1 else "every epoch"
+        # Lines of runs on the same batches coincide, and the second leaves the first visible.
+        line = {"color": f"C{number}", "linestyle": ("-", "--")[number], "marker": "o"}
+        looks: dict[str, Any] = {**line, "markersize": 8 / (1 + number)}
+        looks["markevery"] = 1 + len(epochs) // 30
+        looks["label"] = run.settings.reduce if len(runs) > 1 else "every epoch"
         loss.plot(epochs, [epoch.loss for epoch in run.epochs], **looks)
         accuracy.plot(epochs, [100 * epoch.accuracy for epoch in run.epochs], **looks)
     evaluated = next((epoch.evaluated for run in runs for epoch in run.epochs), "test")
@@ -69,17 +66,19 @@ def _curves(loss: Axes, accuracy: Axes, runs: Sequence[RunResult]) -> None:
 
 def _bars(axes: Axes, runs: Sequence[RunResult]) -> None:
     """Draw a bar for each run, its parts in the order in which a step runs them."""
-    unit, scale = ("s", 1.0) if any(sum(run.parts) >= 1 for run in runs) else ("ms", 1e3)
+    slow = any(sum(run.parts.values()) >= 1 for run in runs)
+    unit, scale = ("s", 1.0) if slow else ("ms", 1e3)
+    names = [run.settings.reduce for run in runs]
     ends = [0.0] * len(runs)
-    for number, part in enumerate(PARTS):
-        widths = [scale * run.parts[number] for run in runs]
+    for part in PARTS:
+        widths = [scale * run.parts[part] for run in runs]
         label = f"{part} {widths[0]:.2g} {unit}" if len(runs) == 1 else part
-        axes.barh([run.name for run in runs], widths, height=0.6, left=ends, label=label)
+        axes.barh(names, widths, height=0.6, left=ends, label=label)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for row, end in enumerate(ends):
         axes.text(end, row, f" {end:.3g} {unit}", va="center")
     axes.set(title="time per step (median)", xlabel=f"time ({unit})")
     axes.set_ylabel("gradients reduced by")
     axes.set_xlim(0, 1.25 * max(ends, default=0) or 1)
-    room = max(0.5, (4 - len(runs)) / 2)  # a single bar is as thick as one of three
+    room = (4 - len(runs)) / 2  # a single bar is as thick as one of two
     axes.set_ylim(len(runs) - 1 + room, -room)

@@ -277,8 +277,7 @@ class Options:
                 argument["action"] = argparse.BooleanOptionalAction if both else "store_true"
             # torchrun takes a script's --log as an abbreviation of its own --log-dir.
             flags = [f"--{option.name.replace('_', '-')}", *["--log-file"][option.name != "log" :]]
-            argument |= {"default": option.default, "help": about["help"]}
-            parser.add_argument(*flags, **argument | about["argument"])
+            parser.add_argument(*flags, help=about["help"], **argument | about["argument"])
 
     @classmethod
     def documentation(cls) -> str:

@@ -183,29 +183,9 @@ class EpochRecord:
         )
 
 
-def typical(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the median seconds of every part of a step, without the first step if there are more.
-
-    The first step includes initialisation: libraries choose kernels and memory is allocated.
-    """
-    counted = steps[1:] or steps
-    return {part: median([step.parts[part] for step in counted] or [0.0]) for part in PARTS}
-
-
 def mean_loss(steps: Sequence[StepRecord]) -> float:
     """Return the mean loss per example over the steps."""
     return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
-
-
-def divergence(steps: Sequence[StepRecord], tensors: Iterable[Tensor]) -> str:
-    """Describe a loss or model that is not finite at the end of a run; "" if both are finite."""
-    lost = list(takewhile(lambda step: not isfinite(step.loss), reversed(steps)))
-    if lost:
-        loss, number, epoch = lost[-1].loss, lost[-1].number, lost[-1].epoch
-        return f"the loss is {loss} from step {number} of epoch {epoch} to the end"
-    if all(bool(t.detach().isfinite().all()) for t in tensors if t.is_floating_point()):
-        return ""
-    return "the model holds numbers that are not finite"
 
 
 def stored(steps: Sequence[StepRecord], epochs: Sequence[EpochRecord]) -> dict[str, Any]:
@@ -241,15 +221,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class RunResult:
     """A finished run: its settings, a record of every epoch and step, and the trained model.
 
-    `name` is that of the gradient reduction ("pycollect" or "naive"), or "processes". `epochs` and
-    `steps` include those before a checkpoint that was resumed. `modules` are the trained replicas
-    of this process, in rank order, on their ranks' devices; of "processes" there is only rank 0's,
-    on the device of the given model. `first_batch` is the seconds from the start, before the
-    replicas are created, to the end of the first step; None for "processes". Times are the host's,
-    and exact on GPUs only with `exact_times` and in a comparison.
+    `epochs` and `steps` include those before a checkpoint that was resumed. `modules` are the
+    trained replicas of this process, in rank order, on their ranks' devices. `first_batch` is the
+    seconds from the start, before the replicas are created, to the end of the first step; None if
+    the run had no step. Times are the host's, and exact on GPUs only with `exact_times` and in a
+    comparison.
     """
 
-    name: str
     settings: Options
     epochs: Sequence[EpochRecord]
     steps: Sequence[StepRecord]
@@ -277,12 +255,14 @@ class RunResult:
         return self.epochs[-1].accuracy
 
     @property
-    def parts(self) -> list[float]:
-        """The median seconds of data, split, compute, reduction and update in a step.
+    def parts(self) -> dict[str, float]:
+        """The median seconds of data, split, compute, reduction and update in a step, by name.
 
-        The first step is left out if there are more, because it includes initialisation.
+        The first step is left out if there are more, because it includes initialisation: libraries
+        choose kernels and memory is allocated. Without any step all are 0.
         """
-        return [typical(self.steps)[part] for part in PARTS]
+        counted = self.steps[1:] or self.steps
+        return {part: median([step.parts[part] for step in counted] or [0.0]) for part in PARTS}
 
     @property
     def reduce_seconds(self) -> float:
@@ -315,16 +295,23 @@ class RunResult:
     @property
     def divergence(self) -> str:
         """A sentence if the loss or the model is not finite at the end; "" if both are finite."""
-        return divergence(self.steps, self.module.state_dict().values())
+        lost = list(takewhile(lambda step: not isfinite(step.loss), reversed(self.steps)))
+        if lost:
+            loss, number, epoch = lost[-1].loss, lost[-1].number, lost[-1].epoch
+            return f"the loss is {loss} from step {number} of epoch {epoch} to the end"
+        tensors = self.module.state_dict().values()
+        if all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
+            return ""
+        return "the model holds numbers that are not finite"
 
     def difference(self, other: "RunResult") -> float:
-        """Return the largest absolute difference in any parameter of the ranks that both have.
+        """Return the largest absolute difference in any parameter of any rank.
 
         The result is 0 only if all bits are the same; it is NaN if only signs of zeros differ.
         """
         pairs = [
             (a.detach().cpu(), b.detach().cpu())
-            for mine, theirs in zip(self.modules, other.modules, strict=False)
+            for mine, theirs in zip(self.modules, other.modules, strict=True)
             for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
         ]
         if all(same_bits(a, b) for a, b in pairs):

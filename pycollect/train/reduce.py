@@ -357,7 +357,7 @@ def gathered(of_ranks: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
 GRADIENT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
     {"pycollect": reduce_gradients_coalesced, "naive": reduce_gradients_naive}
 )
-"""The reductions by the name that `train(reduce=...)` takes, and `compare_reductions(names=...)`.
+"""The reductions by the name that `train(reduce=...)` takes.
 
 The mapping is read-only. Each is a function of `gradients[rank][parameter]`, which sums over the
 ranks in place.

@@ -163,8 +163,7 @@ class TrainingRun:
     def result(self) -> RunResult:
         """Return the result of the finished run."""
         settings, modules = self._prepared.options, self.engine.modules
-        name = self._prepared.options.reduce
-        return RunResult(name, settings, self.epochs, self.steps, modules, self.first_batch)
+        return RunResult(settings, self.epochs, self.steps, modules, self.first_batch)
 
 
 def run(
