@@ -1,4 +1,4 @@
-"""Ranks that are processes or threads train as the replicas of one process do, to the bit."""
+"""Equal options give equal bits: in one process, in processes over a group, in ranks as threads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from dist_pool import Pools, RankContext
 from PIL import Image
 from sites import HOSTS, PROCESSES, not_on, only_on, slow_on_processes
 from torch import Tensor, nn
+from train_cases import convolutional, noise
 
 from pycollect._command import Stopped
 from pycollect.train import (
-    Data,
     GluonTrainer,
     ReplicaTrainer,
     checkpoint,
     reduce_gradients_naive,
     sgd_factory,
 )
-from pycollect.train.__main__ import main
 from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.options import Options
 from pycollect.train.output import ProgressPrinter
@@ -39,9 +38,8 @@ from pycollect.train.processes import LaunchContext, with_devices
 from pycollect.train.records import same_bits
 from pycollect.train.training_run import run
 
-GENERATOR = torch.Generator().manual_seed(3)
-X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
-DATA = Data("noise", (X[:41], Y[:41]), (X[41:], Y[41:]))
+DATA = noise()
+X, Y = DATA.train
 
 pytestmark = [not_on(HOSTS, "the trainer sees one group"), slow_on_processes]
 of_processes = only_on(PROCESSES, "the trainer of torchrun")
@@ -67,12 +65,11 @@ class Sometimes(nn.Module):
 
 
 def net(kind: str) -> nn.Module:
-    torch.manual_seed(5)
     if kind == "sometimes":
+        torch.manual_seed(5)
         return Sometimes()
-    norms = [nn.BatchNorm2d(4)] if kind == "norm" else []
-    dropouts = [nn.Dropout(0.2)] if kind == "dropout" else []
-    return nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.Flatten(), *dropouts, nn.Linear(64, 3))
+    layers = {"": [], "norm": [nn.BatchNorm2d(4)], "dropout": [nn.Dropout(0.2)]}
+    return convolutional(*layers[kind])
 
 
 def prepared(world: int, kind: str = "", backend: str | None = None, **options: Any) -> PreparedRun:
@@ -93,6 +90,7 @@ def quietly(made: PreparedRun) -> tuple[list[float], list[float], list[Tensor]]:
 
 
 def trained(me: RankContext, kind: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(me.rank)  # the process's own random state must not matter
     return quietly(prepared(me.world, kind, me.spec.backend, **options))
 
 
@@ -105,17 +103,25 @@ def assert_alike(outcome: Any, expected: Any, *, buffers: bool = True) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{}, {"prefetch": 3}, {"overlap": False}, {"reduce": "naive"}, {"exact_times": True}],
+    ids=str,
+)
+def test_speed_options_do_not_change_the_bits(options: dict[str, Any]) -> None:
+    expected = quietly(prepared(2, "dropout"))
+    assert_alike([quietly(prepared(2, "dropout", **options))], expected)
+    assert quietly(prepared(2, "dropout", **options, seed=6))[0] != expected[0]
+
+
+@pytest.mark.parametrize(
     ("world", "kind", "options"),
     [
-        (2, "", {}),
         (2, "", {"weights": "80,20", "drop_last": True}),
         (2, "", {"weights": "0,1", "overlap": False}),  # rank 0 has no examples
-        (2, "dropout", {"microbatch": 3, "prefetch": 2}),
-        (2, "", {"shuffle": False, "seed": 4}),
+        (2, "dropout", {"microbatch": 3, "prefetch": 2, "shuffle": False, "seed": 4}),
         (3, "sometimes", {}),  # the last batch of 41 has one example: two ranks have none
         (3, "sometimes", {"overlap": False, "microbatch": 4}),
         (2, "norm", {"drop_last": True}),
-        (2, "norm", {"sync_batchnorm": True}),
         (3, "norm", {"sync_batchnorm": True, "weights": "0,1,1", "microbatch": 3}),
     ],
     ids=str,
@@ -140,30 +146,23 @@ def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def continued(me: RankContext, options: dict[str, Any]) -> Any:
-    torch.manual_seed(me.rank)
-    return trained(me, "dropout", options)
-
-
-@pytest.mark.parametrize("first", ["group", "one process"])
-@pytest.mark.parametrize("then", ["group", "one process"])
-def test_a_run_is_continued_by_the_same_ranks(
-    pools: Pools, tmp_path: Path, first: str, then: str
+@pytest.mark.parametrize(
+    "parts",
+    [("group", "group"), ("group", "one process"), ("one process", "group")],
+    ids=" to ".join,
+)
+def test_a_run_is_continued_by_ranks_of_either_kind(
+    pools: Pools, tmp_path: Path, parts: tuple[str, str]
 ) -> None:
-    """Also by the other kind of ranks; each has its own dropout."""
-    part = {"epochs": 1, "checkpoint": tmp_path / "run.pt"}
+    """Each rank has its own dropout."""
+    first = {"epochs": 1, "checkpoint": tmp_path / "run.pt"}
     rest = {"epochs": 3, "resume": tmp_path / "run.pt"}
-    expected = quietly(prepared(2, "dropout", epochs=3))
-    ends = []
-    for how, options in ((first, part), (then, rest)):
-        if how == "group":
-            ends.append(pools(2).run(continued, options))
+    for part, options in zip(parts, (first, rest), strict=True):
+        if part == "group":
+            outcome = pools(2).run(trained, "dropout", options)
         else:
-            ends.append([quietly(prepared(2, "dropout", **options))])
-    assert_alike(ends[1], expected)
-    if first == then == "group":
-        with pytest.raises(checkpoint.CheckpointError, match=r"kinds of devices .*, not"):
-            prepared(3, "dropout", resume=tmp_path / "run.pt")
+            outcome = [quietly(prepared(2, "dropout", **options))]
+    assert_alike(outcome, quietly(prepared(2, "dropout", epochs=3)))
 
 
 def begun_apart(me: RankContext) -> list[Tensor]:
@@ -182,7 +181,7 @@ def test_all_ranks_begin_with_the_module_of_rank_0(pools: Pools) -> None:
 
 
 def refused(me: RankContext) -> list[str]:
-    """The errors of a trainer in a group."""
+    """The errors of a trainer in a group that are not the expected ones."""
     make = {"optimizer": sgd_factory(0.1), "group": dist.group.WORLD}
     one, scattered = (nn.Sequential(nn.Flatten(), nn.Linear(36, 3)) for _ in range(2))
     scattered.register_buffer("few", torch.eye(3).to_sparse())
@@ -193,81 +192,74 @@ def refused(me: RankContext) -> list[str]:
                 self.weight.clamp_(-1, 1)
             return super().forward(x)
 
-    def step(module: nn.Module, **shares: Any) -> None:
-        mine = X[:3].flatten(1)
-        ReplicaTrainer(module, "cpu", **make).step(mine, Y[:3], **shares)
+    def trainer(module: nn.Module = one, devices: str = "cpu", **options: Any) -> ReplicaTrainer:
+        return ReplicaTrainer(module, devices, **make, **options)
 
-    calls = [
-        lambda: ReplicaTrainer(one, "cpu*2", **make),
-        lambda: ReplicaTrainer(one, "cpu", compile=True, **make),
-        lambda: step(one),
-        lambda: step(one, shares=[3]),
-        lambda: step(one, shares=[2, 2]),
-        lambda: step(Clamps(36, 3), shares=[3, 3]),
-        lambda: ReplicaTrainer(scattered, "cpu", **make),
-        lambda: copy.deepcopy(ReplicaTrainer(one, "cpu", **make)),
-        lambda: ReplicaTrainer(one, "cpu", reduction=reduce_gradients_naive, **make),
-        lambda: GluonTrainer(ReplicaTrainer(one, "cpu", **make)),
-    ]
-    found = []
-    for call in calls:
+    def step(module: nn.Module, **shares: Any) -> None:
+        trainer(module).step(X[:3].flatten(1), Y[:3], **shares)
+
+    calls = {
+        "a process of a group has one rank, not 2 devices": lambda: trainer(devices="cpu*2"),
+        "a compiled step needs all ranks in one process": lambda: trainer(compile=True),
+        "pass all ranks' shares": lambda: step(one),
+        "one share per rank: 1 for 2": lambda: step(one, shares=[3]),
+        "must be at least 0 and add up to 3": lambda: step(one, shares=[2, 2]),
+        "forward changes parameter weight in place, which a group cannot compare": lambda: step(
+            Clamps(36, 3), shares=[3, 3]
+        ),
+        "few is sparse, and no group of processes sends it": lambda: trainer(scattered),
+        "a trainer of a group has no copies: make one in": lambda: copy.deepcopy(trainer()),
+        "a group sums the gradients itself: leave out the reduction": lambda: trainer(
+            reduction=reduce_gradients_naive
+        ),
+        "GluonTrainer: the replicas are one rank of a group": lambda: GluonTrainer(trainer()),
+    }
+    wrong = []
+    for message, call in calls.items():
         with pytest.raises((ValueError, TypeError)) as error:
             call()
-        found.append(str(error.value))
-    return found
+        if message not in str(error.value):
+            wrong.append(str(error.value))
+    return wrong
 
 
 def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
-    messages = [
-        "a process of a group has one rank, not 2 devices",
-        "a compiled step needs all ranks in one process",
-        "pass all ranks' shares",
-        "one share per rank: 1 for 2",
-        "must be at least 0 and add up to 3",
-        "forward changes parameter weight in place, which a group cannot compare",
-        "few is sparse, and no group of processes sends it",
-        "a trainer of a group has no copies: make one in each process",
-        "a group sums the gradients itself: leave out the reduction",
-        "GluonTrainer: the replicas are one rank of a group",
-    ]
-    for found in pools(2).run(refused):
-        for message, text in zip(messages, found, strict=True):
-            assert message in text
+    assert pools(2).run(refused) == [[], []]
     with pytest.raises(ValueError, match=r"pass a group, of processes or of the threads that pyc"):
         ReplicaTrainer(net("norm"), "cpu*2", optimizer=sgd_factory(1), sync_batchnorm=True)
 
 
-def measured(
-    me: RankContext, folder: str, **options: Any
-) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """Train with a fake clock: a pass takes 1 ms on rank 0 and 3 ms on rank 1."""
+def measured(me: RankContext, folder: str) -> tuple[list[Any], list[Any], list[Tensor]]:
+    """Shares of a run of two epochs and of two runs of one, and the parameters of the first.
+
+    By a fake clock a pass takes 1 ms on rank 0 and 3 ms on rank 1.
+    """
+
+    def trained_to(name: str, **options: Any) -> Any:
+        chosen = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/{name}.pt", **options}
+        made = prepared(me.world, "", me.spec.backend, **chosen)
+        with mock.patch.object(ReplicaTrainer, "rank_seconds", return_value=[seconds]):
+            return run(made, ProgressPrinter(quiet=True))
+
     seconds = (0.001, 0.003)[me.rank]
-    options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
-    with mock.patch.object(ReplicaTrainer, "rank_seconds", return_value=[seconds]):
-        made = run(prepared(me.world, "", me.spec.backend, **options), ProgressPrinter(quiet=True))
-    return [step.shares for step in made.steps], made.parameters
-
-
-def measured_in_parts(me: RankContext, folder: str) -> bool:
-    """Two runs of one epoch have the shares of one run of two, with a delay of two steps."""
-    whole, _ = measured(me, f"{folder}/whole")
-    measured(me, f"{folder}/part", epochs=1)
-    path = f"{folder}/part/run.pt"
-    return measured(me, f"{folder}/part", epochs=2, resume=path)[0] == whole
+    whole = trained_to("whole")
+    trained_to("part", epochs=1)
+    parts = trained_to("part", resume=f"{folder}/part.pt")
+    shares = ([step.shares for step in result.steps] for result in (whole, parts))
+    return *shares, whole.parameters
 
 
 @of_processes
 def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Path) -> None:
-    pool = pools(2)
-    (mine, a), (theirs, b) = pool.run(measured, str(tmp_path))
-    assert mine == theirs
-    assert len({shares for shares in mine if sum(shares) == 8}) > 1
-    assert all(map(same_bits, a, b))
-    path = tmp_path / "run.pt"
-    assert checkpoint.load(path)["run"]["engine"]["auto"]["step"] == len(mine) == 12
-    for name in ("whole", "part"):
-        (tmp_path / name).mkdir()
-    assert pool.run(measured_in_parts, str(tmp_path)) == [True, True]
+    """Also after the run was continued, although shares change two steps after the decision."""
+    outcome = pools(2).run(measured, str(tmp_path))
+    shares, _, parameters = outcome[0]
+    assert len({step for step in shares if sum(step) == 8}) > 1
+    for whole, parts, theirs in outcome:
+        assert whole == parts == shares
+        assert all(map(same_bits, parameters, theirs))
+    auto = checkpoint.load(tmp_path / "whole.pt")["run"]["engine"]["auto"]
+    assert auto["step"] == len(shares) == 12
 
 
 def stopped(me: RankContext, path: str, signalled: list[int]) -> tuple[int, bool]:
@@ -343,58 +335,12 @@ def test_only_the_first_process_to_fail_prints() -> None:
     assert LaunchContext().first_to_fail()
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "message"),
-    [
-        (
-            {},
-            ["--backend", "gloo"],
-            "torchrun --nproc-per-node 2 -m pycollect.train --backend gloo",
-        ),
-        ({"WORLD_SIZE": "2"}, [], "torchrun has started 2 processes: choose how they communicate"),
-        ({"WORLD_SIZE": "1"}, ["--backend", "magic"], "torch has no backend 'magic' here"),
-        (
-            {"WORLD_SIZE": "2"},
-            ["--compare"],
-            "--backend and torchrun are for one process per rank",
-        ),
-    ],
-)
-def test_backend_and_processes_must_fit(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    if variables:
-        variables = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as exit_:
-        main(["--data", "digits", *arguments])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 # --- commands -------------------------------------------------------------------------------------
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 THREADS = [sys.executable, "-m", "pycollect.threads", "--nproc", "2"]
 TRAIN = ["-m", "pycollect.train", "--backend", "pycollect"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [TORCHRUN, THREADS], ids=["torchrun", "threads"])
-def test_only_rank_0_prints(launcher: list[str]) -> None:
-    command = [*launcher, *TRAIN, "--data", "digits", "--epochs", "1"]
-    done = programs.run(command, timeout=120, env={**os.environ, **ONE_THREAD})
-    assert (done.returncode, done.stderr) == (0, "")
-    header, epoch, _, last = done.stdout.splitlines()
-    assert header.endswith("on [cpu, cpu], reduced by processes over pycollect")
-    assert epoch.startswith("epoch 1, time ")
-    assert last.startswith("test acc: ")
 
 
 @pytest.mark.slow
@@ -415,7 +361,7 @@ def test_an_error_of_one_rank_is_printed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
+def test_torchrun_is_interrupted_and_its_run_continued(tmp_path: Path) -> None:
     path, log = tmp_path / "run.pt", tmp_path / "log"
     options = ["--data", "digits", "--checkpoint", str(path), "--log-file", str(log)]
     environment = {**os.environ, **ONE_THREAD}
@@ -433,7 +379,12 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     state = checkpoint.load(path)["run"]
     assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
     epochs = len(state["epochs"]) + 1
-    command = [*TORCHRUN, *TRAIN, "--resume", path, "--epochs", str(epochs)]
-    done = programs.run(command, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert f"epoch {epochs}, time" in done.stdout
+    for launcher in (TORCHRUN, THREADS):
+        command = [*launcher, *TRAIN, "--resume", path, "--epochs", str(epochs)]
+        done = programs.run(command, env=environment, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        header, *lines, _, last = done.stdout.splitlines()
+        assert header.endswith("on [cpu, cpu], reduced by processes over pycollect")
+        assert lines[-1].startswith(f"epoch {epochs}, time ")
+        assert len(lines) == 1, "only rank 0 prints"
+        assert last.startswith("test acc: ")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycollect import threads
-from pycollect.train import ReplicaTrainer
+from pycollect.train import Data, ReplicaTrainer
 from pycollect.train.shares import shares_of
 
 CPU = torch.device("cpu")
@@ -41,6 +41,21 @@ def batches(sizes: Sequence[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
         )
         for n in sizes
     ]
+
+
+def noise() -> Data:
+    """Random images [1, 6, 6] of three classes, 41 to train on: of 8, the last batch has one."""
+    X, y = (
+        torch.randn(50, 1, 6, 6, generator=torch.Generator().manual_seed(3)),
+        torch.arange(50) % 3,
+    )
+    return Data("noise", (X[:41], y[:41]), (X[41:], y[41:]))
+
+
+def convolutional(*layers: nn.Module) -> nn.Module:
+    """A convolution, the given layers for its 4 channels, and a linear layer, for `noise`."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), *layers, nn.Flatten(), nn.Linear(64, 3))
 
 
 def perceptron(seed: int = 0) -> nn.Module:
