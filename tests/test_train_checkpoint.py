@@ -1,8 +1,11 @@
 """Checkpoints: a resumed run has the bits of an uninterrupted one; misfits are refused."""
 
+import copy
+import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from programs import Program
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from train_cases import convolutional, noise, same_bits
 
 from pycollect.train import (
     CheckpointError,
@@ -24,91 +28,90 @@ from pycollect.train import (
 )
 from pycollect.train.__main__ import main
 from pycollect.train.interrupt import Interrupt, Stopped
-from pycollect.train.records import same_bits
+from pycollect.train.records import same_bits as same_tensors
 
-GENERATOR = torch.Generator().manual_seed(3)
-X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
-DATA = Data("noise", (X[:40], Y[:40]), (X[40:], Y[40:]))
+DATA = noise()
 HEAD = {"format": "pycollect.train"}
 OPTIONS: dict[str, Any] = {"data": DATA, "momentum": 0.9, "weight_decay": 1e-3, "quiet": True}
 
 
 def net() -> nn.Module:
     """A network with state of every kind: each rank's batch statistics, and random dropout."""
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 3)
-    )
+    return convolutional(nn.BatchNorm2d(4), nn.Dropout(0.3))
 
 
 def run(devices: str = "cpu*2", size: int = 8, lr: float = 0.05, **options: Any) -> RunResult:
     return train(devices, size, lr, **{"model": net(), **OPTIONS, **options})
 
 
-def state(path: Path) -> list[Tensor]:
-    """Return all tensors of a checkpoint, in order."""
-    return [t for t in pytree.tree_leaves(checkpoint.load(path)["run"]) if isinstance(t, Tensor)]
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Send SIGINT to this process at the interrupt check of that number."""
-    left, check = iter(range(steps - 1)), Interrupt.check
+def stop_after(monkeypatch: pytest.MonkeyPatch, checks: int) -> None:
+    """Send SIGTERM to this process at the interrupt check of that number."""
+    numbers, check = itertools.count(1), Interrupt.check
 
     def interrupted(self: Interrupt) -> None:
-        if next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGINT)
+        if next(numbers) == checks:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # the main thread runs its handler
         check(self)
 
     monkeypatch.setattr(Interrupt, "check", interrupted)
 
 
-@pytest.mark.parametrize("stop", ["epoch 1", "epoch 2", 2, 5, 6, 8, 11])
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (None, {}),  # ends after its first epoch
+        (2, {}),
+        (6, {"microbatch": 3}),  # after the last step
+        (7, {"weights": "80,20"}),  # after the evaluation
+        (10, {"prefetch": 2}),
+        (10, {"weights": "auto"}),
+        (10, {"sync_batchnorm": True}),  # two checks after each step: every rank is a thread
+    ],
+    ids=str,
+)
 def test_a_run_is_continued_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int | None, options: dict[str, Any]
 ) -> None:
-    """Stopped within an epoch of 5 steps, after its last step, after its evaluation, at its end."""
-    files = whole, part = tmp_path / "whole.pt", tmp_path / "part.pt"
-    a = run(epochs=3, checkpoint=whole)
-    if isinstance(stop, str):
-        run(epochs=int(stop[-1]), checkpoint=part)
+    """An epoch has 6 steps, after each of which the run may stop, as after its evaluation."""
+    monkeypatch.setattr(ReplicaTrainer, "rank_seconds", lambda self: [0.001, 0.003])
+    whole, part = tmp_path / "whole.pt", tmp_path / "part.pt"
+    a = run(epochs=3, checkpoint=whole, **options)
+    if stop is None:
+        run(epochs=1, checkpoint=part, **options)
     else:
         with monkeypatch.context() as patch:
             stop_after(patch, stop)
             with pytest.raises(Stopped):
-                run(epochs=3, checkpoint=part)
+                run(epochs=3, checkpoint=part, **options)
     torch.manual_seed(99)  # the process's own random state must not matter
     b = run(epochs=3, resume=part, checkpoint=part, prefetch=2)
     assert a.losses == b.losses
+    assert [step.shares for step in a.steps] == [step.shares for step in b.steps]
+    assert len({step.shares for step in a.steps}) > 2 or options.get("weights") != "auto"
     assert [(e.loss, e.accuracy) for e in a.epochs] == [(e.loss, e.accuracy) for e in b.epochs]
-    assert all(map(same_bits, a.parameters, b.parameters))
-    tensors = [state(file) for file in files]
+    assert same_bits(a.module, b.module)
+    stored = [checkpoint.load(path)["run"]["engine"] for path in (whole, part)]
+    assert stored[0]["auto"] == stored[1]["auto"]
+    tensors = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in stored]
     assert len(tensors[0]) == len(tensors[1]) > 15
-    assert all(map(same_bits, *tensors))
+    assert all(map(same_tensors, *tensors))
 
 
-def test_measured_shares_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shares(result: RunResult) -> list[tuple[int, ...]]:
-        return [step.shares for step in result.steps]
-
-    path, longer = tmp_path / "run.pt", tmp_path / "longer.pt"
-    monkeypatch.setattr(ReplicaTrainer, "rank_seconds", lambda self: [0.001, 0.003])
-    first = run(epochs=3, weights="auto", checkpoint=path)
-    assert len({step.shares for step in first.steps if step.examples == 8}) > 1
-    continued = run(epochs=4, resume=path, checkpoint=longer)
-    assert continued.settings.weights == "auto"
-    assert shares(continued)[:15] == shares(first)
-    steps = [checkpoint.load(p)["run"]["engine"]["auto"]["step"] for p in (path, longer)]
-    assert steps == [15, 20]
-
-
-def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.pt"
-    first = run(epochs=1, seed=7, drop_last=True, checkpoint=path)
-    own = {"model": net(), "data": DATA, "resume": path, "quiet": True}
-    assert len(train(**own).epochs) == 1  # as before
-    again = train(epochs=2, **own)
-    assert again.settings.stored() == {**first.settings.stored(), "epochs": 2}
-    assert len(again.epochs) == 2
+def test_omitted_options_come_from_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, copied = tmp_path / "run.pt", tmp_path / "copy.pt"
+    first = run(epochs=2, seed=7, drop_last=True, checkpoint=path)
+    own = {"model": net(), "data": DATA, "resume": path}
+    again = train(checkpoint=copied, **own)  # of as many epochs
+    text = "nothing is left to train: the run has had 2 epochs, of 2; pass more epochs to go on"
+    assert text in capsys.readouterr().out.splitlines()
+    assert same_bits(again.module, first.module)
+    assert checkpoint.load(path)["run"]["steps"] == checkpoint.load(copied)["run"]["steps"]
+    more = train(epochs=3, quiet=True, **own)
+    assert more.settings.stored() == {**first.settings.stored(), "epochs": 3}
+    assert len(more.epochs) == 3
     with pytest.raises(ValueError, match="used data of its caller"):
         train(model=net(), resume=path, quiet=True)
 
@@ -121,9 +124,9 @@ def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:
         ({"microbatch": 4, "shuffle": False}, "microbatch None, not 4; shuffle True, not False"),
         ({"size": 16, "lr": 0.1}, "batch size 8, not 16; lr 0.05, not 0.1"),
         ({"devices": "cpu*3"}, r"kinds of devices \['cpu', 'cpu'\], not \['cpu', 'cpu', 'cpu'\]"),
-        ({"data": Data("noise", (X, Y), (X, Y))}, "training examples 40, not 50"),
+        ({"data": Data("noise", DATA.test, DATA.test)}, "training examples 41, not 9"),
         ({"model": nn.Sequential(nn.Flatten(), nn.Linear(36, 3))}, "parameters 243, not 111"),
-        ({"model": "resnet18"}, "model Sequential, not resnet18"),
+        ({"model": "resnet18", "drop_last": True}, "model Sequential, not resnet18"),
     ],
 )
 def test_different_settings_are_named(
@@ -163,7 +166,7 @@ def test_a_bad_file_is_one_sentence(
     message: str,
 ) -> None:
     path = tmp_path / "run.pt"
-    checkpoint.save(path, {"settings": {}, "identity": {}, "source": None, "run": X})
+    checkpoint.save(path, {"settings": {}, "identity": {}, "source": None, "run": DATA.test})
     spoil(path)
     assert main(["--resume", str(path), "--data", "digits"]) == 2
     error = capsys.readouterr().err
@@ -191,58 +194,49 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
         checkpoint.save("/dev/full/run.pt", {})
 
 
-def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_ctrl_c_ends_the_command_with_one_line(tmp_path: Path, kept: bool) -> None:
+    """With a checkpoint the line says how to go on."""
     path = tmp_path / "run.pt"
     command = [sys.executable, "-m", "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
-    with Program([*command, "--checkpoint", path], stdout=-1, stderr=-1) as process:
+    command += ["--checkpoint", str(path)] if kept else []
+    with Program(command, stdout=-1, stderr=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("LeNet")
-        assert process.stdout.readline().startswith("epoch 1")
+        assert not kept or process.stdout.readline().startswith("epoch 1")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    expected = f"interrupted; continue with --resume {path} --checkpoint {path}\n"
-    assert (process.returncode, errors) == (130, expected)
-    epochs = len(checkpoint.load(path)["run"]["epochs"])
-    assert main(["--resume", str(path), "--epochs", str(epochs + 1)]) == 0
+    advice = f"; continue with --resume {path} --checkpoint {path}" if kept else ""
+    assert (process.returncode, errors) == (130, f"interrupted{advice}\n")
+    if kept:
+        epochs = len(checkpoint.load(path)["run"]["epochs"]) + 1
+        assert main(["--resume", str(path), "--epochs", str(epochs)]) == 0
 
 
 def test_a_new_run_and_a_module_take_the_parameters_of_another(tmp_path: Path) -> None:
     """With other ranks, rate, momentum and data; the user's module stays as it is."""
-    path, model = tmp_path / "run.pt", net()
+    path, model, before = tmp_path / "run.pt", net(), net()
     first = run(epochs=1, checkpoint=path)
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-    options = {"data": (X, Y), "test_data": (X, Y), "momentum": 0.5, "epochs": 1, "quiet": True}
-    again = train("cpu*3", 16, 1e-30, model=model, init_from=path, **options)
-    assert all(map(same_bits, again.parameters, first.parameters))  # the steps were too small
-    assert len(again.steps) == 4
-    assert all(map(same_bits, model.state_dict().values(), before))
+    X, y = DATA.test
+    options = {"data": (X, y), "test_data": (X, y), "momentum": 0.5, "epochs": 1, "quiet": True}
+    again = train("cpu*3", 4, 1e-30, model=model, init_from=path, **options)
+    assert all(map(same_tensors, again.parameters, first.parameters))  # the steps were too small
+    assert len(again.steps) == 3
+    assert same_bits(model, before)
     load_model(path, model)
-    assert all(map(same_bits, model.state_dict().values(), first.module.state_dict().values()))
-    ReplicaTrainer(model, "cpu*3", optimizer=torch.optim.Adam).step(X, Y)
+    assert same_bits(model, first.module)
+    ReplicaTrainer(model, "cpu*3", optimizer=torch.optim.Adam).step(X, y)
 
 
 def test_parameters_of_another_model_are_named(tmp_path: Path) -> None:
-    run(epochs=1, checkpoint=tmp_path / "run.pt")
-    other = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    before = [tensor.clone() for tensor in other.state_dict().values()]
+    path, other = tmp_path / "run.pt", nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    run(epochs=1, checkpoint=path)
+    before = copy.deepcopy(other)
     message = (
         r"run\.pt holds another model \(Sequential\) than this Sequential: 0\.weight is "
         r"\[4, 1, 3, 3\] in the file and not there in the module, and \d+ more differ"
     )
-    with pytest.raises(CheckpointError, match=message):
-        run(model=other, init_from=tmp_path / "run.pt")
-    with pytest.raises(CheckpointError, match=message):
-        load_model(tmp_path / "run.pt", other)
-    assert all(map(same_bits, other.state_dict().values(), before))
-
-
-def test_a_finished_run_says_that_nothing_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, copy = tmp_path / "run.pt", tmp_path / "copy.pt"
-    first = run(epochs=2, checkpoint=path)
-    again = run(epochs=1, resume=path, checkpoint=copy, quiet=False)
-    text = "nothing is left to train: the run has had 2 epochs, of 1; pass more epochs to go on"
-    assert text in capsys.readouterr().out.splitlines()
-    assert all(map(same_bits, again.parameters, first.parameters))
-    assert all(map(same_bits, state(path), state(copy)))
+    for call in (lambda: run(model=other, init_from=path), lambda: load_model(path, other)):
+        with pytest.raises(CheckpointError, match=message):
+            call()
+    assert same_bits(other, before)

@@ -1,7 +1,10 @@
-"""Output files of a run: the log's lines, the plot, the table of a comparison."""
+"""What a run gives: its result, log, picture and progress bar, and the table of a comparison."""
 
+import io
 import json
 import math
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,30 +12,30 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from train_cases import noise
 
 from pycollect.train import (
     Data,
-    Options,
     OutputError,
-    ReductionComparison,
-    RunResult,
-    StepSeconds,
+    compare_reductions,
+    digits,
+    init_lenet,
+    lenet,
     train,
 )
 from pycollect.train import output as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.curves import plot
-from pycollect.train.output import Log
-from pycollect.train.records import PARTS, EpochRecord, StepRecord, mean_loss
+from pycollect.train.output import Log, ProgressPrinter
+from pycollect.train.records import PARTS, RunResult, StepRecord, StepSeconds
 
-X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
-DATA = Data("noise", (X, Y), (X, Y))
+DATA = noise()
 
 
-def run(**options: Any) -> Any:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+def run(**options: Any) -> RunResult:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     chosen = {"lr": 0.1, "data": DATA, "epochs": 2, "quiet": True, "model": model, **options}
-    return train("cpu*2", 8, **chosen)
+    return train("cpu*2", 16, **chosen)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -44,29 +47,41 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> StepRecord:
-    seconds = StepSeconds(compute=number, reduction=1.0)
-    return StepRecord(epoch, number, examples, loss, 0.1 * number, seconds, (4, 4))
+def few(classes: int, examples: int | None = None) -> Data:
+    """The first examples of the first classes of the digits."""
+    train, test = (
+        (X[y < classes][:examples], y[y < classes][:examples])
+        for X, y in (digits().train, digits().test)
+    )
+    return Data("few digits", train, test, classes=digits().classes)
 
 
-def result_of(
-    reduce: str, epochs: list[EpochRecord], steps: list[StepRecord], *modules: nn.Module
-) -> RunResult:
-    devices = (torch.device("cpu"),)
-    options = Options(devices=devices, batch_size=8, lr=0.1, epochs=2, reduce=reduce)
-    return RunResult(options, epochs, steps, modules)
+def test_lenet_learns_three_classes() -> None:
+    result = train("cpu*2", 8, 0.3, data=few(3), epochs=8, quiet=True)
+    assert result.accuracy >= 0.9
+    assert result.epochs[-1].loss < 0.3 < result.epochs[0].loss
+    assert [epoch.number for epoch in result.epochs] == list(range(1, 9))
+
+
+def test_the_loss_is_the_mean_per_example() -> None:
+    """Also of an epoch whose last batch is smaller, and without a change of the parameters."""
+    data = few(10, 40)
+    X, y = data.train
+    expected = nn.functional.cross_entropy(lenet(X, init_lenet(0)), y)
+    result = train("cpu*3", 30, 1e-30, data=data, epochs=1, quiet=True)
+    assert result.epochs[0].loss == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_the_log_has_every_step_and_epoch_and_documents_all_fields(tmp_path: Path) -> None:
     files = {"log": tmp_path / "run.jsonl", "checkpoint": tmp_path / "run.pt"}
-    result = run(**files)
+    result = run(weights="3,1", **files)
     found = lines(files["log"])
     order = ["start", *["step"] * 3, "epoch", *["step"] * 3, "epoch", "end"]
     assert [line["event"] for line in found] == order
     start, first, *_, epoch, end = found
-    assert (start["batch_size"], start["lr"], start["devices"]) == (8, 0.1, ["cpu", "cpu"])
-    assert (start["data"], start["model"], start["parameters"]) == ("noise", "Sequential", 51)
-    assert (first["epoch"], first["step"], first["shares"]) == (1, 1, [4, 4])
+    assert (start["batch_size"], start["lr"], start["devices"]) == (16, 0.1, ["cpu", "cpu"])
+    assert (start["data"], start["model"], start["parameters"]) == ("noise", "Sequential", 111)
+    assert (first["epoch"], first["step"], first["shares"]) == (1, 1, [12, 4])
     assert first["loss"] == result.losses[0]
     assert all(first[f"{part}_seconds"] >= 0 for part in PARTS)
     assert (epoch["epoch"], epoch["accuracy"]) == (2, result.accuracy)
@@ -80,47 +95,6 @@ def test_the_log_has_every_step_and_epoch_and_documents_all_fields(tmp_path: Pat
     assert len(lines(files["log"])) == 6  # a new run starts a new file
 
 
-def test_the_error_that_stops_a_run_is_logged_and_raised(tmp_path: Path) -> None:
-    class Broken(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("it broke")
-
-    with pytest.raises(RuntimeError, match="it broke"):
-        run(model=Broken(16, 3), log=tmp_path / "run.jsonl")
-    assert lines(tmp_path / "run.jsonl")[-1] == {"event": "stopped", "why": "it broke"}
-    with pytest.raises(KeyError, match="why"), Log("/dev/full"):  # although the log fails, too
-        raise KeyError("why")
-
-
-def test_a_run_that_ends_in_nan_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.jsonl"
-    arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu"]
-    assert main([*arguments, "--log", str(path), "--lr", "1e30"]) == 0
-    error = capsys.readouterr().err
-    assert error.startswith("warning: the loss is nan from step ")
-    assert lines(path)[-2]["loss"] is None  # JSON has no NaN
-    assert f"warning: {lines(path)[-1]['diverged']}; a smaller learning rate may help\n" == error
-    assert main([*arguments, "--log", str(path)]) == 0
-    assert capsys.readouterr().err == ""
-    assert lines(path)[-1]["diverged"] is None
-    assert main([*arguments, "--lr", "1e30", "--compare"]) == 0
-    warnings = capsys.readouterr().err.splitlines()
-    assert [warning.partition(" from")[0] for warning in warnings] == [
-        "warning: the loss is nan"
-    ] * 2
-
-
-def test_only_the_end_of_a_run_counts_as_divergence() -> None:
-    """A loss may be nan for a while and recover; the last update alone may ruin the model."""
-    steps = [step(1, 1), step(1, 2, math.nan), step(2, 1, math.inf), step(2, 2)]
-    fine = nn.BatchNorm1d(1)  # with a buffer of integers
-    assert result_of("naive", [], steps, fine).divergence == ""
-    found = result_of("naive", [], steps[:3], fine).divergence
-    assert found == "the loss is nan from step 2 of epoch 1 to the end"
-    nn.init.constant_(fine.weight, math.inf)
-    assert "not finite" in result_of("naive", [], steps, fine).divergence
-
-
 def test_long_epochs_are_logged_while_they_run(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
@@ -132,31 +106,21 @@ def test_long_epochs_are_logged_while_they_run(tmp_path: Path) -> None:
                 Watching.seen = path.read_text().count('"event": "step"')
             return super().forward(input.flatten(1))
 
-    many = X.repeat(6, 1, 1, 1), Y.repeat(6)
-    data = Data("more", many, many)
-    train("cpu", 1, data=data, model=Watching(16, 3), epochs=1, log=path, quiet=True)
-    assert 50 <= Watching.seen < 126
+    many = DATA.train[0].repeat(3, 1, 1, 1), DATA.train[1].repeat(3)
+    train("cpu", 1, data=many, model=Watching(36, 3), epochs=1, log=path, quiet=True)
+    assert 50 <= Watching.seen < 123
 
 
-def test_typical_times_leave_the_first_step_out() -> None:
-    for steps, compute in (([(1, 100), (1, 2), (1, 4), (2, 3)], 3), ([(1, 100)], 100), ([], 0)):
-        result = result_of("naive", [], [step(*numbers) for numbers in steps])
-        assert result.parts["compute"] == compute
-    assert mean_loss([step(1, 1, 2.0, 30), step(1, 2, 5.0, 10)]) == 2.75
+def test_the_error_that_stops_a_run_is_logged_and_raised(tmp_path: Path) -> None:
+    class Broken(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("it broke")
 
-
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
-    """Also of losses that are not finite, and of a name with bytes that are no letters."""
-    path = tmp_path / f"run.{ending}"
-    run(plot=path, data=replace(DATA, name="\udcff \u00fc $_{"), lr=1e30)
-    content = path.read_bytes()
-    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending])
-    if ending == "svg":
-        for text in (b"training loss", b"test accuracy", b"epoch", b"time (ms)", b"reduction"):
-            assert b"<!-- " + text in content
-    epoch = EpochRecord(1, 1.0, math.nan, 0.1)
-    plot([result_of(name, [epoch], []) for name in ("naive", "pycollect")], path)
+    with pytest.raises(RuntimeError, match="it broke"):
+        run(model=Broken(36, 3), log=tmp_path / "run.jsonl")
+    assert lines(tmp_path / "run.jsonl")[-1] == {"event": "stopped", "why": "it broke"}
+    with pytest.raises(KeyError, match="why"), Log("/dev/full"):  # although the log fails, too
+        raise KeyError("why")
 
 
 def test_a_full_disk_is_one_sentence(
@@ -180,18 +144,93 @@ def test_a_full_disk_is_one_sentence(
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((1, 1), "steps: the same bits"),
-        ((1, 1 + 2**-20), "steps, against naive: pycollect by up to 9.5e-07 different"),
-    ],
-)
-def test_a_comparison_says_how_much_runs_differ(values: tuple[float, ...], message: str) -> None:
-    runs = []
-    for name, value in zip(("naive", "pycollect"), values, strict=True):
-        module = nn.Linear(1, 1)
-        nn.init.constant_(module.weight, value)
-        nn.init.zeros_(module.bias)
-        runs.append(result_of(name, [EpochRecord(1, 1, 1, 1)], [step(1, 1)], module))
-    assert message in str(ReductionComparison(runs)).splitlines()[-1]
+def test_a_run_that_ends_in_nan_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu", "--lr", "1e30"]
+    assert main([*arguments, "--log", str(path)]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("warning: the loss is nan from step ")
+    assert lines(path)[-2]["loss"] is None  # JSON has no NaN
+    assert f"warning: {lines(path)[-1]['diverged']}; a smaller learning rate may help\n" == error
+    assert main([*arguments, "--compare"]) == 0
+    assert capsys.readouterr().err.count("warning: the loss is nan from") == 2
+
+
+def result_of(*steps: StepRecord) -> RunResult:
+    """A result with these steps, and a model with a buffer of integers."""
+    return replace(run(epochs=1), steps=steps, modules=[nn.BatchNorm1d(1)])
+
+
+def test_only_the_end_of_a_run_counts_as_divergence() -> None:
+    """A loss may be nan for a while and recover; the last update alone may ruin the model."""
+    losses = {(1, 1): 1.0, (1, 2): math.nan, (2, 1): math.inf, (2, 2): 1.0}
+    steps = [
+        StepRecord(*number, 8, loss, 0.1, StepSeconds(), (4, 4)) for number, loss in losses.items()
+    ]
+    result = result_of(*steps)
+    assert result.divergence == ""
+    assert result_of(*steps[:3]).divergence == "the loss is nan from step 2 of epoch 1 to the end"
+    nn.init.constant_(result.module.weight, math.inf)
+    assert "not finite" in result.divergence
+
+
+def test_typical_times_leave_the_first_step_out() -> None:
+    for times, typical in (((100.0, 2.0, 4.0, 3.0), 3), ((100.0,), 100), ((), 0)):
+        seconds = [StepSeconds(compute=time) for time in times]
+        result = result_of(*(StepRecord(1, 1, 8, 1.0, 0.1, s, (4, 4)) for s in seconds))
+        assert result.parts["compute"] == typical
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
+    """Also of losses that are not finite, and of a name with bytes that are no letters."""
+    path = tmp_path / f"run.{ending}"
+    result = run(plot=path, data=replace(DATA, name="\udcff \u00fc $_{"), lr=1e30)
+    content = path.read_bytes()
+    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending])
+    if ending == "svg":
+        for text in (b"training loss", b"test accuracy", b"epoch", b"time (ms)", b"reduction"):
+            assert b"<!-- " + text in content
+    plot([replace(result, steps=[])] * 2, path)
+
+
+def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, quiet in ((True, False), (True, True), (False, False)):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda to=terminal: to)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as bar:
+            time.sleep(0.11)  # the bar is drawn at most ten times a second
+            bar.step(32, lambda: 2.345)
+        for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
+            assert (text in stream.getvalue()) == (terminal and not quiet)
+
+
+def test_a_comparison_trains_both_on_the_same_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "both.svg"
+    comparison = compare_reductions("cpu*3", 16, 0.3, data=few(10, 40), epochs=2, plot=path)
+    naive, ours = comparison.run_results
+    for result, name in ((naive, "naive"), (ours, "pycollect")):
+        assert (len(result.steps), len(result.modules)) == (2 * 3, 3)
+        assert min(result.reduce_seconds, result.step_seconds, result.epoch_seconds) > 0
+        assert f"<!-- {name} -->" in path.read_text()
+    *runs, head, first, second, verdict = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" ")[2] for line in runs[::5]] == ["naive", "pycollect"]
+    assert [runs[i].split(",")[0] for i in (1, 2, 6, 7)] == ["epoch 1", "epoch 2"] * 2
+    columns = (f"{what} (ms) ratio" for what in ("reduction", "step", "epoch"))
+    assert head.split() == f"median of {' '.join(columns)} test acc".split()
+    baseline, other = ([float(n) for n in line.split()[1:]] for line in (first, second))
+    assert baseline[1:6:2] == [1, 1, 1]
+    for column in (0, 2, 4):
+        ratio = baseline[column] / other[column]
+        assert other[column + 1] == pytest.approx(ratio, rel=0.1, abs=0.02)
+    assert (verdict, comparison.identical) == ("parameters after 6 steps: the same bits", True)
+    with torch.no_grad():
+        list(ours.modules[2].parameters())[7][0] += 2**-10
+    assert not comparison.identical
+    verdict = "parameters after 6 steps, against naive: pycollect by up to 9.8e-04 different"
+    assert str(comparison).splitlines()[-1] == verdict
+    with pytest.raises(ValueError, match="a comparison does not support resume"):
+        compare_reductions(data="digits", resume="no/where.pt")

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +21,8 @@ from dist_pool import Pools, RankContext
 from PIL import Image
 from sites import HOSTS, PROCESSES, not_on, only_on, slow_on_processes
 from torch import Tensor, nn
-from train_cases import convolutional, noise
+from train_cases import convolutional, difference, noise, same_bits
 
-from pycollect._command import Stopped
 from pycollect.train import (
     GluonTrainer,
     ReplicaTrainer,
@@ -30,12 +30,11 @@ from pycollect.train import (
     reduce_gradients_naive,
     sgd_factory,
 )
-from pycollect.train.interrupt import Interrupt, StopConsensus
+from pycollect.train.interrupt import StopConsensus
 from pycollect.train.options import Options
 from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
-from pycollect.train.processes import LaunchContext, with_devices
-from pycollect.train.records import same_bits
+from pycollect.train.processes import with_devices
 from pycollect.train.training_run import run
 
 DATA = noise()
@@ -55,21 +54,29 @@ class Sometimes(nn.Module):
         super().__init__()
         self.first, self.rarely, self.never = (nn.Linear(36, 36) for _ in range(3))
         self.rarely.weight = nn.Parameter(self.rarely.weight.detach().t())
-        self.last, self.dropout = nn.Linear(36, 3), nn.Dropout(0.3)
+        self.last = nn.Sequential(nn.ReLU(), nn.Dropout(0.3), nn.Linear(36, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(x.flatten(1)))
-        hidden = self.rarely(hidden) if x.sum() > 0 else hidden
-        scores: Tensor = self.last(self.dropout(hidden))
-        return scores
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x.flatten(1))
+        return self.last(self.rarely(hidden) if x.sum() > 0 else hidden)
 
 
 def net(kind: str) -> nn.Module:
-    if kind == "sometimes":
-        torch.manual_seed(5)
+    if kind == "sometimes":  # each process initialises another; all must begin with rank 0's
         return Sometimes()
     layers = {"": [], "norm": [nn.BatchNorm2d(4)], "dropout": [nn.Dropout(0.2)]}
     return convolutional(*layers[kind])
+
+
+def seconds_of(replicas: ReplicaTrainer) -> list[float]:
+    """A clock by which every rank is slower than the one before it."""
+    return [0.001 * (1 + 2 * rank) for rank in replicas.ranks]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_clock() -> Iterator[None]:
+    with mock.patch.object(ReplicaTrainer, "rank_seconds", seconds_of):
+        yield
 
 
 def prepared(world: int, kind: str = "", backend: str | None = None, **options: Any) -> PreparedRun:
@@ -78,19 +85,16 @@ def prepared(world: int, kind: str = "", backend: str | None = None, **options: 
     return prepare(Options.of(chosen), backend)
 
 
-def quietly(made: PreparedRun) -> tuple[list[float], list[float], list[Tensor]]:
-    """Losses, accuracies, and the parameters and buffers of a process's first rank."""
+def quietly(made: PreparedRun) -> tuple[list[float], list[float], nn.Module]:
+    """Losses, accuracies, and the model of a process's first rank."""
     torch.set_num_threads(1)
     result = run(made, ProgressPrinter(quiet=True))
-    return (
-        result.losses,
-        [e.accuracy for e in result.epochs],
-        [*result.module.state_dict().values()],
-    )
+    return result.losses, [epoch.accuracy for epoch in result.epochs], result.module
 
 
 def trained(me: RankContext, kind: str, options: dict[str, Any]) -> Any:
     torch.manual_seed(me.rank)  # the process's own random state must not matter
+    ReplicaTrainer.rank_seconds = seconds_of  # type: ignore[method-assign]
     return quietly(prepared(me.world, kind, me.spec.backend, **options))
 
 
@@ -98,8 +102,7 @@ def assert_alike(outcome: Any, expected: Any, *, buffers: bool = True) -> None:
     """All ranks have the losses and accuracies, and rank 0 the model, of the expected run."""
     for rank, theirs in enumerate(outcome):
         assert theirs[:2] == expected[:2]
-        if rank == 0 or buffers:
-            assert all(map(same_bits, theirs[2], expected[2]))
+        assert same_bits(theirs[2], expected[2]) or (rank and not buffers)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_speed_options_do_not_change_the_bits(options: dict[str, Any]) -> None:
     ("world", "kind", "options"),
     [
         (2, "", {"weights": "80,20", "drop_last": True}),
+        (2, "", {"weights": "auto", "epochs": 3}),  # the shares change
         (2, "", {"weights": "0,1", "overlap": False}),  # rank 0 has no examples
         (2, "dropout", {"microbatch": 3, "prefetch": 2, "shuffle": False, "seed": 4}),
         (3, "sometimes", {}),  # the last batch of 41 has one example: two ranks have none
@@ -130,54 +134,42 @@ def test_ranks_have_the_bits_of_one_process(
     pools: Pools, world: int, kind: str, options: dict[str, Any]
 ) -> None:
     outcome = pools(world).run(trained, kind, options)
+    torch.manual_seed(0)  # as in the process of rank 0
     each = kind != "norm" or "sync_batchnorm" in options  # otherwise statistics are each rank's own
     assert_alike(outcome, quietly(prepared(world, kind, **options)), buffers=each)
-    if not each:
-        assert not all(map(same_bits, outcome[0][2], outcome[1][2]))
+    assert each or not same_bits(outcome[0][2], outcome[1][2])
 
 
 @of_processes
 def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
-    outcome = pools(2, backend="gloo").run(trained, "", {})
-    losses, _, state = quietly(prepared(2))
-    for theirs in outcome:
+    losses, _, model = quietly(prepared(2))
+    for theirs in pools(2, backend="gloo").run(trained, "", {}):
         assert theirs[0] == pytest.approx(losses, abs=1e-5)
-        for a, b in zip(state, theirs[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert difference(model, theirs[2]) < 1e-5
+
+
+GROUP, ALONE = "group", "one process"
+MEASURED = {"weights": "auto", "prefetch": 2}  # in a group shares change two steps later
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [("group", "group"), ("group", "one process"), ("one process", "group")],
-    ids=" to ".join,
+    ("first", "then", "options"),
+    [(GROUP, GROUP, {}), (GROUP, ALONE, {}), (ALONE, GROUP, {}), (GROUP, GROUP, MEASURED)],
+    ids=str,
 )
 def test_a_run_is_continued_by_ranks_of_either_kind(
-    pools: Pools, tmp_path: Path, parts: tuple[str, str]
+    pools: Pools, tmp_path: Path, first: str, then: str, options: dict[str, Any]
 ) -> None:
     """Each rank has its own dropout."""
-    first = {"epochs": 1, "checkpoint": tmp_path / "run.pt"}
-    rest = {"epochs": 3, "resume": tmp_path / "run.pt"}
-    for part, options in zip(parts, (first, rest), strict=True):
-        if part == "group":
-            outcome = pools(2).run(trained, "dropout", options)
-        else:
-            outcome = [quietly(prepared(2, "dropout", **options))]
-    assert_alike(outcome, quietly(prepared(2, "dropout", epochs=3)))
 
+    def ran(kind: str, **others: Any) -> Any:
+        if kind == GROUP:
+            return pools(2).run(trained, "dropout", {**options, **others})
+        return [quietly(prepared(2, "dropout", **options, **others))]
 
-def begun_apart(me: RankContext) -> list[Tensor]:
-    """Parameters after a step of ranks whose modules were initialised by other seeds."""
-    torch.manual_seed(me.rank)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    one = ReplicaTrainer(module, "cpu", optimizer=sgd_factory(0.1), group=dist.group.WORLD)
-    one.step(X[me.rank : me.rank + 1], Y[:1], shares=[1] * me.world)
-    return one.parameters[0]
-
-
-def test_all_ranks_begin_with_the_module_of_rank_0(pools: Pools) -> None:
-    first, *others = pools(3).run(begun_apart)
-    for mine in others:
-        assert all(map(same_bits, mine, first))
+    path = tmp_path / "run.pt"
+    ran(first, epochs=1, checkpoint=path)
+    assert_alike(ran(then, epochs=3, resume=path), ran(then, epochs=3)[0])
 
 
 def refused(me: RankContext) -> list[str]:
@@ -229,94 +221,19 @@ def test_what_a_process_of_a_group_cannot_do(pools: Pools) -> None:
         ReplicaTrainer(net("norm"), "cpu*2", optimizer=sgd_factory(1), sync_batchnorm=True)
 
 
-def measured(me: RankContext, folder: str) -> tuple[list[Any], list[Any], list[Tensor]]:
-    """Shares of a run of two epochs and of two runs of one, and the parameters of the first.
-
-    By a fake clock a pass takes 1 ms on rank 0 and 3 ms on rank 1.
-    """
-
-    def trained_to(name: str, **options: Any) -> Any:
-        chosen = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/{name}.pt", **options}
-        made = prepared(me.world, "", me.spec.backend, **chosen)
-        with mock.patch.object(ReplicaTrainer, "rank_seconds", return_value=[seconds]):
-            return run(made, ProgressPrinter(quiet=True))
-
-    seconds = (0.001, 0.003)[me.rank]
-    whole = trained_to("whole")
-    trained_to("part", epochs=1)
-    parts = trained_to("part", resume=f"{folder}/part.pt")
-    shares = ([step.shares for step in result.steps] for result in (whole, parts))
-    return *shares, whole.parameters
-
-
-@of_processes
-def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Path) -> None:
-    """Also after the run was continued, although shares change two steps after the decision."""
-    outcome = pools(2).run(measured, str(tmp_path))
-    shares, _, parameters = outcome[0]
-    assert len({step for step in shares if sum(step) == 8}) > 1
-    for whole, parts, theirs in outcome:
-        assert whole == parts == shares
-        assert all(map(same_bits, parameters, theirs))
-    auto = checkpoint.load(tmp_path / "whole.pt")["run"]["engine"]["auto"]
-    assert auto["step"] == len(shares) == 12
-
-
-def stopped(me: RankContext, path: str, signalled: list[int]) -> tuple[int, bool]:
-    """Get SIGTERM at this rank's given check; compare a resumed run with an uninterrupted one."""
-    check, checks = Interrupt.check, 0
-
-    def send_signal(self: Interrupt) -> None:
-        nonlocal checks
-        checks += 1
-        if checks == signalled[me.rank]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        check(self)
-
-    store = dist.distributed_c10d._get_default_store()
-    consensus = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
-    options = {"sync_batchnorm": True, "momentum": 0.9}
-    made = prepared(me.world, "norm", me.spec.backend, checkpoint=path, **options)
-    with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
-        run(made, ProgressPrinter(quiet=True), consensus)
-    steps = len(checkpoint.load(path)["run"]["steps"])
-    parts = ({"resume": path}, {})
-    ends = [trained(me, "norm", {**options, **part})[2] for part in parts]
-    return steps, all(map(same_bits, *ends))
-
-
-@of_processes
-@pytest.mark.parametrize(
-    ("signalled", "after"), [([2, 2], 3), ([4, 2], 5), ([2, 5], 6), ([6, 6], 6)]
-)
-def test_processes_stop_after_the_same_step(
-    pools: Pools, tmp_path: Path, signalled: list[int], after: int
+@pytest.mark.parametrize("turns", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("signalled", "after"), [([2, 2], 3), ([4, 2], 5), ([2, 5], 6)])
+def test_all_ranks_stop_at_the_same_check(
+    turns: tuple[int, int], signalled: list[int], after: int
 ) -> None:
-    """An epoch has 6 steps; the seventh check is at the end of the epoch."""
-    found = pools(2).run(stopped, str(tmp_path / "run.pt"), signalled)
-    assert found == [(after, True)] * 2
-
-
-def test_rank_threads_stop_after_the_same_step(tmp_path: Path) -> None:
-    """The main thread gets the signal; all ranks stop, and the run goes on with the same bits."""
-    torch.set_num_threads(1)
-    path = tmp_path / "run.pt"
-    check, checks = Interrupt.check, 0
-
-    def send_signal(self: Interrupt) -> None:
-        nonlocal checks
-        checks += 1
-        if checks == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)  # the main thread runs its handler
-        check(self)
-
-    made = prepared(2, "norm", sync_batchnorm=True, checkpoint=path)
-    with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
-        run(made, ProgressPrinter(quiet=True))
-    assert 2 <= len(checkpoint.load(path)["run"]["steps"]) <= 4
-    whole = quietly(prepared(2, "norm", sync_batchnorm=True))
-    assert_alike([quietly(prepared(2, "norm", sync_batchnorm=True, resume=path))], whole)
+    """Each asks from the check on at which it has the signal, the one or the other rank first."""
+    store, ends = dist.HashStore(), {}
+    ranks = [StopConsensus(store, rank, 2, lambda: None) for rank in (0, 1)]
+    for check in range(1, 9):
+        for rank in turns:
+            if rank not in ends and check >= signalled[rank] and ranks[rank].reached(check):
+                ends[rank] = check
+    assert ends == {0: after, 1: after}
 
 
 def test_every_process_has_a_device() -> None:
@@ -326,13 +243,6 @@ def test_every_process_has_a_device() -> None:
         assert with_devices(Options.of({"devices": spec}), "gloo", world).devices == (cpu,) * world
     with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one per"):
         with_devices(Options.of({"devices": "cpu*2"}), "gloo", 3)
-
-
-def test_only_the_first_process_to_fail_prints() -> None:
-    store = torch.distributed.HashStore()
-    contexts = [LaunchContext(rank, 2, store) for rank in (0, 1)]
-    assert [contexts[i].first_to_fail() for i in (1, 0, 1)] == [True, False, True]
-    assert LaunchContext().first_to_fail()
 
 
 # --- commands -------------------------------------------------------------------------------------
