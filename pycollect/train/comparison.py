@@ -42,7 +42,7 @@ class ReductionComparison:
         return other.difference(baseline) == 0
 
     def __str__(self) -> str:
-        baseline, other = self.run_results
+        baseline = self.run_results[0]
         columns = ("reduction", "step", "epoch")
         head = "".join(f"{f'{name} (ms)':>16}{'ratio':>7}" for name in columns)
         lines = [f"{'median of':<10}{head}{f'{baseline.epochs[-1].evaluated} acc':>10}"]
@@ -53,12 +53,16 @@ class ReductionComparison:
             )
             name = run_result.settings.reduce
             lines.append(f"{name:<10}{cells}{run_result.epochs[-1].accuracy:>10.2f}")
-        verdict = f"parameters after {len(baseline.steps)} steps"
-        if self.identical:
-            return "\n".join([*lines, f"{verdict}: the same bits"])
+        return "\n".join([*lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        baseline, other = self.run_results
+        what = f"parameters after {len(baseline.steps)} steps"
+        much = other.difference(baseline)
+        if much == 0:
+            return f"{what}: the same bits"
         names = f"against {baseline.settings.reduce}: {other.settings.reduce}"
-        much = f"{other.difference(baseline):.1e}"
-        return "\n".join([*lines, f"{verdict}, {names} by up to {much} different"])
+        return f"{what}, {names} by up to {much:.1e} different"
 
 
 def _seconds(run_result: RunResult) -> tuple[float, float, float]:
