@@ -183,11 +183,6 @@ class EpochRecord:
         )
 
 
-def mean_loss(steps: Sequence[StepRecord]) -> float:
-    """Return the mean loss per example over the steps."""
-    return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
-
-
 def stored(steps: Sequence[StepRecord], epochs: Sequence[EpochRecord]) -> dict[str, Any]:
     """Return steps and epochs as plain numbers, for a checkpoint."""
     return {"steps": [astuple(step) for step in steps], "epochs": [astuple(e) for e in epochs]}

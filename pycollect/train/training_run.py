@@ -25,7 +25,7 @@ from .loader import Batch, LoaderOptions
 from .options import Options
 from .output import Log, ProgressPrinter
 from .prepared_run import PreparedRun, prepare
-from .records import EpochRecord, RunResult, StepRecord, mean_loss, wait_for
+from .records import EpochRecord, RunResult, StepRecord, wait_for
 
 _dist: Any = torch.distributed  # torch's type stubs lack exports
 # Steps between two reads of the losses, each of which waits for the GPUs: rare enough to cost
@@ -125,10 +125,11 @@ class TrainingRun:
         steps = [step for step in self.steps if step.epoch == number]
         seconds = sum(step.seconds.total for step in steps) + tail
         waited = sum(step.waited for step in steps)
+        loss = sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
         with closing(self._test.epoch()) as batches:
             accuracy = self.engine.evaluate(batches)
         evaluated = self._prepared.data.evaluated
-        record = EpochRecord(number, seconds, mean_loss(steps), accuracy, waited, evaluated)
+        record = EpochRecord(number, seconds, loss, accuracy, waited, evaluated)
         self.epochs.append(record)
         self._log.epoch(record)
 
