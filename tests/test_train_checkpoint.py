@@ -35,6 +35,18 @@ HEAD = {"format": "pycollect.train"}
 OPTIONS: dict[str, Any] = {"data": DATA, "momentum": 0.9, "weight_decay": 1e-3, "quiet": True}
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Examples with random numbers, drawn when they are fetched."""
+
+    classes = ("a", "b", "c")
+
+    def __len__(self) -> int:
+        return len(DATA.train[0])
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return DATA.train[0][i] + 0.1 * torch.rand(1, 6, 6), i % 3
+
+
 def net() -> nn.Module:
     """A network with state of every kind: each rank's batch statistics, and random dropout."""
     return convolutional(nn.BatchNorm2d(4), nn.Dropout(0.3))
@@ -66,9 +78,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, checks: int) -> None:
         (7, {"weights": "80,20"}),  # after the evaluation
         (10, {"prefetch": 2}),
         (10, {"weights": "auto"}),
+        (9, {"data": Noisy(), "test_data": DATA.test, "prefetch": 0}),
         (10, {"sync_batchnorm": True}),  # two checks after each step: every rank is a thread
     ],
-    ids=str,
 )
 def test_a_run_is_continued_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int | None, options: dict[str, Any]
@@ -85,7 +97,7 @@ def test_a_run_is_continued_with_the_same_bits(
             with pytest.raises(Stopped):
                 run(epochs=3, checkpoint=part, **options)
     torch.manual_seed(99)  # the process's own random state must not matter
-    b = run(epochs=3, resume=part, checkpoint=part, prefetch=2)
+    b = run(epochs=3, resume=part, checkpoint=part, **options)
     assert a.losses == b.losses
     assert [step.shares for step in a.steps] == [step.shares for step in b.steps]
     assert len({step.shares for step in a.steps}) > 2 or options.get("weights") != "auto"

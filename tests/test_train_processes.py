@@ -93,7 +93,7 @@ def quietly(made: PreparedRun) -> tuple[list[float], list[float], nn.Module]:
 
 
 def trained(me: RankContext, kind: str, options: dict[str, Any]) -> Any:
-    torch.manual_seed(me.rank)  # the process's own random state must not matter
+    torch.manual_seed(me.rank)  # only rank 0's may matter, and only for how a module begins
     ReplicaTrainer.rank_seconds = seconds_of  # type: ignore[method-assign]
     return quietly(prepared(me.world, kind, me.spec.backend, **options))
 
