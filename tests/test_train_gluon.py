@@ -5,112 +5,107 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
+from train_cases import CLASSES, FEATURES, batches, difference, perceptron, same_bits
 
-from pycollect.train import GluonTrainer, ReplicaTrainer, sgd_factory, split_batch
+from pycollect.train import GluonTrainer, split_batch
 
-total = partial(nn.functional.cross_entropy, reduction="sum")
-X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
 RATE = {"learning_rate": 0.1}
-
-
-def net():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def of(one, **options):
-    sgd = sgd_factory(0.1, momentum=0.9)
-    return ReplicaTrainer(one, "cpu*2", optimizer=sgd, **options)
+((X, Y),) = batches([7])
 
 
 def backward(modules, X=X, y=Y):
     shards = split_batch(X, y, f"cpu*{len(modules)}")
     for X_shard, y_shard, module in zip(*shards, modules, strict=True):
-        total(module(X_shard), y_shard).backward()
-
-
-def values(module):
-    return [param.detach().clone() for param in module.parameters()]
-
-
-# What the trainer is given, and torch's optimizer that does the same.
-MADE = [
-    (
-        ("sgd", RATE | {"momentum": 0.9, "wd": 0.01}),
-        partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    ),
-    (("SGD", {"lr": 0.1}), partial(SGD, lr=0.1)),
-    ((Adam, {"lr": 0.01}), partial(Adam, lr=0.01)),
-    (("adamw", {"learning_rate": 0.01, "wd": 0.1}), partial(AdamW, lr=0.01, weight_decay=0.1)),
-]
-OWN = ((), partial(SGD, lr=0.1, momentum=0.9))
+        F.cross_entropy(module(X_shard), y_shard, reduction="sum").backward()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "alone"),
-    [(ranks, *made) for ranks in (1, 3, "lists", "replicas") for made in MADE]
-    + [("replicas", *OWN)],
+    ("given", "alone"),  # the arguments, and torch's optimizer that does the same
+    [
+        (
+            ("sgd", RATE | {"momentum": 0.9, "wd": 0.01}),
+            partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+        ),
+        (("SGD", {"lr": 0.1}), partial(SGD, lr=0.1)),
+        ((Adam, {"lr": 0.01}), partial(Adam, lr=0.01)),
+        (("adamw", {"learning_rate": 0.01, "wd": 0.1}), partial(AdamW, lr=0.01, weight_decay=0.1)),
+    ],
 )
-def test_ranks_train_as_one_device_does_in_torch(ranks, given, alone):
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("lists", [False, True])
+def test_ranks_train_as_one_device_does_in_torch(ranks, given, alone, lists):
     """The last ranks have no examples in the batch of one."""
-    one = net()
-    modules = [copy.deepcopy(one) for _ in range(ranks if isinstance(ranks, int) else 2)]
-    replicas = [module.parameters() for module in modules] if ranks == "lists" else modules
-    if ranks == "replicas":
-        replicas = of(one)
-        modules = replicas.modules
-    trainer, optimizer = GluonTrainer(replicas, *given), alone(one.parameters())
+    one, *modules = (perceptron() for _ in range(1 + ranks))
+    trainer = GluonTrainer([m.parameters() for m in modules] if lists else modules, *given)
+    optimizer = alone(one.parameters())
     for n in (7, 5, 1, 7):
         backward(modules, X[:n], Y[:n])
         trainer.step(n)
-        nn.functional.cross_entropy(one(X[:n]), Y[:n]).backward()
+        F.cross_entropy(one(X[:n]), Y[:n]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for module in modules:
-        torch.testing.assert_close(values(module), values(one), rtol=0, atol=1e-5)
-        assert all(map(torch.equal, values(module), values(modules[0])))
+    assert difference(modules[0], one) < 1e-5 < 1e-2 < difference(one, perceptron())
+    assert all(same_bits(module, modules[0]) for module in modules)
 
 
 def test_gradients_are_clipped_between_the_sum_and_the_update():
-    """As the refusals say: clip_gradient is of the mean, and "nag" looks ahead by the momentum."""
-    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
-    for module in nets:
-        nn.init.zeros_(module.weight)
-    trainer = GluonTrainer(nets, "sgd", {"lr": 1.0, "momentum": 0.5, "nesterov": True})
-    weight = momentum = 0.0
-    for slopes in ((4.0, 8.0), (0.25, 0.5)):
-        for module, slope in zip(nets, slopes, strict=True):
-            (slope * module.weight).sum().backward()
+    """In another order gradients would be summed twice, or the ranks would diverge."""
+    one, *nets = (perceptron() for _ in range(3))
+    options = RATE | {"momentum": 0.5, "nesterov": True}
+    trainer, alone = (GluonTrainer(modules, "sgd", options) for modules in (nets, [one]))
+    for _ in range(3):
+        before = copy.deepcopy(nets[0])
+        backward([*nets])
+        backward([one])
+        with pytest.raises(RuntimeError, match=r"update\(\) comes after allreduce_grads\(\)"):
+            trainer.update(7)
         trainer.allreduce_grads()
-        assert [module.weight.grad.item() for module in nets] == [sum(slopes)] * 2
-        for module in nets:
-            module.weight.grad.clamp_(-4 * 1.0, 4 * 1.0)
-        trainer.update(4)
-        clipped = min(sum(slopes) / 4, 1.0)
-        momentum = 0.5 * momentum + clipped
-        weight -= clipped + 0.5 * momentum
-        assert [module.weight.item() for module in nets] == [weight, weight]
-        assert all(module.weight.grad is None for module in nets)
+        with pytest.raises(RuntimeError, match=r"summed these gradients already; call update\(\)"):
+            trainer.step(7)
+        assert same_bits(nets[0], before)
+        for param, *sums in zip(*(module.parameters() for module in (one, *nets)), strict=True):
+            for mine in sums:
+                torch.testing.assert_close(mine.grad, param.grad)
+        for module in (one, *nets):
+            nn.utils.clip_grad_value_(module.parameters(), 0.3)
+        trainer.update(7)
+        alone.update(7)  # one rank has nothing to sum
+    assert same_bits(*nets)
+    assert difference(nets[1], one) < 1e-5 < 1e-2 < difference(one, perceptron())
 
 
 def test_stale_and_frozen_parameters():
+    """A layer has no gradient on any rank, one on rank 1 alone, and one is frozen."""
     nets = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
     for n in nets:
         n[0].bias.requires_grad_(False)
-        n[0](torch.ones(1, 2)).sum().backward()
-    trainer = GluonTrainer(nets, "sgd", {"lr": 1.0, "wd": 1.0})
-    kept, weight = nets[1][1].weight.clone(), nets[1][0].weight.clone()
+    nets[1][0](torch.ones(1, 2)).sum().backward()
+    trainer, before = GluonTrainer(nets, "sgd", {"lr": 1.0}), copy.deepcopy(nets[0])
     with pytest.raises(ValueError, match=r"\[2, 2\] has no gradient.*backward.*ignore_stale_grad"):
         trainer.step(1)
-    assert torch.equal(nets[1][0].weight, weight)
+    assert same_bits(nets[0], before)
     assert nets[1][0].weight.grad.tolist() == [[1, 1], [1, 1]]
     trainer.step(1, ignore_stale_grad=True)
-    assert torch.equal(nets[1][1].weight, kept)
-    assert not torch.equal(nets[1][0].weight, weight)
+    assert same_bits(nets[0][1], before[1])
+    assert torch.equal(nets[0][0].weight, before[0].weight - 1)
 
 
-SHARED, ALIAS = net(), net()
+def test_the_learning_rate_and_invalid_numbers():
+    trainer = GluonTrainer([perceptron(), perceptron()], "sgd", RATE)
+    assert trainer.learning_rate == 0.1
+    trainer.set_learning_rate(0.5)
+    for call, bad in ((trainer.set_learning_rate, (-0.1, float("nan"), 10**400, True, "0.1")),
+                      (trainer.step, (0, True, 1.0))):  # fmt: skip
+        for value in bad:
+            with pytest.raises((TypeError, ValueError), match=r"(the learning rate|batch_size) is"):
+                call(value)
+    assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.5, 0.5]
+
+
+SHARED, ALIAS, NET = perceptron(), perceptron(), perceptron()
 ALIAS[-1].weight.data = SHARED[-1].weight.data
 
 
@@ -119,93 +114,15 @@ ALIAS[-1].weight.data = SHARED[-1].weight.data
     [
         (([], "sgd"), ValueError, "nothing to train"),
         (([nn.ReLU()], "sgd"), ValueError, "nothing to train"),
-        (([net(), nn.Linear(4, 5)], "sgd"), ValueError, "rank 1 are not like"),
+        (([NET, nn.Linear(FEATURES, CLASSES)], "sgd"), ValueError, "rank 1 are not like"),
         (([SHARED, SHARED], "sgd"), ValueError, "several ranks; pass a copy"),
         (([SHARED, ALIAS], "sgd"), ValueError, "several ranks; pass a copy"),
-        (([net()], "sdg"), ValueError, "'sdg' is unknown; pass the name of a class"),
-        (([net()], "nag"), ValueError, "'nag' is unknown; pass 'sgd' with nesterov=True"),
-        (([net()], SGD(net().parameters(), 0.1)), TypeError, "is a SGD; pass a name or a class"),
-        (([net()],), TypeError, "optimizer is a NoneType; pass a name or a class"),
-        ((of(net()), None, RATE), TypeError, "optimizer is a NoneType; pass a name or a class"),
-        (([net()], "sgd", {"clip_gradient": 1}), TypeError, "'clip_gradient'; between allreduce"),
-        (([net()], SGD, {"rescale_grad": 1}), TypeError, r"'rescale_grad'; step\(batch_size\)"),
-        (([net()], "sgd", {"lr_scheduler": 1}), TypeError, "'lr_scheduler'; call set_learning_rat"),
-        (([net()], "adam", {"epsilon": 1e-8}), TypeError, "unexpected .* 'epsilon'"),
-        (([net()], "sgd", RATE | {"lr": 0.1}), TypeError, "twice in .*'learning_rate', 'lr'"),
+        (([NET], "sdg"), ValueError, "'sdg' is unknown; pass the name of a class"),
+        (([NET], SGD(NET.parameters(), 0.1)), TypeError, "is a SGD; pass a name or a class"),
+        (([NET], "sgd", {"clip_gradient": 1}), TypeError, "unexpected .* 'clip_gradient'"),
+        (([NET], "sgd", RATE | {"lr": 0.1}), TypeError, "twice in .*'learning_rate', 'lr'"),
     ],
 )
 def test_refusals(given, error, message):
     with pytest.raises(error, match=message):
         GluonTrainer(*given)
-
-
-def test_the_learning_rate_and_invalid_numbers():
-    trainer = GluonTrainer([net(), net()], "sgd", RATE)
-    assert trainer.learning_rate == 0.1
-    trainer.set_learning_rate(0.5)
-    for bad in (0, True, 1.0, "8", None):
-        with pytest.raises((TypeError, ValueError), match=r"batch_size is (0|a .*); pass "):
-            trainer.step(bad)
-    for bad in (-0.1, float("nan"), float("inf"), 10**400, True, "0.1", None):
-        with pytest.raises((TypeError, ValueError), match="the learning rate is"):
-            trainer.set_learning_rate(bad)
-    assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.5, 0.5]
-
-
-def test_allreduce_grads_and_update_must_alternate():
-    """In another order gradients would be summed twice, or the ranks would diverge."""
-    one = net()
-    nets = [copy.deepcopy(one) for _ in range(2)]
-    trainer, alone = GluonTrainer(nets, "sgd", RATE), GluonTrainer([one], "sgd", RATE)
-    for _ in range(2):
-        backward(nets)
-        before = values(nets[0])
-        with pytest.raises(RuntimeError, match=r"update\(\) comes after allreduce_grads\(\)"):
-            trainer.update(7)
-        trainer.allreduce_grads()
-        with pytest.raises(RuntimeError, match=r"summed these gradients already; call update\(\)"):
-            trainer.step(7)
-        assert all(map(torch.equal, values(nets[0]), before))
-        trainer.update(7)
-        backward([one])
-        alone.update(7)  # one rank has nothing to sum
-    for module in nets:
-        torch.testing.assert_close(values(module), values(one), rtol=0, atol=1e-5)
-
-
-def test_a_named_optimizer_replaces_those_of_the_replicas():
-    """Otherwise the replicas' checkpoint would hold the momentum of an optimizer without steps."""
-    replicas = of(net())
-    trainer = GluonTrainer(replicas, "adam", {"learning_rate": 0.01})
-    backward(replicas.modules)
-    trainer.step(7)
-    replicas.step(X, Y)
-    state = replicas.state_dict()["optimizer"]
-    assert (state["param_groups"][0]["lr"], state["state"][0]["step"]) == (0.01, 2)
-    compiled = of(net(), compile="eager")
-    GluonTrainer(compiled, "adam")
-    with pytest.raises(ValueError, match="does not call the hooks"):
-        compiled.step(X, Y)
-
-
-@pytest.mark.parametrize("first", ["step", "trainer", "backward"])
-def test_gradients_left_by_a_step_of_the_replicas_are_cleared(first):
-    """torch's backward adds to existing gradients. Those of a backward pass before count."""
-    replicas = of(net())
-    if first == "step":
-        replicas.step(X, Y)
-    if first == "backward":
-        backward(replicas.modules)
-    trainer = GluonTrainer(replicas, "sgd", {"learning_rate": 0.2})
-    if first == "trainer":
-        replicas.step(X, Y)
-    alone = copy.deepcopy(replicas.modules[0])
-    if first != "backward":
-        with pytest.raises(ValueError, match="has no gradient since the last step"):
-            trainer.step(7)
-        backward(replicas.modules)
-    trainer.step(7)
-    alone.zero_grad()
-    backward([alone])
-    GluonTrainer([alone], "sgd", {"learning_rate": 0.2}).step(7)
-    torch.testing.assert_close([*map(values, replicas.modules)], [values(alone)] * 2)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from train_cases import convolutional, difference, noise, same_bits
 
 from pycollect.train import (
-    GluonTrainer,
     ReplicaTrainer,
     checkpoint,
     reduce_gradients_naive,
@@ -204,7 +203,6 @@ def refused(me: RankContext) -> list[str]:
         "a group sums the gradients itself: leave out the reduction": lambda: trainer(
             reduction=reduce_gradients_naive
         ),
-        "GluonTrainer: the replicas are one rank of a group": lambda: GluonTrainer(trainer()),
     }
     wrong = []
     for message, call in calls.items():

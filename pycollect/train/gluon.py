@@ -21,37 +21,25 @@ from pycollect.errors import shown
 from .losses import check_step
 from .module_replication import memory_blocks
 from .reduce import matching_gradients, reduce_gradients_coalesced
-from .replica_trainer import ReplicaTrainer
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
-# Gluon's other names, and what does the same here.
-_INSTEAD = {
-    "clip_gradient": "between allreduce_grads() and update(), which divides by batch_size, clamp_ "
-    "the gradients to batch_size times as much",
-    "lr_scheduler": "call set_learning_rate() when the rate changes",
-    "nag": "pass 'sgd' with nesterov=True",
-    "rescale_grad": "step(batch_size) divides the gradients",
-}
 
 
 class GluonTrainer:
     """Update replicas of a model by gradients that it sums over their devices.
 
-    ``replicas`` has a module or a list of parameters per rank, alike on all in number, shape, dtype
-    and requires_grad, or is a ``ReplicaTrainer``. ``optimizer`` is the name of a torch.optim class
+    ``replicas`` has a module or a list of parameters for every rank, all of this process and alike
+    in number, shape, dtype and requires_grad. ``optimizer`` is the name of a torch.optim class
     ("sgd", "adam") or a callable that makes an optimizer from parameters, and ``optimizer_params``
-    are its arguments, with torch's names and defaults. Of Gluon's names, learning_rate and wd stand
-    for lr and weight_decay; the errors for nag, clip_gradient, rescale_grad and lr_scheduler name
-    what does the same. Each rank has its own optimizer, so equal replicas stay equal to the bit.
-    Raises ValueError for replicas that differ, share a parameter or have none, for one of a group,
-    for an unknown name, and for an optimizer whose step needs a closure; TypeError for an argument
-    that the optimizer does not have, and without an optimizer, unless ``replicas`` is a
-    ``ReplicaTrainer``.
+    are its arguments, with torch's names and defaults; learning_rate and wd stand for lr and
+    weight_decay, as in Gluon. Each rank has its own optimizer, so equal replicas stay equal to the
+    bit. Gradients that parameters already have, as after a step of ``ReplicaTrainer``, are part of
+    the first sum unless they are cleared before.
 
-    A ``ReplicaTrainer`` already has optimizers. They are used unless ``optimizer`` is given, which
-    also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
-    Gradients left by the steps of the ``ReplicaTrainer`` are cleared.
+    Raises ValueError for replicas that differ, share a parameter or have none, for an unknown name,
+    and for an optimizer whose step needs a closure; TypeError for an argument that the optimizer
+    does not have, and for an optimizer that has been made, which only one rank could have.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
@@ -63,33 +51,16 @@ class GluonTrainer:
 
     def __init__(
         self,
-        replicas: Sequence[nn.Module | Iterable[Tensor]] | ReplicaTrainer,
-        optimizer: str | MakeOptimizer | None = None,
+        replicas: Sequence[nn.Module | Iterable[Tensor]],
+        optimizer: str | MakeOptimizer,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(replicas, ReplicaTrainer) and replicas.group is not None:
-            raise ValueError(
-                "GluonTrainer: the replicas are one rank of a group, and sums here are over those "
-                "of one process; call the step of the ReplicaTrainer"
-            )
-        ranks = replicas.modules if isinstance(replicas, ReplicaTrainer) else replicas
-        parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
+        parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in replicas]
         _check_alike(parameters)
+        make, options = _optimizer(optimizer), _options(optimizer_params or {})
+        self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
         self._reduced = False  # whether the gradients are already summed over the ranks
-        self.optimizers: list[Optimizer] = []
-        given = optimizer is not None or optimizer_params
-        if given or not isinstance(replicas, ReplicaTrainer):
-            make, options = _optimizer(optimizer), _options(optimizer_params or {})
-            self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
-        if isinstance(replicas, ReplicaTrainer):
-            # In place: a compiled step has the same list.
-            replicas.optimizers[:] = self.optimizers or replicas.optimizers
-            self.optimizers = replicas.optimizers
-            for own in self.optimizers:
-                own.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
-                if replicas.seconds.total:  # the replicas have trained a step and left gradients
-                    own.zero_grad()
 
     @property
     def learning_rate(self) -> float:
@@ -178,28 +149,28 @@ class GluonTrainer:
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments under torch's names; TypeError for names that only Gluon has."""
-    for name in given.keys() & _INSTEAD.keys():
-        raise TypeError(f"GluonTrainer: no optimizer has an argument {name!r}; {_INSTEAD[name]}")
+    """Return the arguments under torch's names; TypeError for one under both names."""
     options = {_NAMES.get(name, name): value for name, value in given.items()}
     if len(options) < len(given):
         raise TypeError(f"GluonTrainer: an argument is given twice in {shown(list(given))}")
     return options
 
 
-def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
-    if not isinstance(asked, str):
-        if not callable(asked):
-            raise TypeError(
-                f"GluonTrainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
-                "torch.optim, so that every rank can have its own"
+def _optimizer(asked: str | MakeOptimizer) -> MakeOptimizer:
+    if isinstance(asked, str):
+        of_torch = {name.lower(): k for name, k in vars(torch.optim).items() if isinstance(k, type)}
+        if asked.lower() not in of_torch:
+            raise ValueError(
+                f"GluonTrainer: optimizer {shown(asked)} is unknown; pass the name of a class of "
+                "torch.optim"
             )
-        return asked
-    of_torch = {name.lower(): k for name, k in vars(torch.optim).items() if isinstance(k, type)}
-    if asked.lower() not in of_torch:
-        instead = _INSTEAD.get(asked.lower(), "pass the name of a class of torch.optim")
-        raise ValueError(f"GluonTrainer: optimizer {shown(asked)} is unknown; {instead}")
-    return of_torch[asked.lower()]
+        return of_torch[asked.lower()]
+    if not callable(asked):
+        raise TypeError(
+            f"GluonTrainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
+            "torch.optim, so that every rank can have its own"
+        )
+    return asked
 
 
 def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
