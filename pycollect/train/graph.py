@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .from_scratch import Model, ParameterLists, gradients, train_batch
-from .reduce import Reduction, reduce_gradients_coalesced
 from .replica_trainer import ReplicaTrainer
 
 Run: TypeAlias = Callable[[], object]
@@ -41,16 +39,16 @@ def capture(run: Run) -> Run:
 class GraphedStep:
     """A training step as a CUDA graph, for batches of one shape, with all ranks on one GPU.
 
-    `GraphedStep.of` captures the step of `ReplicaTrainer`, `GraphedStep.from_scratch` that of
-    `train_batch`; a call `step(X, y)` of the result trains on one batch.
+    `GraphedStep.of` captures the step of `ReplicaTrainer`; a call `step(X, y)` of the result trains
+    on one batch.
 
-    To capture another step, pass it as `step`: a function of X and y that returns each rank's
-    summed loss. X and y are a first batch, on any device, whose shapes all later batches must have.
-    `state` returns all tensors that the step changes. Capturing runs the step several times but
-    does not train: these tensors keep their values, and tensors that `state` returns only
-    afterwards are set to zeros, as the momentum of SGD begins. `capturing` (default: a CUDA graph)
-    turns a function into its replay, and may call it. Raises ValueError for state on several
-    devices or without any tensor, and with the default `capturing` for state on the CPU.
+    To capture another step, such as `train_batch`, pass it as `step`: a function of X and y that
+    returns each rank's summed loss. X and y are a first batch, on any device, whose shapes all
+    later batches must have. `state` returns all tensors that the step changes. Capturing runs the
+    step several times but does not train: these tensors keep their values, and tensors that `state`
+    returns only afterwards are set to zeros, as the momentum of SGD begins. `capturing` (default: a
+    CUDA graph) turns a function into its replay, and may call it. Raises ValueError for state on
+    several devices or without any tensor, and with the default `capturing` for state on the CPU.
     """
 
     def __init__(
@@ -102,26 +100,6 @@ class GraphedStep:
         self._y.copy_(y, non_blocking=True)
         self._replay()
         return self._losses
-
-    @classmethod
-    def from_scratch(
-        cls,
-        X: Tensor,
-        y: Tensor,
-        replicas: ParameterLists,
-        lr: float,
-        *,
-        model: Model,
-        reduction: Reduction = reduce_gradients_coalesced,
-        capturing: Callable[[Run], Run] = capture,
-    ) -> "GraphedStep":
-        """Capture `train_batch` on these lists of parameters; the arguments are the same.
-
-        Raises ValueError for parameters without gradients, on several devices or on the CPU.
-        """
-        step = partial(train_batch, replicas=replicas, lr=lr, model=model, reduction=reduction)
-        kept = [t for replica in replicas for t in (*replica, *gradients(replica))]
-        return cls(X, y, step, lambda: kept, capturing=capturing)
 
     @classmethod
     def of(
