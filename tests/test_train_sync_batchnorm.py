@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,48 +21,61 @@ from train_cases import same_bits
 from pycollect import threads
 from pycollect.train import RunResult, SyncBatchNorm, convert_sync_batchnorm, train
 
-KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-EXTENTS = {0: (), 1: (5,), 2: (5, 3), 3: (2, 3, 4)}
-SHARES = ([3, 2], [4], [1, 4, 2], [0, 3], [5, 0, 0, 1], [1, 1])
-
 pytestmark = [not_on(HOSTS, "a layer calls all_reduce, whose bits are tested there")]
 
 
-def prepared(layer: nn.Module) -> nn.Module:
+def prepared(module: nn.Module) -> nn.Module:
     """Replace the initial ones and zeros of the parameters, which would hide mistakes."""
     torch.manual_seed(1)
-    for parameter in layer.parameters():
+    for parameter in module.parameters():
         nn.init.normal_(parameter)
-    return layer
+    return module.double()
 
 
 def stepped(module: nn.Module, X: Tensor, factor: Tensor, steps: int) -> dict[str, Any]:
-    """Run steps on x, x + 1, ...; return the last output and gradients, and all statistics."""
+    """Run steps on x, x + 1, ..., a pass without gradients, and a copy's evaluation.
+
+    Returns the last output and gradients, the output of the evaluation, and all statistics.
+    """
     for step in range(steps):
         x = (X + step).detach().requires_grad_()
         module.zero_grad()
         y = module(x)
         (y * factor).sum().backward()  # a plain sum has zero gradients here
     grads = {f"d {n}": p.grad for n, p in module.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad, **grads, **dict(module.named_buffers())}
+    with torch.no_grad():
+        assert not module(X).requires_grad
+        tested = pickle.loads(pickle.dumps(module)).eval()(X)
+    return {"y": y.detach(), "dx": x.grad, "z": tested, **grads, **dict(module.named_buffers())}
 
 
 def on_rank(
-    rank: int, world: int, module: nn.Module, shares: list[int], X: Tensor, factor: Tensor, n: int
+    rank: int,
+    world: int,
+    module: nn.Module,
+    shares: list[int],
+    X: Tensor,
+    factor: Tensor,
+    n: int = 3,
 ) -> dict[str, Any]:
     mine = convert_sync_batchnorm(copy.deepcopy(module))
     return stepped(mine, X.split(shares)[rank], factor.split(shares)[rank], n)
 
 
-def assert_like_one(
-    found: Sequence[dict[str, Any]], module: nn.Module, X: Tensor, factor: Tensor, steps: int
-) -> None:
-    one = stepped(module, X, factor, steps)
+def in_group(me: RankContext, *given: Any) -> dict[str, Any]:
+    return on_rank(me.rank, me.world, *given)
+
+
+def assert_as_one(run: Any, module: nn.Module, shares: list[int], X: Tensor) -> None:
+    """Compare the whole batch to ranks, which `run` starts with the arguments of `on_rank`."""
+    factor = torch.randn_like(copy.deepcopy(module)(X))
+    found = run(module, shares, X, factor)
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
-    for name, value in one.items():
+    for name, value in stepped(module, X, factor, 3).items():
         mine = [rank[name] for rank in found]
-        if name in ("y", "dx"):
+        if name in ("y", "dx", "z"):
             close(torch.cat(mine), value)
+            assert all(m.stride()[1:] == value.stride()[1:] for m in mine if len(m))
         elif name.startswith("d "):
             close(torch.stack(mine).sum(0), value)
         else:
@@ -71,125 +83,80 @@ def assert_like_one(
             assert all(torch.equal(m, mine[0]) for m in mine)
 
 
-def batch(n: int, *shape: int) -> tuple[Tensor, Tensor]:
+def batch(*shape: int) -> Tensor:
     torch.manual_seed(2)
-    X = 3 + 2 * torch.randn(n, *shape, dtype=torch.float64)
-    return X, torch.randn_like(X)
+    return 3 + 2 * torch.randn(*shape, dtype=torch.float64)
 
 
 def net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
         nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3),
-    ).double()  # fmt: skip
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
-@pytest.mark.parametrize("dims", [0, 1, 2, 3])
-def test_as_one_layer_on_the_whole_batch(dims: int, shares: list[int]) -> None:
-    X, factor = batch(sum(shares), 4, *EXTENTS[dims])
-    layer = prepared(KINDS[dims or 1](4).double())
-    found = threads.launch(on_rank, len(shares), layer, shares, X, factor, 2)
-    assert_like_one(found, layer, X, factor, 2)
-
-
-@pytest.mark.parametrize("shares", [[3, 4], [0, 7], [2, 0, 5]], ids=str)
-def test_a_network_as_one_on_the_whole_batch(shares: list[int]) -> None:
-    torch.manual_seed(3)
-    module, (X, factor) = net(), batch(7, 1, 8, 8)
-    factor = factor.flatten(1)[:, :3]
-    found = threads.launch(on_rank, len(shares), module, shares, X, factor, 1)
-    assert_like_one(found, module, X, factor, 1)
+LAYERS = [
+    (partial(nn.BatchNorm1d, 4), (4,)),
+    (partial(nn.BatchNorm1d, 4), (4, 5)),
+    (partial(nn.BatchNorm2d, 4), (4, 5, 3)),
+    (partial(nn.BatchNorm3d, 4), (4, 2, 3, 4)),
+]
+SHARES = ([3, 2], [4], [1, 4, 2], [0, 3], [5, 0, 0, 1], [1, 1])
+OPTIONS: list[dict[str, Any]] = [
+    {"affine": False},
+    {"momentum": None},
+    {"momentum": 0.5, "eps": 0.1},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("make", "shape", "shares"),
     [
-        {"affine": False},
-        {"momentum": None},
-        {"momentum": 0.5, "eps": 0.1},
-        {"track_running_stats": False},
-        {"affine": False, "track_running_stats": False},
+        *((*layer, shares) for layer in LAYERS for shares in SHARES),
+        *((partial(nn.BatchNorm2d, 3, **options), (3, 4, 2), [4, 0, 2]) for options in OPTIONS),
+        *((net, (1, 8, 8), shares) for shares in ([3, 4], [0, 7], [2, 0, 5])),
     ],
-    ids=str,
 )
-def test_every_option(options: dict[str, Any]) -> None:
-    layer, (X, factor) = prepared(nn.BatchNorm2d(3, **options).double()), batch(6, 3, 4, 2)
-    found = threads.launch(on_rank, 3, layer, [4, 0, 2], X, factor, 3)
-    assert_like_one(found, layer, X, factor, 3)
-
-
-def test_channels_last_stays() -> None:
-    layer = prepared(nn.BatchNorm2d(4).double())
-    X, factor = (t.to(memory_format=torch.channels_last) for t in batch(5, 4, 6, 3))
-    found = threads.launch(on_rank, 2, layer, [3, 2], X, factor, 2)
-    assert_like_one(found, layer, X, factor, 2)
-    assert all(rank["y"].is_contiguous(memory_format=torch.channels_last) for rank in found)
-
-
-def in_group(me: RankContext, shares: list[int]) -> dict[str, Any]:
-    layer = prepared(nn.BatchNorm2d(4).double())
-    (mine, factor) = (t.split(shares)[me.rank] for t in batch(sum(shares), 4, 3, 2))
-    return stepped(convert_sync_batchnorm(layer, dist.group.WORLD), mine, factor, 2)
+def test_as_one_on_the_whole_batch(make: Any, shape: tuple[int, ...], shares: list[int]) -> None:
+    launch = partial(threads.launch, on_rank, len(shares))
+    X = batch(sum(shares), *shape)
+    assert_as_one(launch, prepared(make()), shares, X)
+    if X.dim() == 4 and make is not net:
+        assert_as_one(launch, prepared(make()), shares, X.to(memory_format=torch.channels_last))
 
 
 @slow_on_processes
 @pytest.mark.parametrize("backend", ["pycollect", "gloo"])
 @pytest.mark.parametrize("shares", [[3, 2], [0, 3]], ids=str)
 def test_any_backend(pools: Pools, backend: str, shares: list[int]) -> None:
-    found = pools(2, backend=backend).run(in_group, shares)
-    layer = prepared(nn.BatchNorm2d(4).double())
-    assert_like_one(found, layer, *batch(sum(shares), 4, 3, 2), 2)
+    run = partial(pools(2, backend=backend).run, in_group)
+    assert_as_one(run, prepared(nn.BatchNorm2d(5)), shares, batch(sum(shares), 5, 3, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("wide_parameters", [True, False])
-def test_narrow_inputs_have_statistics_in_float32(
-    dtype: torch.dtype, wide_parameters: bool
-) -> None:
-    layer = prepared(nn.BatchNorm2d(4))
-    if not wide_parameters:
-        layer = layer.to(dtype)
-    X = (100 + torch.randn(64, 4, 8, 8)).to(dtype)
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameters", "mean"),
+    [(dtype, of, 100) for dtype in HALF for of in (torch.float32, dtype)]
+    + [(torch.float32, torch.float32, 1e4)],
+)
+def test_no_digits_are_lost(dtype: torch.dtype, parameters: torch.dtype, mean: float) -> None:
+    """Narrow inputs have statistics in float32; values may be far from zero."""
+    layer = prepared(nn.BatchNorm2d(4)).to(parameters)
+    X = (mean + torch.randn(64, 4, 8, 8)).to(dtype)
     found = threads.launch(on_rank, 2, layer, [40, 24], X, torch.ones_like(X), 1)
     assert all(rank["y"].dtype == rank["dx"].dtype == dtype for rank in found)
     assert all(rank["dx"].isfinite().all() for rank in found)
-    one = copy.deepcopy(layer).double()
-    expected = one(X.double()).detach()
-    step = torch.finfo(dtype).eps * float(expected.abs().max())
+    one = stepped(layer.double(), X.double(), torch.ones_like(X), 1)
     got = torch.cat([rank["y"] for rank in found]).double()
-    torch.testing.assert_close(got, expected, rtol=0, atol=2 * step)
-    if wide_parameters:
-        close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
-        close(found[1]["running_var"], one.running_var.float())
-
-
-def test_far_from_zero_no_digits_are_lost() -> None:
-    layer, X = nn.BatchNorm2d(2), 1e4 + torch.randn(256, 2, 8, 8)
-    found = threads.launch(on_rank, 2, layer, [200, 56], X, X, 1)
-    expected = nn.BatchNorm2d(2).double()(X.double())
-    got = torch.cat([rank["y"] for rank in found]).double()
-    torch.testing.assert_close(got, expected, rtol=0, atol=5e-3)
-
-
-def test_without_gradients_and_in_evaluation() -> None:
-    """Under no_grad the statistics are updated; evaluation needs no group and changes nothing."""
-    layer, (X, _) = prepared(nn.BatchNorm2d(3).double()), batch(6, 3, 2, 2)
-
-    def run(rank: int, world: int) -> nn.Module:
-        mine = convert_sync_batchnorm(copy.deepcopy(layer))
-        with torch.no_grad():
-            assert not mine(X.split([2, 4])[rank]).requires_grad
-        return mine
-
-    ranks = threads.launch(run, 2)
-    with torch.no_grad():
-        layer(X)
-    torch.testing.assert_close(ranks[1].running_var, layer.running_var)
-    layer.load_state_dict(kept := copy.deepcopy(ranks[1].state_dict()))
-    again = pickle.loads(pickle.dumps(ranks[1])).eval()  # it holds no group
-    assert torch.equal(again(X), layer.eval()(X))
-    assert all(torch.equal(kept[name], v) for name, v in again.state_dict().items())
+    atol = max(2 * torch.finfo(dtype).eps * float(one["y"].abs().max()), 5e-3)
+    torch.testing.assert_close(got, one["y"], rtol=0, atol=atol)
+    if parameters == torch.float32:
+        found_var, wanted = found[1]["running_var"], one["running_var"].float()
+        torch.testing.assert_close(found_var, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_shared_layers_parameters_and_hooks_stay() -> None:
@@ -198,20 +165,15 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
         module: Any = nn.Sequential(layer, nn.Linear(2, 2), layer)
         state, weight, called = list(module.state_dict()), layer.weight, []
         layer.register_forward_hook(lambda *_: called.append(1))
-        refers = module.register_forward_hook(partial(lambda norm, *_: norm, layer))
-        names = module.names = {"norm": layer}
-        converted = convert_sync_batchnorm(module, dist.group.WORLD)
-        assert converted is module
-        assert isinstance(module[0], SyncBatchNorm)
-        assert module[0] is module[2] is names["norm"]
-        assert module.names is names
-        refers.remove()
-        assert not module._forward_hooks
+        module.names = {"norm": layer}
+        assert convert_sync_batchnorm(module, dist.group.WORLD) is module
+        assert isinstance(layer, SyncBatchNorm)
+        assert module[0] is module[2] is module.names["norm"] is layer
         assert module[0].weight is weight
         module(torch.randn(3, 2))
         assert len(called) == 2
         assert list(module.state_dict()) == state
-        assert convert_sync_batchnorm(module)[0] is module[0]
+        assert convert_sync_batchnorm(module)[0] is layer
         assert isinstance(copy.deepcopy(module)[0], SyncBatchNorm)
 
     threads.launch(run, 2)
