@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from train_cases import CLASSES, FEATURES, batches, difference, perceptron, same_bits
+from train_cases import CLASSES, FEATURES, batches, difference, perceptron, replicas_of, same_bits
 
 from pycollect.train import GluonTrainer, split_batch
 
@@ -118,6 +118,8 @@ ALIAS[-1].weight.data = SHARED[-1].weight.data
         (([SHARED, SHARED], "sgd"), ValueError, "several ranks; pass a copy"),
         (([SHARED, ALIAS], "sgd"), ValueError, "several ranks; pass a copy"),
         (([NET], "sdg"), ValueError, "'sdg' is unknown; pass the name of a class"),
+        ((NET, "sgd"), TypeError, "replicas is a Sequential; pass a list with a module"),
+        ((replicas_of(NET, 2), "sgd"), TypeError, "is a ReplicaTrainer; pass .* such as the mod"),
         (([NET], SGD(NET.parameters(), 0.1)), TypeError, "is a SGD; pass a name or a class"),
         (([NET], "sgd", {"clip_gradient": 1}), TypeError, "unexpected .* 'clip_gradient'"),
         (([NET], "sgd", RATE | {"lr": 0.1}), TypeError, "twice in .*'learning_rate', 'lr'"),

@@ -38,8 +38,9 @@ class GluonTrainer:
     the first sum unless they are cleared before.
 
     Raises ValueError for replicas that differ, share a parameter or have none, for an unknown name,
-    and for an optimizer whose step needs a closure; TypeError for an argument that the optimizer
-    does not have, and for an optimizer that has been made, which only one rank could have.
+    and for an optimizer whose step needs a closure; TypeError for replicas that are no list, for an
+    argument that the optimizer does not have, and for an optimizer that has been made, which only
+    one rank could have.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
@@ -55,6 +56,11 @@ class GluonTrainer:
         optimizer: str | MakeOptimizer,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(replicas, nn.Module) or not isinstance(replicas, Iterable):
+            raise TypeError(
+                f"GluonTrainer: replicas is a {type(replicas).__name__}; pass a list with a module "
+                "or its parameters for every rank, such as the modules of a ReplicaTrainer"
+            )
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in replicas]
         _check_alike(parameters)
         make, options = _optimizer(optimizer), _options(optimizer_params or {})
