@@ -10,9 +10,8 @@ from typing import Any
 
 from pycollect.devices import DeviceSpec
 
-from .curves import plot
 from .options import Options
-from .output import ProgressPrinter
+from .output import ProgressPrinter, plot
 from .prepared_run import PreparedRun, prepare
 from .records import RunResult
 from .training_run import run as run_once

@@ -18,12 +18,12 @@ from pycollect import threads
 from pycollect.devices import DeviceSpec
 
 from .._command import Stopped
-from . import checkpoint, curves, records
+from . import checkpoint, records
 from .engine import Engine
 from .interrupt import Interrupt, StopConsensus
 from .loader import Batch, LoaderOptions
 from .options import Options
-from .output import Log, ProgressPrinter
+from .output import Log, ProgressPrinter, plot
 from .prepared_run import PreparedRun, prepare
 from .records import EpochRecord, RunResult, StepRecord, wait_for
 
@@ -259,7 +259,7 @@ def finish(result: RunResult, prepared: PreparedRun, printer: ProgressPrinter, l
     if prepared.options.plot is not None:
         on_gpu = any(device.type == "cuda" for device in prepared.options.devices)
         hint = " (times of the host)" if on_gpu and not prepared.options.exact_times else ""
-        curves.plot([result], prepared.options.plot, f"{prepared}{hint}")
+        plot([result], prepared.options.plot, f"{prepared}{hint}")
 
 
 def train(
