@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import signal
@@ -199,7 +198,6 @@ def refused(me: RankContext) -> list[str]:
             Clamps(36, 3), shares=[3, 3]
         ),
         "few is sparse, and no group of processes sends it": lambda: trainer(scattered),
-        "a trainer of a group has no copies: make one in": lambda: copy.deepcopy(trainer()),
         "a group sums the gradients itself: leave out the reduction": lambda: trainer(
             reduction=reduce_gradients_naive
         ),

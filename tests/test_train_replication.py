@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import pickle
 import threading
-import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -18,14 +15,12 @@ from torch import Tensor, nn
 from train_cases import (
     CPU,
     batches,
-    difference,
     replicas_of,
     same_bits,
-    same_in_graphs,
     trained_ranks,
 )
 
-from pycollect.train import ReplicaTrainer, SyncBatchNorm, convert_sync_batchnorm, replicate_module
+from pycollect.train import DataParallel, SyncBatchNorm, convert_sync_batchnorm, replicate_module
 
 
 class Everything(nn.Module):
@@ -106,8 +101,20 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 def test_modules_without_replicas_are_refused_by_name(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replicate_module(REFUSED[message](), [CPU])
-    trained = replicas_of(nn.Linear(2, 2), 2).modules[1]
-    assert same_bits(replicate_module(trained, [CPU])[0], trained), "its hooks are the trainer's"
+
+
+@pytest.mark.parametrize("copying", [deepcopy, pickle.dumps])
+def test_a_trainer_has_no_copies_but_its_state_goes_on(copying: Callable[[Any], Any]) -> None:
+    first, second = batches([6, 6])
+    replicas, other = (replicas_of(nn.Linear(6, 4), 2) for _ in range(2))
+    with pytest.raises(TypeError, match=r"make another one, and pass its load_state_dict\(\) what"):
+        copying(replicas)
+    assert same_bits(replicate_module(replicas.modules[1], [CPU])[0], replicas.modules[0])
+    replicas.step(*first)
+    other.load_state_dict(replicas.state_dict())
+    for trainer in (replicas, other):
+        trainer.step(*second)
+    assert all(map(same_bits, replicas.modules, other.modules))
 
 
 class Tied(nn.Module):
@@ -147,7 +154,7 @@ def places(module: nn.Module) -> list[int]:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("tie", TIES)
 def test_parameters_that_share_memory_do_so_in_every_copy(tie: str) -> None:
-    """They train as on one device, in the trainer and in copies of it."""
+    """They train as on one device."""
     alone, steps = Tied(TIES[tie]), batches([6, 7, 5])
     assert places(alone)[-1] == 12
     replicas = replicas_of(Tied(TIES[tie]), 3)
@@ -157,82 +164,30 @@ def test_parameters_that_share_memory_do_so_in_every_copy(tie: str) -> None:
         F.cross_entropy(alone(X), y).backward()
         sgd.step()
         replicas.step(X, y)
-    file = io.BytesIO()
-    torch.save(replicas, file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    for trainer in (replicas, deepcopy(replicas), saved):
-        for module in trainer.modules:
-            assert places(module) == places(alone)
-            assert module.get_buffer("calls").tolist() == [3, 3, 3, 3]
-            torch.testing.assert_close(
-                list(module.parameters()), list(alone.parameters()), rtol=0, atol=1e-6
-            )
-        assert 0 <= trainer.evaluate(steps) <= 1
-        assert trainer.modules[1].get_buffer("calls").tolist() == [3, 3, 3, 3]
-    with pytest.raises(ValueError, match=r"share memory: use torch\.save"):
-        pickle.loads(pickle.dumps(replicas))
+    for module in replicas.modules:
+        assert places(module) == places(alone)
+        assert module.get_buffer("calls").tolist() == [3, 3, 3, 3]
+        torch.testing.assert_close(
+            list(module.parameters()), list(alone.parameters()), rtol=0, atol=1e-6
+        )
+    assert 0 <= replicas.evaluate(steps) <= 1
+    assert replicas.modules[1].get_buffer("calls").tolist() == [3, 3, 3, 3]
 
 
-class Kept(nn.Module):
-    """Keeps its features; with `early` it uses those of the pass before."""
-
-    def __init__(self, early: bool) -> None:
-        super().__init__()
-        self.linear, self.early, self.features = nn.Linear(6, 4), early, []
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept, self.features = self.features, [self.linear(x)]
-        return kept[0] * 2 if self.early and kept else self.features[0]
-
-
-def normed(layer: nn.Module, name: str = "weight") -> nn.Module:
-    return nn.utils.weight_norm(layer, name)
-
-
-class Last(nn.Module):
-    """The last state of an LSTM whose recurrent weight is computed."""
+class Early(nn.Module):
+    """Uses the features of the pass before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = normed(nn.LSTM(6, 4, batch_first=True), "weight_hh_l0")
+        self.linear, self.features = nn.Linear(6, 4), []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(torch.stack([x, x], 1))[0][:, 1]
-
-
-COMPUTED: dict[str, Callable[[], nn.Module]] = {
-    "weight_norm": lambda: normed(nn.Linear(6, 4)),
-    "a recurrent layer": Last,
-    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 4)),
-    "kept features": lambda: Kept(early=False),
-    "parametrization": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("name", COMPUTED)
-def test_modules_with_computed_tensors_train(name: str) -> None:
-    torch.manual_seed(0)
-    module = COMPUTED[name]()
-    steps = batches([6, 6, 6])
-    module(steps[0][0])
-    alone, replicas = replicas_of(module, 1), replicas_of(module, 3)
-    for X, y in steps:
-        alone.step(X, y)
-        replicas.step(X, y)
-    assert difference(replicas.modules[2], module) > 1e-3
-    torch.testing.assert_close(replicas.parameters[2], alone.parameters[0], rtol=0, atol=1e-6)
-    copies = [deepcopy(replicas)]
-    if name != "parametrization":  # torch refuses to pickle it
-        copies.append(pickle.loads(pickle.dumps(replicas)))
-    for trainer in (replicas, *copies):
-        trainer.step(*steps[0])
-    assert all(same_bits(trainer.modules[2], replicas.modules[2]) for trainer in copies)
-    assert all(trainer.modules[0] is not replicas.modules[0] for trainer in copies)
+        kept, self.features = self.features, [self.linear(x)]
+        return (kept or self.features)[0] * 2
 
 
 def test_a_tensor_computed_before_the_copy_has_no_gradient() -> None:
-    module = Kept(early=True)
+    module = Early()
     ((X, y),) = batches([4])
     module(X)
     replicas = replicas_of(module, 2)
@@ -259,29 +214,6 @@ def test_parameters_that_forward_changes_must_stay_equal() -> None:
         replicas_of(words, 2).step(torch.arange(8).view(4, 2), torch.arange(4))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_copied_trainer_goes_on_with_the_same_bits(overlap: bool, compile: bool) -> None:
-    first, *rest = batches([8, 8, 8])
-    options: dict[str, Any] = {"overlap": overlap, "bucket_bytes": 1}
-    if compile:
-        options["compile"] = "aot_eager"
-    replicas = replicas_of(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), 2, **options)
-    replicas.step(*first)
-    copies: list[ReplicaTrainer] = [deepcopy(replicas), pickle.loads(pickle.dumps(replicas))]
-    for trainer in (*copies, replicas):
-        for X, y in rest:
-            trainer.step(X, y)
-    for trainer in copies:
-        same = same_in_graphs if compile else same_bits  # a copy's first step runs eagerly
-        assert all(map(same, trainer.modules, replicas.modules))
-        for module, params, optimizer in zip(
-            trainer.modules, trainer.parameters, trainer.optimizers, strict=True
-        ):
-            owned = [p for group in optimizer.param_groups for p in group["params"]]
-            assert [id(p) for p in module.parameters()] == [*map(id, params)] == [*map(id, owned)]
-
-
 class Scaled(nn.Parameter):
     """A parameter of a class of its own."""
 
@@ -298,6 +230,8 @@ def test_parameters_and_buffers_of_any_kind() -> None:
     module.register_buffer(
         "quantized", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     )
+    X = batches([4])[0][0]
+    torch.testing.assert_close(DataParallel(module, "cpu*2")(X), module(X))
     replicas = replicas_of(module, 2)
     replicas.step(*batches([4])[0])
     assert 0 <= replicas.evaluate(batches([4])) <= 1
@@ -314,41 +248,6 @@ def test_parameters_and_buffers_of_any_kind() -> None:
         assert mine.get_buffer("conjugate").tolist() == [-1j]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_channels_last_trains_as_contiguous(overlap: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    X, y = torch.rand((6, 3, 9, 9), generator=generator), torch.arange(6)
-    ranks = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(1)
-        module = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(200, 6)
-        )
-        replicas = replicas_of(module.to(memory_format=memory_format), 2, 0.1, overlap=overlap)
-        for _ in range(3):
-            replicas.step(X.to(memory_format=memory_format), y)
-        ranks.append(replicas.modules)
-    assert difference(ranks[0][0], module) > 0.01
-    assert difference(ranks[0][1], ranks[1][1]) < 1e-5
-    weight = ranks[1][0].get_parameter("2.weight")
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-
-
-class Referring(nn.Module):
-    """Computes with a layer to which `refer` gives another reference."""
-
-    def __init__(self, refer: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 4)
-        self.weight = self.layer.weight.data
-        self.apply_layer = refer(self)
-        self.myself = lambda: self
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.apply_layer
-        return (found() if isinstance(found, weakref.ref) else found)(x) + self.weight.sum()
-
-
 class Holder:
     """An object that refers to a layer by a function."""
 
@@ -357,45 +256,6 @@ class Holder:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-REFERENCES: dict[str, Callable[[Any], Any]] = {
-    "a function": lambda module: lambda x: module.layer(module.norm(x)),
-    "a default value": lambda module: lambda x, m=module: m.layer(m.norm(x)),
-    "a weak reference": lambda module: weakref.ref(module.layer),
-    "a cache": lambda module: functools.lru_cache(maxsize=1)(module.layer.forward),
-    "a mapped function": lambda module: torch.vmap(module.layer),
-    "an object with a function": lambda module: Holder(lambda x: module.layer(module.norm(x))),
-    "a compiled function": lambda module: torch.compile(module.layer.forward, backend="eager"),
-}
-
-
-@pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("name", REFERENCES)
-def test_functions_refer_to_their_replica(name: str, sync: bool) -> None:
-    torch.manual_seed(0)
-    module = Referring(REFERENCES[name]).double()
-    module.weight = module.layer.weight.data
-    start = deepcopy(module.state_dict())
-    alone = replicas_of(module, 1)
-    replicas = deepcopy(replicas_of(module, 2))
-    steps = [(X.double(), y) for X, y in batches([6, 6, 6])]
-    if not sync:  # with statistics of ranks the whole batch is not the reference
-        for trainer in (alone, replicas):
-            for mine in trainer.modules:
-                mine.norm.eval()
-    for X, y in steps:
-        alone.step(X, y)
-        if not sync:
-            replicas.step(X, y)
-    for mine in trained_ranks(lambda: module, 3, steps) if sync else replicas.modules:
-        assert not getattr(mine, "_is_replica", False)
-        assert mine.myself() is mine
-        assert difference(mine, module) > 1e-3
-        for key, value in alone.modules[0].state_dict().items():
-            torch.testing.assert_close(mine.state_dict()[key], value, rtol=0, atol=1e-9)
-    assert all(torch.equal(module.state_dict()[key], start[key]) for key in start)
-    assert all(param.grad is None for param in module.parameters())
 
 
 def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:

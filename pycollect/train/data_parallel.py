@@ -29,7 +29,7 @@ from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 from pycollect.errors import shown
 
-from .module_replication import as_copy, check_replicable, copies_of
+from .module_replication import as_copy, check_replicable, copies_of, memory_blocks
 from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -258,6 +258,8 @@ class _Replicas:
         self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
         moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
         self._shared = [t for t in tensors if not t.requires_grad]
+        self._shared += _others_in_memory(self._shared, references)
+        self._watched = self._shared + _of_other_modules(references)
         self._copies = autograd.replicate(self._differentiated, ranks)
         self._versions = [_versions(copies) for copies in self._copies]
         self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
@@ -281,9 +283,9 @@ class _Replicas:
 
         `alone` tells whether no other pass changes them at the same time.
         """
-        before = _versions(self._shared)
+        before = _versions(self._watched)
         output = self.modules[rank](*args, **kwargs)
-        for tensor, then, now in zip(self._shared, before, _versions(self._shared), strict=True):
+        for tensor, then, now in zip(self._watched, before, _versions(self._watched), strict=True):
             if rank > 0 and then != now and alone():
                 raise RuntimeError(
                     f"DataParallel: while rank {rank} ran, {self._name(tensor)} of the module "
@@ -310,6 +312,23 @@ class _Replicas:
     def _name(self, tensor: Tensor) -> str:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return next((name for name, t in named if t is tensor), f"a tensor {list(tensor.shape)}")
+
+
+def _others_in_memory(tensors: Sequence[Tensor], references: References) -> list[Tensor]:
+    """Return tensors of other objects that share memory with these, which the module holds."""
+    known = {id(t) for t in references.tensors}
+    others = [t for t in references.all_tensors if id(t) not in known and not t.requires_grad]
+    blocks = memory_blocks([*tensors, *others]) if others else []
+    tied = {i for _, members in blocks if min(members) < len(tensors) for i in members}
+    return [t for i, t in enumerate(others, len(tensors)) if i in tied]
+
+
+def _of_other_modules(references: References) -> list[Tensor]:
+    """Return the parameters and buffers of modules that all replicas share."""
+    known = {id(part) for part in references.modules}
+    parts = [part for part in references.all_modules if id(part) not in known]
+    found = (t for p in parts for t in (*p._parameters.values(), *p._buffers.values()))
+    return [t for t in found if t is not None]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

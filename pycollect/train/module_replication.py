@@ -178,7 +178,7 @@ def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any
     """
     own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
     held = list(own.values()) + [
-        t for t in References(module).tensors if id(t) not in own and t.is_leaf and _is_plain(t)
+        t for t in References(module).all_tensors if id(t) not in own and t.is_leaf and _is_plain(t)
     ]
     with_own = [m for _, m in memory_blocks(held) if len(m) > 1 and min(m) < len(own)]
     aliases = sorted(i for members in with_own for i in members if i >= len(own))

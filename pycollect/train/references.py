@@ -33,23 +33,24 @@ class References:
     `modules` and `tensors` are those that the module holds: as parts, parameters, buffers and other
     attributes, in lists, dicts and other containers, and in the variables of its methods and
     functions. Instances of other classes are searched for references, but what they hold is theirs
-    (`all_modules` has their modules, too). Not searched are tensors, classes, instances of classes
-    of torch and this package, of those written in C or with `__del__`, what a weak reference refers
-    to unless it is a module or tensor, global variables, and objects with the ids `closed`.
+    (`all_modules` and `all_tensors` have those, too). Not searched are tensors, classes, instances
+    of classes of torch and this package, of those written in C or with `__del__`, what a weak
+    reference refers to unless it is a module or tensor, global variables, replicas of earlier
+    forward passes, and objects with the ids `closed`.
     """
 
     def __init__(self, module: nn.Module, closed: Iterable[int] = ()) -> None:
         self.module = module
         self.all_modules: list[nn.Module] = [module]
-        self.tensors: list[Tensor] = []
+        self.all_tensors: list[Tensor] = []
         self._objects: list[Any] = [module]  # keeps the ids valid
         self._holders: dict[int, list[int]] = {id(module): []}
         self._closed = frozenset(closed)
+        self._of_replica = "_is_replica" in vars(module)
         others = self._search([module])
-        self.modules, tensors = list(self.all_modules), len(self.tensors)
+        self.modules, self.tensors = list(self.all_modules), list(self.all_tensors)
         while others:
             others = self._search(others)
-        del self.tensors[tensors:]
 
     def _search(self, stack: list[Any]) -> list[Any]:
         """Search these values and what they hold; return the instances of other classes found."""
@@ -66,12 +67,13 @@ class References:
                 self._objects.append(child)
                 kind: Any = type(child)
                 if issubclass(kind, Tensor):
-                    self.tensors.append(child)
+                    self.all_tensors.append(child)
                 elif id(child) in self._closed:
                     pass
                 elif issubclass(kind, nn.Module):
-                    self.all_modules.append(child)
-                    stack.append(child)
+                    if self._of_replica or "_is_replica" not in child.__dict__:
+                        self.all_modules.append(child)
+                        stack.append(child)
                 elif kind in _IMMUTABLE or issubclass(kind, _SEARCHED) or _is_named_tuple(kind):
                     stack.append(child)
                 elif _is_instance(kind):

@@ -34,7 +34,7 @@ from .losses import (
     summed_cross_entropy,
 )
 from .module_check import SingleValueCheck, check_parameters, explained
-from .module_replication import Detached, copied, copied_tensors, memory_blocks, replicate_module
+from .module_replication import replicate_module
 from .records import StepClock, StepSeconds, is_captured
 from .reduce import (
     Buckets,
@@ -85,11 +85,11 @@ class ReplicaTrainer:
     those of replicas in one process.
 
     `modules`, `parameters` and `optimizers` are lists with an item for each rank of this process.
-    Without a group a trainer can be copied by copy.deepcopy, and pickled. Raises ValueError for a
-    module without parameters to train or one that `replicate_module` refuses, a loss whose
-    `reduction` is not "sum", an optimizer whose step needs a closure, a device that does not exist,
-    several devices for a process of a group, and for batch statistics over several ranks without a
-    group.
+    A trainer cannot be copied or pickled: another one continues from its `state_dict`. Raises
+    ValueError for a module without parameters to train or one that `replicate_module` refuses, a
+    loss whose `reduction` is not "sum", an optimizer whose step needs a closure, a device that does
+    not exist, several devices for a process of a group, and for batch statistics over several ranks
+    without a group.
 
     >>> from pycollect.train import LeNet, sgd_factory
     >>> replicas = ReplicaTrainer(LeNet(), "cpu*2", optimizer=sgd_factory(0.1))
@@ -245,36 +245,10 @@ class ReplicaTrainer:
             self.generators.states = [state["generators"][r] or kept for r, kept in known]
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise TypeError("a trainer of a group has no copies: make one in each process")
-        # Hooks and compiled steps are bound to the parameters of this trainer.
-        own = {"_buckets": None, "_compiled": None, "_clock": None}
-        return {**self.__dict__, **own, "shared_memory": self._shared_memory()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        shared = state.pop("shared_memory")
-        self.__dict__.update(state)
-        if self._shared_memory() != shared:
-            raise ValueError(
-                "pickle has separated parameters or buffers that share memory: use torch.save"
-            )
-        self._clock = StepClock(self.devices, self.exact_times)
-        self._buckets = self._make_buckets()
-        self._compiled = self._make_compiled()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaTrainer":
-        new = memo[id(self)] = object.__new__(type(self))
-        for module, device in zip(self.modules, self.devices, strict=True):
-            (own,) = copied_tensors(module, [device])
-            memo.update(own | {id(module): copied(module, dict(own))})
-        with Detached():
-            new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
-
-    def _shared_memory(self) -> list[list[int]]:
-        """Return the numbers of rank 0's tensors that share memory, a list for each memory."""
-        tensors = [*self.modules[0].parameters(), *self.modules[0].buffers()]
-        return [indices for _, indices in memory_blocks(tensors) if len(indices) > 1]
+        raise TypeError(
+            "a ReplicaTrainer has no copies: make another one, and pass its load_state_dict() what "
+            "state_dict() returns"
+        )
 
     def _check(self, n: int) -> None:
         if n == 0:
