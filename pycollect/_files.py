@@ -113,6 +113,8 @@ def check_input(what: str, path: Path | str) -> None:
         kind = kind_of(path)
     except OSError as error:
         raise ValueError(f"the {what} {path} cannot be read ({error.strerror})") from None
+    if not kind and os.path.islink(path):
+        raise ValueError(f"the {what} {path} is a link to {os.readlink(path)}, which is not there")
     if not kind:
         raise ValueError(f"there is no {what} {os.fspath(path) or repr(path)}")
     if kind != _REGULAR:

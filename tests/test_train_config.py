@@ -22,6 +22,7 @@ from pycollect.train.prepared_run import prepare
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 USUAL = DefaultHyperparameters(batch_size=8, lr=0.1, epochs=2)
 DATA = Data("noise", noise().train, noise().test, USUAL)
+FEW = tuple(part[:39] for part in DATA.train)  # three ranks divide them
 
 
 def net() -> nn.Module:
@@ -122,6 +123,7 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         ({"batch_size": 7, "strict": True}, "divisible by the number of devices: 7 examples on 2"),
         ({"batch_size": 8, "strict": True, "microbatch": 3}, "microbatch size must be divisible"),
         ({"strict": True}, "1 examples on 2 devices"),  # the last batch
+        ({"strict": True, "data": FEW, "devices": "cpu*3"}, "256 examples on 3 devices"),
         ({"graph": True}, r"not on \[cpu, cpu\]; .*on the CPU --compile makes one graph of"),
         ({"compile": True, "weights": "auto"}, "a compiled step has no parts and ranks to time"),
         ({"compile": True, "microbatch": 4}, "a step with microbatches is not one graph"),

@@ -293,7 +293,7 @@ BAD = [
     *((f"train/apple/{file}", cut, NO_IMAGE) for file in ("0.png", "1.JPEG", "2.bmp")),
     ("train/apple/0.png", holds(b"<html>"), NO_IMAGE),
     ("train/apple/0.png", become_sixteen_bits, "more than 8 bits"),  # Pillow would make it white
-    ("train/apple/deeper/5.png", become_a_dead_link, "there is no image"),
+    ("train/apple/deeper/5.png", become_a_dead_link, "is a link to nowhere, which is not there"),
     ("train/apple/5.png", os.mkfifo, "is a FIFO"),
     ("train/cherry", become_a_dead_link, r"cannot be read \(No such file or directory\)"),
     ("train/cherry", Path.mkdir, "holds no image"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from train_cases import Calls
 
-from pycollect.train import DataParallel, data_parallel, digits
+from pycollect.train import DataParallel, data_parallel, digits, replicate_module
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -317,17 +317,49 @@ EVERYWHERE: list[nn.Module] = []
 def test_a_change_of_buffers_that_replicas_share_is_noticed() -> None:
     module = Calls(lambda self, x: EVERYWHERE[-1].count.add_(1) * x)
     EVERYWHERE.append(module)
-    with pytest.raises(RuntimeError, match=r"while rank 1 ran, count of the module itself has"):
+    with pytest.raises(RuntimeError, match=r"while rank 1 ran, count has changed, which all"):
         DataParallel(module, "cpu*2")(torch.ones(2))
     reads = Calls(lambda self, x: EVERYWHERE[-1].weight * x)
     EVERYWHERE.append(reads)
     assert DataParallel(reads, "cpu*2")(torch.ones(2)).tolist() == [2, 2]
     hidden = Calls(lambda self, x: self.teacher.norm(x))
     hidden.teacher = SimpleNamespace(norm=nn.BatchNorm1d(3))
-    with pytest.raises(RuntimeError, match=r"while rank 1 ran, a tensor \[\] of the module"):
+    with pytest.raises(RuntimeError, match=r"while rank 1 ran, a tensor of shape \[\] has changed"):
         DataParallel(hidden, "cpu*2")(torch.randn(4, 3))
     hidden.teacher.norm.eval()
     DataParallel(hidden, "cpu*2")(torch.randn(4, 3))
+    halves = Calls(lambda self, x: self.helper.data.mul_(0.5) * x)
+    halves.helper = SimpleNamespace(data=halves.weight.data)
+    with pytest.raises(
+        RuntimeError, match=r"while rank 1 ran, a tensor of shape \[1\] has changed"
+    ):
+        DataParallel(halves, "cpu*2")(torch.ones(2))
+
+
+def test_a_copy_of_a_replica_is_a_module_as_others() -> None:
+    kept: list[nn.Module] = []
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    handle = module[0].register_forward_hook(lambda me, *_: kept.append(me))
+    with torch.no_grad():
+        DataParallel(module, "cpu*2")(torch.randn(4, 3))
+    handle.remove()
+    again = nn.Sequential(copy.deepcopy(kept[0]), nn.Linear(3, 3))
+    DataParallel(again, "cpu*2")(torch.randn(4, 3))
+    assert again[0].num_batches_tracked == 2
+
+
+def test_tensors_of_helpers_that_are_not_the_modules() -> None:
+    shared = np.zeros(8, dtype=np.float32)
+    freed = [torch.ones(2), torch.ones(2)]
+    for tensor in freed:
+        tensor.untyped_storage().resize_(0)
+    module = nn.Linear(3, 2)
+    arrays = [torch.from_numpy(part) for part in (shared[:6], shared[4:])]
+    module.helper = SimpleNamespace(arrays=arrays, freed=freed, lazy=nn.LazyBatchNorm1d())
+    X = torch.randn(4, 3)
+    torch.testing.assert_close(DataParallel(module, "cpu*2")(X), module(X))
+    module.helper.lazy = nn.LazyLinear(2)
+    torch.testing.assert_close(replicate_module(module, "cpu")[0](X), module(X))
 
 
 def test_what_does_not_refer_to_the_module_is_shared() -> None:

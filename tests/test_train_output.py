@@ -231,5 +231,7 @@ def test_a_comparison_trains_both_on_the_same_batches(
     assert not comparison.identical
     verdict = "parameters after 6 steps, against naive: pycollect by up to 9.8e-04 different"
     assert str(comparison).splitlines()[-1] == verdict
+    with pytest.raises(ValueError, match="the runs have 3 and 2 ranks, which cannot be compared"):
+        ours.difference(replace(ours, modules=ours.modules[:2]))
     with pytest.raises(ValueError, match="a comparison does not support resume"):
         compare_reductions(data="digits", resume="no/where.pt")

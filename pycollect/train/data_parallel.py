@@ -29,7 +29,7 @@ from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 from pycollect.errors import shown
 
-from .module_replication import as_copy, check_replicable, copies_of, memory_blocks
+from .module_replication import as_copy, check_replicable, copies_of, in_memory_of
 from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -258,8 +258,11 @@ class _Replicas:
         self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
         moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
         self._shared = [t for t in tensors if not t.requires_grad]
-        self._shared += _others_in_memory(self._shared, references)
-        self._watched = self._shared + _of_other_modules(references)
+        held = set(map(id, references.tensors))
+        helpers = [t for t in references.all_tensors if id(t) not in held and not t.requires_grad]
+        self._shared += in_memory_of(self._shared, helpers)
+        self._watched = [*self._shared, *in_memory_of(self._differentiated, helpers)]
+        self._watched += _of_other_modules(references)
         self._copies = autograd.replicate(self._differentiated, ranks)
         self._versions = [_versions(copies) for copies in self._copies]
         self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
@@ -288,9 +291,9 @@ class _Replicas:
         for tensor, then, now in zip(self._watched, before, _versions(self._watched), strict=True):
             if rank > 0 and then != now and alone():
                 raise RuntimeError(
-                    f"DataParallel: while rank {rank} ran, {self._name(tensor)} of the module "
-                    "itself has changed, not that of the replica: forward reaches the module by a "
-                    "global variable or another object that replicas share"
+                    f"DataParallel: while rank {rank} ran, {self._name(tensor)} has changed, which "
+                    "all replicas share: forward reaches it by a global variable or another object "
+                    "that is no part of the module"
                 )
         return output
 
@@ -311,16 +314,8 @@ class _Replicas:
 
     def _name(self, tensor: Tensor) -> str:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return next((name for name, t in named if t is tensor), f"a tensor {list(tensor.shape)}")
-
-
-def _others_in_memory(tensors: Sequence[Tensor], references: References) -> list[Tensor]:
-    """Return tensors of other objects that share memory with these, which the module holds."""
-    known = {id(t) for t in references.tensors}
-    others = [t for t in references.all_tensors if id(t) not in known and not t.requires_grad]
-    blocks = memory_blocks([*tensors, *others]) if others else []
-    tied = {i for _, members in blocks if min(members) < len(tensors) for i in members}
-    return [t for i, t in enumerate(others, len(tensors)) if i in tied]
+        found = (name for name, t in named if t is tensor)
+        return next(found, f"a tensor of shape {list(tensor.shape)}")
 
 
 def _of_other_modules(references: References) -> list[Tensor]:
@@ -328,7 +323,7 @@ def _of_other_modules(references: References) -> list[Tensor]:
     known = {id(part) for part in references.modules}
     parts = [part for part in references.all_modules if id(part) not in known]
     found = (t for p in parts for t in (*p._parameters.values(), *p._buffers.values()))
-    return [t for t in found if t is not None]
+    return [t for t in found if t is not None and not nn.parameter.is_lazy(t)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -10,10 +10,10 @@ import math
 import os
 import socket
 import struct
+import sys
 import zlib
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,7 +47,7 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-PLACES = ("", "FashionMNIST/raw")  # subfolders with the files; torchvision uses the second
+PLACES = ("", "FashionMNIST/raw", "raw")  # subfolders with the files; torchvision uses the second
 NETWORK_TIMEOUT = 4.5  # seconds; a run without a network starts soon, with other data
 
 IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
@@ -133,7 +133,6 @@ def digits() -> Data:
 def fashion_mnist(data_dir: Path) -> Data:
     """Load Fashion-MNIST from its IDX files, which are downloaded if they are missing.
 
-    The four files are in `data_dir` or where torchvision puts them below it, all plain or all .gz.
     Raises DatasetUnavailable if they are missing and cannot be downloaded, DatasetError if damaged.
     """
     paths = _idx_files(data_dir)
@@ -151,12 +150,13 @@ def fashion_mnist(data_dir: Path) -> Data:
 
 
 def _idx_files(data_dir: Path) -> list[Path]:
-    """Return the four files if one folder has all of them, plain or all with .gz; else []."""
+    """Return the four files, plain or with .gz, if one folder has all of them; else []."""
     try:
-        for place, ending in product(PLACES, ("", ".gz")):
-            paths = [data_dir / place / f"{name}{ending}" for name in FILES]
-            if all(path.is_file() for path in paths):
-                return paths
+        for place in PLACES:
+            both = [(data_dir / place / name, data_dir / place / f"{name}.gz") for name in FILES]
+            found = [path for pair in both for path in [p for p in pair if p.is_file()][:1]]
+            if len(found) == len(FILES):
+                return found
     except OSError as error:
         raise DatasetError(f"{data_dir} cannot be read ({error})") from error
     return []
@@ -211,7 +211,10 @@ def download(data_dir: Path) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(NETWORK_TIMEOUT)  # torchvision itself sets none
     try:
-        with redirect_stdout(io.StringIO()):
+        with (
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(sys.stderr if sys.stderr.isatty() else io.StringIO()),  # a bar
+        ):
             FashionMNIST(str(data_dir), download=True)
     except (OSError, RuntimeError) as error:
         raise DatasetUnavailable(f"the download failed: {' '.join(str(error).split())}") from error
@@ -226,8 +229,8 @@ class ImageFolder:
     An image is float32 [3, size, size] on the CPU, normalised by mean and standard deviation of
     ImageNet's pixels. Its shorter side is scaled to `size` pixels (default 320), and the centre is
     cropped. `files` has a path and `labels` a class number for each image, and `classes` has the
-    names of the classes. A file is decoded at each access; DatasetError if it is damaged, or has
-    more than 8 bits per channel.
+    names of the classes. A file is decoded at each access; DatasetError if it is damaged, or a grey
+    image of more than 8 bits.
     """
 
     files: tuple[Path, ...]
@@ -251,7 +254,7 @@ def decode(path: Path, size: int) -> Tensor:
             # draft() decodes a JPEG at an eighth, a quarter or half of its size, which is cheaper.
             image.draft("RGB", (2 * size, 2 * size))
             if image.mode.startswith(("I", "F")):  # convert() would make 16-bit images white
-                raise ValueError("it has more than 8 bits per channel")
+                raise ValueError("it is grey with more than 8 bits")
             coloured = image.convert("RGB")
             fitted = ImageOps.fit(coloured, (size, size), Image.Resampling.BILINEAR)
     # Pillow's decoders raise many exception types for a damaged file, even SyntaxError.

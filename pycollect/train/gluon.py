@@ -56,7 +56,8 @@ class GluonTrainer:
         optimizer: str | MakeOptimizer,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(replicas, nn.Module) or not isinstance(replicas, Iterable):
+        one = isinstance(replicas, nn.Module) and not isinstance(replicas, nn.ModuleList)
+        if one or not isinstance(replicas, Iterable):
             raise TypeError(
                 f"GluonTrainer: replicas is a {type(replicas).__name__}; pass a list with a module "
                 "or its parameters for every rank, such as the modules of a ReplicaTrainer"

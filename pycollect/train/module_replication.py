@@ -5,7 +5,7 @@ share all but the tensors, see references.py.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -130,6 +130,17 @@ def memory_blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     return sorted(whole, key=lambda block: block[1])  # the same on every rank
 
 
+def in_memory_of(tensors: Iterable[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Return those of the other tensors that have the storage of one of the tensors."""
+
+    def place(tensor: Tensor) -> int:
+        known = not nn.parameter.is_lazy(tensor) and _is_plain(tensor)
+        return tensor.untyped_storage().data_ptr() if known else 0
+
+    memory = set(map(place, tensors)) - {0} if others else set()
+    return [other for other in others if place(other) in memory]
+
+
 def _is_plain(tensor: Tensor) -> bool:
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     strided = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
@@ -177,12 +188,8 @@ def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any
     They are those of parameters and buffers, and of other tensors that share memory with them.
     """
     own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-    held = list(own.values()) + [
-        t for t in References(module).all_tensors if id(t) not in own and t.is_leaf and _is_plain(t)
-    ]
-    with_own = [m for _, m in memory_blocks(held) if len(m) > 1 and min(m) < len(own)]
-    aliases = sorted(i for members in with_own for i in members if i >= len(own))
-    tensors = [*own.values(), *(held[i] for i in aliases)]
+    others = [t for t in References(module).all_tensors if id(t) not in own and t.is_leaf]
+    tensors = [*own.values(), *in_memory_of(own.values(), others)]
     return [
         {id(tensor): as_copy(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
         for mine in copies_of(tensors, devices)

@@ -50,6 +50,8 @@ class PreparedRun:
                 f"{' x '.join(map(str, shape[-2:]))}; choose the model resnet18, or for a folder "
                 f"the image size {SIZE}"
             )
+        if options.strict:
+            check_strict(options.batch_size, len(options.devices), options.microbatch)
         single = SingleValueCheck(self.module, sync_batchnorm=options.sync_batchnorm)
         # `batches` also raises ValueError if drop_last leaves no batch.
         for size in sorted({len(b) for b in self.loading.batches(count(self.data.train))}):

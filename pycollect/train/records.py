@@ -303,7 +303,11 @@ class RunResult:
         """Return the largest absolute difference in any parameter of any rank.
 
         The result is 0 only if all bits are the same; it is NaN if only signs of zeros differ.
+        Raises ValueError for another number of ranks.
         """
+        if len(self.modules) != len(other.modules):
+            ranks = f"{len(self.modules)} and {len(other.modules)}"
+            raise ValueError(f"the runs have {ranks} ranks, which cannot be compared")
         pairs = [
             (a.detach().cpu(), b.detach().cpu())
             for mine, theirs in zip(self.modules, other.modules, strict=True)
@@ -311,7 +315,7 @@ class RunResult:
         ]
         if all(same_bits(a, b) for a, b in pairs):
             return 0.0
-        found = [float((a - b).abs().max()) for a, b in pairs]
+        found = [float((a - b).abs().max()) for a, b in pairs if a.numel()]
         return float(torch.tensor(found, dtype=torch.float64).max()) or float("nan")
 
     def __str__(self) -> str:

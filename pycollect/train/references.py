@@ -46,7 +46,7 @@ class References:
         self._objects: list[Any] = [module]  # keeps the ids valid
         self._holders: dict[int, list[int]] = {id(module): []}
         self._closed = frozenset(closed)
-        self._of_replica = "_is_replica" in vars(module)
+        self._of_replica = vars(module).get(_MARK) == id(module)
         others = self._search([module])
         self.modules, self.tensors = list(self.all_modules), list(self.all_tensors)
         while others:
@@ -71,7 +71,7 @@ class References:
                 elif id(child) in self._closed:
                     pass
                 elif issubclass(kind, nn.Module):
-                    if self._of_replica or "_is_replica" not in child.__dict__:
+                    if self._of_replica or child.__dict__.get(_MARK) != id(child):
                         self.all_modules.append(child)
                         stack.append(child)
                 elif kind in _IMMUTABLE or issubclass(kind, _SEARCHED) or _is_named_tuple(kind):
@@ -95,8 +95,10 @@ class References:
         changed = self._holders_of([*map(id, self.modules), *replaced])
         rebuilt = _Rebuilder(changed, replaced, shares_buffers=shares_buffers)
         new = cast(nn.Module, rebuilt(self.module))
-        for part in self.modules:
-            rebuilt(part).__dict__["_is_replica"] = True  # torch's mark
+        for made in map(rebuilt, self.modules):
+            made.__dict__.update(
+                {"_is_replica": True, _MARK: id(made)}
+            )  # the first is torch's mark
         return new
 
     def replace(self, replaced: Mapping[int, Any], own: Collection[int] | None = None) -> None:
@@ -366,4 +368,5 @@ class _Rebuilder:
                 state[name] = item.copy()
 
 
+_MARK = "_replica_id"  # an attribute of replicas; their copies are no replicas of a pass
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
