@@ -25,6 +25,7 @@ from faults import (
     Fault,
     error_of_future,
     in_flight,
+    large,
     publish,
     wait_published,
 )
@@ -276,9 +277,11 @@ def destroyed(me: RankContext) -> tuple[Errors, dict[str, int], dict[str, int]]:
     me.init("second")
     if me.rank == 0:
         calls = Fault("leaves", when="in flight")
-        futures = [(name, work.get_future()) for name, work in in_flight(me, calls)]
+        futures = [
+            (name, work.get_future()) for name, work in in_flight(me, calls, large(), 0 * large())
+        ]
         futures += [(f"{name}, then", f.then(lambda f: f.value())) for name, f in futures]
-        waiting = dict(in_flight(me, calls))
+        waiting = dict(in_flight(me, calls, large(), 0 * large()))
         threads = [
             threading.Thread(target=lambda n=n, w=w: found.update({n: caught(w.wait)}))
             for n, w in waiting.items()

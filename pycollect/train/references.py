@@ -96,9 +96,8 @@ class References:
         rebuilt = _Rebuilder(changed, replaced, shares_buffers=shares_buffers)
         new = cast(nn.Module, rebuilt(self.module))
         for made in map(rebuilt, self.modules):
-            made.__dict__.update(
-                {"_is_replica": True, _MARK: id(made)}
-            )  # the first is torch's mark
+            made.__dict__["_is_replica"] = True  # torch's mark
+            made.__dict__[_MARK] = id(made)
         return new
 
     def replace(self, replaced: Mapping[int, Any], own: Collection[int] | None = None) -> None:

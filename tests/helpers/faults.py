@@ -152,15 +152,17 @@ MESSAGES = ("recv", "irecv", "batch_isend_irecv", "send")
 MESSAGES += ("future beside a wait", "behind a stalled send")
 
 
-def in_flight(me: RankContext, fault: Fault) -> list[tuple[str, dist.Work]]:
+def in_flight(
+    me: RankContext, fault: Fault, sent: Tensor, received: Tensor
+) -> list[tuple[str, dist.Work]]:
     """Start messages that nobody answers, and collectives that the faulty rank does not join."""
     peer, group = 0 if me.rank == FAULTY_RANK else FAULTY_RANK, dist.group.WORLD
     works = [
         ("irecv", dist.irecv(torch.zeros(3), peer)),
-        ("large irecv", dist.irecv(0 * large(), peer, tag=1)),
+        ("large irecv", dist.irecv(received, peer, tag=1)),
         ("irecv from any source", group.recv_anysource([torch.zeros(3)], 2)),
         ("strided irecv", dist.irecv(torch.zeros(6)[::2], peer, tag=3)),
-        ("isend", dist.isend(large(), peer, tag=4)),
+        ("isend", dist.isend(sent, peer, tag=4)),
     ]
     if me.rank != FAULTY_RANK and fault.when == "in flight":
         works += [(f"all_reduce {n}", dist.all_reduce(ones(), async_op=True)) for n in range(2)]
@@ -246,11 +248,13 @@ class Found:
 
 def meet(me: RankContext, fault: Fault) -> Found:
     called, x = calls_before_failure(me), torch.full((LARGE if me.spec.site else 3,), 3.0)
+    # Made before the timeout begins, as a slow machine needs a part of it for their memory.
+    messages = [large(), 0 * large()] if "in flight" in fault.when else []
     if WHO[fault.who].times_out:
         gather(me, "here")
         backend_of().set_timeout(seconds(GPU_TIMEOUT if me.site.real else TIMEOUT))
     begun, own = time.monotonic(), []
-    works = in_flight(me, fault) if "in flight" in fault.when else []
+    works = in_flight(me, fault, *messages) if messages else []
     futures = {name: work.get_future() for name, work in works}
     if fault.when == "on its device" and me.rank == FAULTY_RANK:
         me.site.stall(7.0)
