@@ -43,7 +43,7 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
                 f"parameter {name} has a hook, and would act on the gradient of each rank: remove "
                 "it, or register it with the replicas' parameters"
             )
-    return [copied(module, memo) for memo in copied_tensors(module, devices)]
+    return [copied(module, memo) for memo in _copied_tensors(module, devices)]
 
 
 def check_replicable(module: nn.Module) -> None:
@@ -182,7 +182,7 @@ def _member(tensor: Tensor, block: Tensor, copied: Tensor) -> Tensor:
 # --- whole copies ---------------------------------------------------------------------------------
 
 
-def copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any]]:
+def _copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, Any]]:
     """Return copies of the module's tensors for each rank, by id: a memo for `copied`.
 
     They are those of parameters and buffers, and of other tensors that share memory with them.
@@ -204,7 +204,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     replaced = dict(memo)
     parts = References(module).all_modules
-    with Detached():
+    with _Detached():
         try:
             new = copy.deepcopy(module, memo)
         except Exception as error:
@@ -228,7 +228,7 @@ def as_copy(tensor: Tensor, mine: Tensor) -> Tensor:
     return new
 
 
-class Detached(TorchFunctionMode):
+class _Detached(TorchFunctionMode):
     """A context in which copy.deepcopy copies computed tensors, without their history."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
