@@ -83,7 +83,9 @@ class RaceReport:
 def algorithms(collective: str) -> list[Algorithm]: ...
 def find_algorithm(collective: str, name: str) -> Algorithm: ...
 def default_algorithm(collective: str, world: int, nbytes: int) -> str: ...
-def verify(collective: str, plan: Plan, root: int, in_place: bool) -> tuple[str | None, str]: ...
+def verify(
+    collective: str, plan: Plan, root: int, in_place: bool, order: str = "rank"
+) -> tuple[str | None, str]: ...
 def find_races(program: Program) -> RaceReport: ...
 def predict(program: Program, bytes: float, model: ModelTuple) -> tuple[float, list[SpanTuple]]: ...
 def models() -> dict[str, ModelTuple]: ...
@@ -135,6 +137,7 @@ reduce_scatter: Blocks
 all_to_all: Blocks
 scatter: Blocks
 gather: Callable[..., torch.Tensor]
+tree_sum: Callable[..., torch.Tensor]
 replicate: Callable[..., list[torch.Tensor] | None]
 copy_: InPlace
 
@@ -154,12 +157,13 @@ def time_all_reduce(
 class Options(Backend.Options):
     """The options of a group; ``pycollect.distributed.options`` checks and describes them.
 
-    Defaults: algorithm "" (the library selects one for each call), buffer_bytes None (512 KiB),
-    symmetric_heap_bytes None (by the host's memory and the number of ranks), hosts "exact". Values
-    are first checked when a group or a call uses them.
+    Defaults: algorithm "" (the library selects one for each call), order "rank", buffer_bytes None
+    (512 KiB), symmetric_heap_bytes None (by the host's memory and the number of ranks), hosts
+    "exact". Values are first checked when a group or a call uses them.
     """
 
     algorithm: str
+    order: str
     hosts: str
     _version: str
     _gloo: Callable[[Any, int, int, datetime.timedelta], Any] | None

@@ -31,6 +31,7 @@ from .collectives import (  # noqa: E402
     copy_,
     reduce,
     replicate,
+    tree_sum,
 )
 from .collectives_along_dim import all_gather, all_to_all, gather, reduce_scatter, scatter  # noqa: E402
 from .communicator import Communicator  # noqa: E402
@@ -77,4 +78,5 @@ __all__ = [
     "replicate",
     "scatter",
     "symmetric_empty",
+    "tree_sum",
 ]

@@ -100,6 +100,11 @@ def _reduce(tensors: Tensors, dst: int, **_: Any) -> Tensor:
     return torch.empty_like(_alike(tensors)[dst])
 
 
+@_fake("tree_sum")
+def _tree_sum(tensors: Tensors, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty_like(_alike(tensors)[0], dtype=dtype)
+
+
 @_fake("broadcast")
 def _broadcast(tensors: Tensors, src: int, **_: Any) -> list[Tensor]:
     return [torch.empty_like(tensors[src], device=t.device) for t in tensors]

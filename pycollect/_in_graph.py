@@ -192,5 +192,5 @@ def _function(name: str) -> Function:
 _IN_GRAPH = (False, None, True)  # the values of async_op, streams and peer_access in a graph
 _LIST_COLLECTIVES = ["all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "copy_"]
 _LIST_COLLECTIVES += ["broadcast_coalesced", "all_gather", "reduce_scatter", "all_to_all"]
-_LIST_COLLECTIVES += ["scatter", "gather", "replicate"]
+_LIST_COLLECTIVES += ["scatter", "gather", "replicate", "tree_sum"]
 FUNCTIONS = {name: _function(name) for name in _LIST_COLLECTIVES}

@@ -3,7 +3,8 @@
 Every reduction is the left fold in rank order, ``((x0 + x1) + x2) + ...``, accumulated in fp32 for
 fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once.
 The result has the same bits for every size, every number of threads, and every algorithm that keeps
-this contract.
+this contract. With ``order="tree"`` it is the balanced tree over the ranks instead, which also has
+the same bits for every number of ranks that add up the same parts: see ``tree_sum``.
 
 At the edges: "avg" multiplies the accumulated sum by 1/W; for integers, it divides the wrapped sum
 by W, rounding toward zero. Integer sums and products wrap around. "min" and "max" of floats are NaN
@@ -29,6 +30,10 @@ The functions share these arguments. W is the number of ranks.
   order of dimensions, and they overlap neither each other nor the inputs.
 * ``algorithm``: a name from ``pycollect.algorithms(...)``; None (default) selects one that keeps
   this contract.
+* ``order``: "rank" (default), or "tree": of n ranks the left operand is the result of the first
+  ones, as many as the largest power of two below n, and the right one that of the others, as in
+  ``((x0 + x1) + (x2 + x3)) + ((x4 + x5) + x6)``. Accumulators and rounding are the same. ValueError
+  for an ``algorithm`` that adds in several steps, such as "chain".
 * ``async_op=True`` (default False) returns a ``Work`` at once; its ``wait()`` returns the result of
   the call. Until then, the tensors of the call must not be written, nor its results read.
 * ``streams``: a list with one torch.cuda.Stream per rank, on which its CUDA tensors are used; None,
@@ -67,6 +72,7 @@ from ._in_graph import in_graph
 from ._skip_compile import skip_compile
 from .devices import DeviceSpec
 from .devices import devices as resolve
+from .errors import shown
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -74,6 +80,7 @@ if TYPE_CHECKING:
 
 Work: TypeAlias = _C.Work
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
+Order: TypeAlias = Literal["rank", "tree"]
 
 
 class SupportsDLPack(Protocol):
@@ -105,20 +112,26 @@ if TYPE_CHECKING:
 
         algorithm: str | None
 
+    class Reducing(Tunable[A], total=False):
+        """Keywords of reductions."""
+
+        order: Order
+
 
 @overload
-def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[Now]]) -> None: ...
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[Now]]) -> None: ...
 @overload
-def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[Later]]) -> Work: ...
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[Later]]) -> Work: ...
 @overload
 def all_reduce(
-    tensors: TensorList, op: Op = ..., **options: Unpack[Tunable[bool]]
+    tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[bool]]
 ) -> Work | None: ...
 def all_reduce(
     tensors: TensorList,
     op: Op = "sum",
     *,
     algorithm: str | None = None,
+    order: Order = "rank",
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
@@ -134,26 +147,27 @@ def all_reduce(
     [tensor([3., 3.]), tensor([3., 3.])]
     """
     call = in_graph("all_reduce") if is_compiling() else _C.all_reduce
-    return call(tensors, op, algorithm, async_op, streams, peer_access)
+    return call(tensors, op, algorithm, order, async_op, streams, peer_access)
 
 
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[Now]]
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[Now]]
 ) -> None: ...
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[Later]]
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[Later]]
 ) -> Work: ...
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Tunable[bool]]
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[bool]]
 ) -> Work | None: ...
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
     op: Op = "sum",
     *,
     algorithm: str | None = None,
+    order: Order = "rank",
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
@@ -171,20 +185,20 @@ def all_reduce_coalesced(
     [tensor([2.]), tensor([2., 2.])]
     """
     call = in_graph("all_reduce_coalesced") if is_compiling() else _C.all_reduce_coalesced
-    return call(tensor_lists, op, algorithm, async_op, streams, peer_access)
+    return call(tensor_lists, op, algorithm, order, async_op, streams, peer_access)
 
 
 @overload
 def reduce(
-    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[Now]]
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[Now]]
 ) -> None: ...
 @overload
 def reduce(
-    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[Later]]
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[Later]]
 ) -> Work: ...
 @overload
 def reduce(
-    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Tunable[bool]]
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[bool]]
 ) -> Work | None: ...
 def reduce(
     tensors: TensorList,
@@ -192,6 +206,7 @@ def reduce(
     op: Op = "sum",
     *,
     algorithm: str | None = None,
+    order: Order = "rank",
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
@@ -207,7 +222,7 @@ def reduce(
     [tensor([1., 1.]), tensor([2., 2.])]
     """
     call = in_graph("reduce") if is_compiling() else _C.reduce
-    return call(tensors, dst, op, algorithm, async_op, streams, peer_access)
+    return call(tensors, dst, op, algorithm, order, async_op, streams, peer_access)
 
 
 @overload
@@ -297,6 +312,28 @@ def replicate(
     return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
+def tree_sum(tensors: TensorList, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the sum of tensors of one device, added as by ``order="tree"``.
+
+    The tensors have the same shape and dtype; their strides may differ. ``dtype`` is that of the
+    result: the tensors' (default), or torch.float32 for floats narrower than that, whose sum is
+    then not rounded. So sums of sums have the bits of one sum: if each rank adds up equally many
+    parts, a power of two, and all_reduce adds these sums with ``order="tree"``, the result is that
+    of one rank with all parts, in rank order. Of narrow floats the sums must be float32, and the
+    result is rounded after the all_reduce.
+
+    Raises ValueError for an empty list, different shapes, dtypes or devices, and another ``dtype``.
+    Shared arguments and errors: `help(pycollect.collectives)`.
+
+    >>> parts = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0)]
+    >>> tree_sum(parts), tree_sum([tree_sum(parts[:2]), tree_sum(parts[2:])])
+    (tensor([0.]), tensor([0.]))
+    """
+    call = in_graph("tree_sum") if is_compiling() else _C.tree_sum
+    result: torch.Tensor = call(tensors, dtype, False, None, True)
+    return result
+
+
 @overload
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: Literal[False] = ..., peer_access: bool = ...
@@ -350,6 +387,14 @@ def barrier(devices: DeviceSpec) -> None:
     _C.drain()
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
+
+
+def check_order(order: Any, call: str) -> None:
+    """Raise an error unless `order` is the name of an order."""
+    if not isinstance(order, str):
+        raise TypeError(f"{call}: order is a {type(order).__name__}; pass 'rank' or 'tree'")
+    if order not in ("rank", "tree"):
+        raise ValueError(f"{call}: order is {shown(order)}; allowed are rank, tree")
 
 
 def ranks_of(devices: DeviceSpec, call: str) -> list[torch.device]:

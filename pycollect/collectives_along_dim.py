@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from . import _C
 from ._in_graph import in_graph
-from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
+from .collectives import Op, Order, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 from .errors import shown
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
         dim: int
         out: Sequence[TensorLike] | None
+
+    class ReducingAlongDim(AlongDim[A], total=False):
+        """Keywords of reduce_scatter."""
+
+        order: Order
 
     class Splits(OnStreams[A], total=False):
         """Keywords of all_to_all."""
@@ -79,15 +84,15 @@ def all_gather(
 
 @overload
 def reduce_scatter(
-    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[Now]]
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[Now]]
 ) -> list[torch.Tensor]: ...
 @overload
 def reduce_scatter(
-    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[Later]]
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[Later]]
 ) -> Work: ...
 @overload
 def reduce_scatter(
-    tensors: TensorList, op: Op = ..., **options: Unpack[AlongDim[bool]]
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[bool]]
 ) -> list[torch.Tensor] | Work: ...
 def reduce_scatter(
     tensors: TensorList,
@@ -95,6 +100,7 @@ def reduce_scatter(
     *,
     dim: int = 0,
     algorithm: str | None = None,
+    order: Order = "rank",
     out: Sequence[TensorLike] | None = None,
     async_op: bool = False,
     streams: Streams = None,
@@ -111,7 +117,7 @@ def reduce_scatter(
     [tensor([5, 7]), tensor([9])]
     """
     call = in_graph("reduce_scatter") if is_compiling() else _C.reduce_scatter
-    return call(tensors, op, dim, algorithm, out, async_op, streams, peer_access)
+    return call(tensors, op, dim, algorithm, order, out, async_op, streams, peer_access)
 
 
 @overload

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 
 from . import _C, collectives, collectives_along_dim
-from .collectives import ranks_of
+from .collectives import Order, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -61,7 +61,9 @@ def _bound(
     def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check(ranks, name)
         if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
-            kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
+            tree = kwargs.get("order", "rank") == "tree"
+            order: Order = "tree" if tree else "rank"
+            kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks), order)
         return function(ranks, *args, **self._with_peer_access(kwargs))
 
     _describe(method, function, by_position=1)

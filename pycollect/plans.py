@@ -16,6 +16,7 @@ from . import _C
 from ._cost_model import CostModel, figures_of
 from ._plan_picture import draw
 from ._sizes import bytes_text, runs
+from .collectives import Order, check_order
 
 # Limits that keep the largest plans in memory. A plan has its steps for every rank and piece: a
 # chain of W ranks and P pieces has 2 W P steps, half a million at most.
@@ -143,23 +144,29 @@ class Plan:
         inner = self._program.levels[1:-1]
         return tuple(tuple(tasks[rank][index][0] for rank, index in level) for level in inner)
 
-    def verify(self) -> str | None:
+    def verify(self, order: Order = "rank") -> str | None:
         """Return None if the plan is correct, or else a description of its first defect.
 
         Executes the plan on symbols: every chunk must get the value that the collective defines,
-        added in the algorithm's ``order``, and out of place the inputs must keep their values.
-        Then replays the ranks' tasks: no two accesses may race, and no rank may wait forever.
+        added in the algorithm's ``order``, and out of place the inputs must keep their values. With
+        ``order="tree"``, its folds are those of calls with this argument, and every sum must be the
+        balanced tree over the ranks (``help(pycollect.collectives)``). Then replays the ranks'
+        tasks: no two accesses may race, and no rank may wait forever. Raises TypeError for an
+        ``order`` that is not a string, and ValueError for another one.
 
         >>> import pycollect as pc
         >>> print(pc.plan("reduce_scatter", 5).verify())
         None
         """
-        defect, order = _C.verify(self.collective, self._plan, self.root, self.in_place)
+        check_order(order, "verify")
+        defect, found = _C.verify(self.collective, self._plan, self.root, self.in_place, order)
         if defect is not None:
             return defect
         orders = ("exact", "native", "other")
-        if orders.index(order) > orders.index(self.order):
-            return f"sums are in the order '{order}', and '{self.order}' is promised"
+        if order == "tree" and found == "other":
+            return "sums are not the balanced tree over the ranks"
+        if order == "rank" and orders.index(found) > orders.index(self.order):
+            return f"sums are in the order '{found}', and '{self.order}' is promised"
         races = _C.find_races(self._program)
         if races.defect is not None:
             return races.defect

@@ -21,7 +21,7 @@ import torch
 from . import _C
 from ._sizes import bytes_text
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
-from .collectives import all_reduce, broadcast, reduce
+from .collectives import Order, all_reduce, broadcast, reduce
 from .collectives_along_dim import all_gather
 from .errors import shown
 from .gpus import synchronizer
@@ -58,12 +58,13 @@ class Tuning:
 
     spans: Mapping[str, tuple[SizeRange, ...]]
 
-    def choice(self, call: str, ranks: Sequence[Any]) -> str | None:
+    def choice(self, call: str, ranks: Sequence[Any], order: Order = "rank") -> str | None:
         """Return the algorithm for a call on these tensors; None is the library's default.
 
         `call` is the name of a collective, and `ranks` has one tensor, or one list of tensors, per
         rank; rank 0's bytes and dtypes decide. Returns the fastest algorithm that keeps the
-        numerical contract for all of them, and None for a collective that was not measured.
+        numerical contract for all of them in this order, and None for a collective that was not
+        measured.
 
         >>> tuning = Tuning({"all_reduce": (SizeRange(math.inf, ("chain", "two_shot", None)),)})
         >>> tuning.choice("all_reduce", [torch.ones(2), torch.ones(2)])
@@ -82,7 +83,8 @@ class Tuning:
         return next(
             name
             for name in span.ranking
-            if name is None or all(_keeps_contract(collective, name, t.dtype) for t in tensors)
+            if name is None
+            or all(_keeps_contract(collective, name, t.dtype, order) for t in tensors)
         )
 
     def merged(self, other: Tuning | None) -> Tuning:
@@ -102,10 +104,13 @@ class Tuning:
 
 
 @cache
-def _keeps_contract(collective: str, name: str, dtype: torch.dtype) -> bool:
-    """Return whether an algorithm keeps the numerical contract for a dtype."""
+def _keeps_contract(collective: str, name: str, dtype: torch.dtype, order: Order) -> bool:
+    """Return whether an algorithm keeps the numerical contract for a dtype, in this order."""
+    algorithm = _C.find_algorithm(collective, name)
+    if order != "rank" and algorithm.order != "exact":
+        return False
     try:
-        return _C.find_algorithm(collective, name).keeps_contract(str(dtype).removeprefix("torch."))
+        return algorithm.keeps_contract(str(dtype).removeprefix("torch."))
     except (TypeError, ValueError):  # no dtype of sums: the call itself moves or rejects it
         return False
 

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from dist_pool import program_output
 from reference import (
+    COMPLEX,
     DTYPES,
     NARROW,
     OPS,
     WIDE,
     allowed,
     assert_same,
+    fold,
     left_fold,
     randoms,
     short,
@@ -95,6 +97,22 @@ def test_a_world_of_65_ranks():
         tensors = randoms(65, (130,), torch.int16)
         got = reduced(tensors, algorithm=algorithm)
         assert_same(got, [left_fold(tensors, "sum")] * 65, algorithm)
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *NARROW, *COMPLEX], ids=short)
+@pytest.mark.parametrize("count", [5, 70_003])
+def test_the_number_of_ranks_does_not_matter_in_tree_order(dtype, count):
+    """Each rank passes the sum, not rounded, of its part of the values; also if the last part of
+    all is smaller than the others, of a rank that has no equal."""
+    for parts in (16, 12, 13):
+        values = randoms(parts, (count,), dtype, seed=parts)
+        wanted = fold(values, "sum", "tree")
+        wide = torch.float32 if dtype in NARROW else dtype
+        for each in (1, 2, 4, 8, 16):
+            mine = [values[at : at + each] for at in range(0, parts, each)]
+            sums = [pc.tree_sum(part, dtype=wide) for part in mine]
+            results = [r.to(dtype) for r in reduced(sums, order="tree")]
+            assert_same(results, [wanted] * len(mine), (parts, each))
 
 
 # --- examples that distinguish the contract from similar ones -------------------------------------

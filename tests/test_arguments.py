@@ -148,11 +148,13 @@ def list_cases():
             yield f"{name}, {what}", call, given(make), EITHER, words
 
 
-def option_cases():
-    def case(name, call, error, words, **options):
-        what = " ".join(f"{k}={v!r}".partition(" object at ")[0] for k, v in options.items())
-        return f"{name}, {what}", call, given(three, **options), error, words
+def option_case(name, call, error, words, **options):
+    what = " ".join(f"{k}={v!r}".partition(" object at ")[0] for k, v in options.items())
+    return f"{name}, {what}", call, given(three, **options), error, words
 
+
+def option_cases():
+    case = option_case
     for name, call in WITH_ALGORITHM.items():
         known = ".*".join(pc.algorithms(name))
         yield case(name, call, ValueError, f"butterfly.*{known}", algorithm="butterfly")
@@ -179,6 +181,35 @@ def option_cases():
         yield case(name, CALLS[name], ValueError, "streams.*CPU", streams=[0, 0, 0])
         for bad in ([None] * 2, [], 0):
             yield case(name, CALLS[name], EITHER, "streams", streams=bad)
+
+
+def order_cases():
+    case = option_case
+    for name, call in REDUCING.items():
+        for bad in (3, None):
+            yield case(name, call, TypeError, "order.*'rank' or 'tree'", order=bad)
+        yield case(name, call, ValueError, "order is 'ring'; allowed are rank, tree", order="ring")
+    for algorithm in ("chain", "halving_doubling", "ring", "tree"):
+        words = f"'{algorithm}' adds in several steps, which order='tree'.*'fused', 'leader', 'one"
+        more = {"algorithm": algorithm, "order": "tree"}
+        yield case("all_reduce", pc.all_reduce, ValueError, words, **more)
+    for what, (make, *how) in ANY_LIST.items():
+        yield f"tree_sum, {what}", pc.tree_sum, given(make), *how
+    for made, dtype, words in (
+        (
+            torch.float32,
+            torch.float64,
+            "dtype is float64; the sum of float32 tensors may be float32$",
+        ),
+        (torch.bfloat16, torch.float16, "dtype is float16; .* may be bfloat16 or float32$"),
+        (torch.int32, torch.float32, "dtype is float32; the sum of int32 tensors may be int32$"),
+        (torch.float32, "float32", "dtype is a str; pass a torch.dtype, or None"),
+    ):
+        args = given(partial(three, made), dtype=dtype)
+        yield f"tree_sum, {made} as {dtype!r}", pc.tree_sum, args, EITHER, words
+    plan = pc.plan("all_reduce", 4)
+    yield "verify, order 3", plan.verify, given(3), TypeError, "order is a int; pass 'rank' or"
+    yield "verify, order", plan.verify, given("ring"), ValueError, "order is 'ring'; allowed are"
 
 
 def dim_cases():
@@ -271,8 +302,16 @@ def other_cases():
         yield f"plan, world {world}", pc.plan, given("all_reduce", world), ValueError, "world"
 
 
-TABLES = (list_cases, option_cases, dim_cases, output_cases, split_cases, other_cases)
-SYNCHRONOUS = {"gather", "replicate", "broadcast_coalesced", "plan", "algorithms"}
+TABLES = (list_cases, option_cases, order_cases, dim_cases, output_cases, split_cases, other_cases)
+SYNCHRONOUS = {
+    "gather",
+    "replicate",
+    "tree_sum",
+    "broadcast_coalesced",
+    "verify",
+    "plan",
+    "algorithms",
+}
 CASES = [
     pytest.param(*case, async_op, id=name + (", async" if async_op else ""))
     for table in TABLES

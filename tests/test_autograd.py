@@ -151,6 +151,30 @@ def test_algorithms_are_selected_by_name() -> None:
             getattr(autograd, name)(tensors, algorithm="butterfly")
 
 
+def test_results_and_gradients_in_tree_order() -> None:
+    """1e8 + 1 - 1e8 + 1 is 1 in rank order, and 0 in tree order; also in the second derivative."""
+    values = (1e8, 1.0, -1e8, 1.0)
+    for name in ("all_reduce", "reduce", "reduce_scatter"):
+        call = getattr(autograd, name)
+        x = [torch.full((4,), v, requires_grad=True) for v in values]
+        (total, *_) = found = [call(x, order="tree")] if name == "reduce" else call(x, order="tree")
+        assert not total.detach().any(), name
+        grads = [
+            torch.full_like(f, v, requires_grad=True) for f, v in zip(found, values, strict=False)
+        ]
+        wanted = 0.0 if name == "all_reduce" else 1e8
+        (back,) = torch.autograd.grad(found, x[:1], grads, create_graph=True)
+        assert float(back[0].detach()) == wanted, name
+        again = torch.autograd.grad(back.sum(), grads, allow_unused=True)
+        assert float(again[0][0]) == 1.0, name
+    with pytest.raises(ValueError, match="order is 'ring'; allowed are rank, tree"):
+        autograd.all_reduce(x, order="ring")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="order is a int; pass 'rank' or 'tree'"):
+        autograd.reduce(x, order=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tree_sum: dtype is a str; pass a torch\.dtype"):
+        autograd.tree_sum(x, dtype="float32")  # type: ignore[arg-type]
+
+
 def test_gradients_add_in_rank_order() -> None:
     """1e8 + 1 - 1e8 is 0 in rank order, and 1 in other orders."""
     weight = torch.zeros(1, requires_grad=True)

@@ -77,6 +77,51 @@ def test_lines_at_different_alignments(dtype: torch.dtype):
     assert len(one["accesses"]) == -(-slots // 256)
 
 
+@pytest.mark.parametrize(("dtype", "op"), ALLOWED, ids=lambda v: ref.short(v))
+def test_tree_order(dtype: torch.dtype, op: str):
+    """In one launch, as packets only where those of four or eight ranks are aligned."""
+    for world, apart in ((2, 0), (3, 1), (4, 0), (4, 1), (5, 0), (7, 0), (8, 0), (9, 0), (17, 3)):
+        tensors = ref.randoms(world, [4100 // world], dtype, seed=world)
+        srcs = [shifted(t, 1 + apart * (r % 2)) for r, t in enumerate(tensors)]
+        in_place = world % 2 == 0
+        dsts = srcs if in_place else [shifted(tensors[0], 1)]
+        (one,) = launch([Row(dsts, srcs)], op, order="tree", multiprocessors=world % 3 + 1)
+        wanted = [ref.fold(tensors, op, "tree")] * len(dsts)
+        ref.assert_same([d.flatten() for d in dsts], wanted, (world, apart), op)
+        assert one["loaded_twice"] == 0
+        tree = world > 3 and ref.depends_on_order(dtype, op)
+        assert one["kind"] == ("tree_fold" if tree else "fold")
+        if tree and op != "prod" and dtype not in ref.NARROW[2:]:
+            wide = world in (4, 8) and apart * dtype.itemsize % 16 == 0
+            assert (
+                one["widest_load"] == one["widest_store"] == (16 if wide else unit_bytes(dtype, op))
+            )
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 15, 16, 31, 64, 500])
+def test_tree_order_of_any_number_of_sources(world: int):
+    tensors = ref.randoms(world, [3, 21], torch.float32)
+    srcs = [torch.zeros(3, 30)[:, 2:23].copy_(t) for t in tensors]
+    if world <= 250:  # a source takes a pitch beside its address
+        dst = torch.zeros(3, 25)[:, 1:22]
+        launch([Row([dst], srcs)], order="tree")
+        ref.assert_same([dst], [ref.fold(tensors, "sum", "tree")])
+    flat = torch.zeros(1, 63)
+    launch([Row([flat], [lines(t) for t in tensors])], order="tree")
+    ref.assert_same([flat.view(3, 21)], [ref.fold(tensors, "sum", "tree")])
+
+
+@pytest.mark.parametrize("dtype", ref.NARROW, ids=ref.short)
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 11])
+def test_sums_of_narrow_floats_as_accumulators(dtype: torch.dtype, world: int):
+    tensors = ref.randoms(world, [777], dtype)
+    out = torch.zeros(1, 777)
+    (one,) = launch([Row([out], [shifted(t, r % 3) for r, t in enumerate(tensors)])], order="tree")
+    ref.assert_same([out[0]], [ref.fold([t.float() for t in tensors], "sum", "tree")])
+    assert one["kind"] == "widening_fold"
+    assert (one["widest_load"], one["widest_store"]) == (dtype.itemsize, 4)
+
+
 @pytest.mark.parametrize("dtype", ref.NARROW[2:], ids=ref.short)
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
 def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):

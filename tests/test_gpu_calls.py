@@ -42,6 +42,20 @@ def test_a_device_that_torch_restores_lazily_is_set(gpus: Gpus) -> None:
     gpus.check()
 
 
+@pytest.mark.parametrize("peer_access", [True, False])
+def test_tree_order_on_devices_that_reach_each_other_or_not(peer_access: bool) -> None:
+    """Through the host the default in rank order is a chain, which adds in several steps."""
+    gpus = Gpus(2)
+    of = [torch.full((1000,), value) for value in (1e8, 1.0, -1e8, 1.0)]
+    for order, wanted in (("tree", 0.0), ("rank", 1.0)):
+        tensors = [gpus.tensor(t, device=rank % 2) for rank, t in enumerate(of)]
+        gpus.all_reduce(tensors, order=order, peer_access=peer_access)
+        for t in tensors:
+            gpus.expect(t, torch.full((1000,), wanted))
+        gpus.check()
+    gpus.close()
+
+
 # --- asynchronous calls ---------------------------------------------------------------------------
 
 

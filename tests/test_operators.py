@@ -18,20 +18,22 @@ from pycollect import autograd
 ops = torch.ops.pycollect
 
 TUNABLE = "str? algorithm=None"
+REDUCES = f"{TUNABLE}, str order='rank'"
 SCHEMAS = [
-    f"all_reduce(Tensor[] tensors, str op='sum', *, {TUNABLE}) -> Tensor[]",
-    f"all_reduce_(Tensor(a!)[] tensors, str op='sum', *, {TUNABLE}) -> ()",
-    f"all_reduce_coalesced_(Tensor(a!)[] tensors, int world, str op='sum', *, {TUNABLE}) -> ()",
-    f"reduce(Tensor[] tensors, int dst=0, str op='sum', *, {TUNABLE}) -> Tensor",
-    f"reduce_(Tensor(a!)[] tensors, int dst=0, str op='sum', *, {TUNABLE}) -> ()",
+    f"all_reduce(Tensor[] tensors, str op='sum', *, {REDUCES}) -> Tensor[]",
+    f"all_reduce_(Tensor(a!)[] tensors, str op='sum', *, {REDUCES}) -> ()",
+    f"all_reduce_coalesced_(Tensor(a!)[] tensors, int world, str op='sum', *, {REDUCES}) -> ()",
+    f"reduce(Tensor[] tensors, int dst=0, str op='sum', *, {REDUCES}) -> Tensor",
+    f"reduce_(Tensor(a!)[] tensors, int dst=0, str op='sum', *, {REDUCES}) -> ()",
     f"broadcast(Tensor[] tensors, int src=0, *, {TUNABLE}) -> Tensor[]",
     f"broadcast_(Tensor(a!)[] tensors, int src=0, *, {TUNABLE}) -> ()",
     "broadcast_coalesced_(Tensor(a!)[] tensors, int world, int src=0) -> ()",
     f"all_gather(Tensor[] tensors, int dim=0, *, {TUNABLE}) -> Tensor[]",
     f"all_gather.out(Tensor[] tensors, int dim=0, *, {TUNABLE}, Tensor(a!)[] out) -> ()",
-    f"reduce_scatter(Tensor[] tensors, str op='sum', int dim=0, *, {TUNABLE}) -> Tensor[]",
+    f"reduce_scatter(Tensor[] tensors, str op='sum', int dim=0, *, {REDUCES}) -> Tensor[]",
     "reduce_scatter.out(Tensor[] tensors, str op='sum', int dim=0, *, "
-    f"{TUNABLE}, Tensor(a!)[] out) -> ()",
+    f"{REDUCES}, Tensor(a!)[] out) -> ()",
+    "tree_sum(Tensor[] tensors, *, ScalarType? dtype=None) -> Tensor",
     "all_to_all(Tensor[] tensors, int dim=0, SymInt[]? split_sizes=None) -> Tensor[]",
     "all_to_all.out(Tensor[] tensors, int dim=0, SymInt[]? split_sizes=None, *, "
     "Tensor(a!)[] out) -> ()",
@@ -85,7 +87,12 @@ def test_a_function_and_its_operators_have_the_same_arguments(schema):
     if name == "copy":
         return
     usual = [("async_op", [False]), ("streams", [None]), ("peer_access", [True])]
-    lacks = {"gather": ["async_op"], "copy": ["streams"], "replicate": ["async_op", "streams"]}
+    lacks = {
+        "tree_sum": ["async_op", "streams", "peer_access"],
+        "gather": ["async_op"],
+        "copy": ["streams"],
+        "replicate": ["async_op", "streams"],
+    }
     usual = [item for item in usual if item[0] not in lacks.get(plain, [])]
     out = [("out", [None])] if f"{plain}.out" in NAMES else []
     public = getattr(pc, plain, None) or getattr(pc, f"{plain}_")
@@ -101,6 +108,7 @@ CASES = [
     ("all_reduce_", lambda x: (x,), {}),
     ("all_reduce_", lambda x: (x, "avg"), {"algorithm": "two_shot"}),
     ("all_reduce_coalesced_", lambda x: ([*x, *twins(x)], 2), {}),
+    ("all_reduce", lambda x: ([*x, *twins(x)],), {"order": "tree"}),
     ("reduce", lambda x: (x, 1, "avg"), {}),
     ("reduce_", lambda x: (x, 1), {}),
     ("reduce_", lambda x: (x, 0, "max"), {}),
@@ -113,6 +121,8 @@ CASES = [
     ("reduce_scatter", lambda x: (x,), {}),
     ("reduce_scatter", lambda x: (x, "avg", 1), {}),
     ("reduce_scatter.out", lambda x: (x,), lambda x: {"out": ops.reduce_scatter(x)}),
+    ("tree_sum", lambda x: (x,), {}),
+    ("tree_sum", lambda x: ([t.bfloat16() for t in x],), {"dtype": torch.float32}),
     ("all_to_all", lambda x: (x,), {}),
     ("all_to_all", lambda x: (x, -1, [0, 0, x[0].shape[-1]] * 3), {}),
     ("all_to_all.out", lambda x: (x,), lambda x: {"out": ops.all_to_all(x)}),

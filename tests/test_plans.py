@@ -149,6 +149,9 @@ def test_verify_reports_wrong_steps_orders_and_waits() -> None:
     assert dataclasses.replace(tree, order="exact").verify() == (
         "sums are in the order 'other', and 'exact' is promised"
     )
+    assert tree.verify(order="tree") is None
+    chain = pc.plan("all_reduce", 4, algorithm="chain")
+    assert chain.verify(order="tree") == "sums are not the balanced tree over the ranks"
     hasty = dataclasses.replace(right, _program=right._program.without_wait(0, 1, 0))
     assert "nothing orders them" in str(hasty.verify())
     stuck = dataclasses.replace(right, _program=right._program.with_wait(0, 0, (1, 2)))

@@ -196,6 +196,41 @@ def test_orders_are_classified(folds: list[tuple[tuple[int, ...], int]], order: 
     assert _C.verify("all_reduce", _C.Plan(4, 1, steps), 0, True) == (None, order)
 
 
+@each_of([a for a in REGISTRY if a.collective in REDUCING])
+def test_algorithms_in_tree_order(algorithm: _C.Algorithm) -> None:
+    """A single fold has any order; of several steps, those of 'tree' are the tree."""
+    for case in cases(algorithm, range(1, 18)):
+        plan = case.plan
+        defect, order = _C.verify(algorithm.collective, plan, case.root, case.in_place, "tree")
+        assert defect is None
+        if algorithm.order == "exact":
+            assert order == "exact"
+        elif case.world > 3:
+            assert order == ("native" if algorithm.name == "tree" else "other"), case
+
+
+@pytest.mark.parametrize(
+    ("folds", "order"),
+    [
+        ([((0, 1, 2, 3, 4, 5, 6), 0)], "exact"),
+        ([((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2, 4), 0)], "other"),
+        ([((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2), 0), ((0, 4), 0)], "native"),
+        ([((0, 1), 0), ((2, 3), 2), ((4, 5), 4), ((0, 2, 4, 6), 0)], "native"),
+        ([((0, 1, 2, 3), 0), ((4, 5, 6), 4), ((0, 4), 0)], "native"),
+        ([((0, 1, 2), 0), ((3, 4, 5), 3), ((0, 3, 6), 0)], "other"),
+        ([((1, 2), 1), ((0, 1, 3, 4, 5, 6), 0)], "other"),
+        ([((0, 1), 0), ((0, 2, 3, 4, 5, 6), 0)], "other"),
+    ],
+)
+def test_trees_are_recognized(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
+    """A tree of sums is that of all: equal powers of two of ranks, and a last sum of no more."""
+    steps = [
+        (((to, "in", 0, 1),), tuple((r, "in", 0, 1) for r in ranks), -1) for ranks, to in folds
+    ]
+    steps.append((tuple((r, "out", 0, 1) for r in range(7)), ((0, "in", 0, 1),), -1))
+    assert _C.verify("all_reduce", _C.Plan(7, 1, steps), 0, True, "tree") == (None, order)
+
+
 def test_verify_refuses_an_invalid_root() -> None:
     with pytest.raises(ValueError, match="root 2 is not a rank of a world of 2"):
         _C.verify("broadcast", _C.find_algorithm("broadcast", "direct").plan(2), 2, False)

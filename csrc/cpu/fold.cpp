@@ -33,43 +33,59 @@ const Chosen& chosen() {
 
 }  // namespace
 
-Fold find_fold(DType dtype, ReduceOp op) {
-  return chosen().folds->of[static_cast<std::size_t>(dtype)].of[static_cast<std::size_t>(op)];
+Fold find_fold(DType dtype, ReduceOp op, FoldOrder order) {
+  const FoldTable& folds = *chosen().folds;
+  const auto& in_order = order == FoldOrder::tree ? folds.in_tree_order : folds.in_rank_order;
+  return in_order[static_cast<std::size_t>(dtype)].of[static_cast<std::size_t>(op)];
 }
 
 AccumulatorFold::AccumulatorFold(DType dtype, ReduceOp op)
     : dtype_(dtype),
-      finishing_(find_fold(DType::f32, op)),
-      adding_(find_fold(DType::f32, op == ReduceOp::avg ? ReduceOp::sum : op)) {}
+      accumulator_(accumulator(dtype)),
+      finishing_(find_fold(accumulator_, op)),
+      adding_(find_fold(accumulator_, op == ReduceOp::avg ? ReduceOp::sum : op)) {}
 
-// Adds one source at a time to a block of accumulators, which stays in the L1 cache.
+// Combines blocks of accumulators, which stay in the caches: one source after the other with the
+// sum so far, or in tree order the last two sums of equally many sources, as in fold_tree.h.
 void AccumulatorFold::run(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
-                          int partial_srcs, std::size_t count, const FoldOptions& options) const {
-  constexpr std::size_t kBlock = 1024;
-  alignas(64) float sum[kBlock], next[kBlock];
+                          int partial_srcs, int before, std::size_t count,
+                          const FoldOptions& options) const {
+  constexpr std::size_t kBlockBytes = 4096;
+  constexpr int kMost = 33;  // sums of an int of sources, and the next source
+  alignas(64) std::byte sums[kMost][kBlockBytes];
+  const bool tree = options.order == FoldOrder::tree, is_narrow = dtype_ != accumulator_;
+  const std::size_t item = item_bytes(dtype_), wide = item_bytes(accumulator_);
   const Conversions& convert = chosen().folds->conversions[static_cast<std::size_t>(dtype_)];
-  const auto load = [&](float* to, int i, std::size_t from, std::size_t n) {
+  const auto load = [&](std::byte* to, int i, std::size_t from, std::size_t n) {
     const auto* const src = static_cast<const std::byte*>(srcs.at[i]);
-    if (i < partial_srcs)
-      std::memcpy(to, src + from * sizeof(float), n * sizeof(float));
+    if (i < partial_srcs || !is_narrow)
+      std::memcpy(to, src + from * wide, n * wide);
     else
-      convert.widen(to, src + from * item_bytes(dtype_), n, options);
+      convert.widen(reinterpret_cast<float*>(to), src + from * item, n, options);
   };
-  for (std::size_t at = 0; at < count; at += kBlock) {
-    const std::size_t n = std::min(kBlock, count - at);
-    load(sum, 0, at, n);
-    for (int i = 1; i < srcs.n; ++i) {
-      load(next, i, at, n);
-      void* const both[] = {sum, next};
-      (finishes && i + 1 == srcs.n ? finishing_ : adding_)({both, 1}, {both, 2}, n, options);
+  const auto store = [&](void* dst, const std::byte* from, std::size_t at, std::size_t n) {
+    auto* const to = static_cast<std::byte*>(dst);
+    if (partial_dsts || !is_narrow)
+      std::memcpy(to + at * wide, from, n * wide);
+    else
+      convert.narrow(to + at * item, reinterpret_cast<const float*>(from), n, options);
+  };
+  const std::size_t block = kBlockBytes / wide;
+  for (std::size_t at = 0; at < count; at += block) {
+    const std::size_t n = std::min(block, count - at);
+    int used = 0;
+    for (int i = 0; i < srcs.n; ++i) {
+      load(sums[used++], i, at, n);
+      if (tree && i < partial_srcs) continue;
+      const bool ends = i + 1 == srcs.n && finishes;
+      for (int parts = tree ? before + i - partial_srcs : 1; used > 1 && (ends || parts % 2 != 0);
+           parts /= 2) {
+        --used;
+        void* const both[] = {sums[used - 1], sums[used]};
+        (ends && used == 1 ? finishing_ : adding_)({both, 1}, {both, 2}, n, options);
+      }
     }
-    for (int d = 0; d < dsts.n; ++d) {
-      auto* const dst = static_cast<std::byte*>(dsts.at[d]);
-      if (partial_dsts)
-        std::memcpy(dst + at * sizeof(float), sum, n * sizeof(float));
-      else
-        convert.narrow(dst + at * item_bytes(dtype_), sum, n, options);
-    }
+    for (int d = 0; d < dsts.n; ++d) store(dsts.at[d], sums[tree && !finishes ? d : 0], at, n);
   }
 }
 

@@ -1,7 +1,7 @@
 // The arithmetic kernel of the host: every dst[i] = srcs[0][i] op srcs[1][i] op ..., for every
-// dtype and op, with the widest vectors of this processor (selected once). It adds in the order of
-// the sources, in the accumulator type of the contract, and rounds once. A dst may be the same as a
-// src; they must not overlap otherwise.
+// dtype, op and order, with the widest vectors of this processor (selected once). It combines the
+// sources in that order, in the accumulator type of the contract, and rounds once. A dst may be the
+// same as a src; they must not overlap otherwise.
 #pragma once
 #include <cstddef>
 
@@ -16,24 +16,25 @@ struct Pointers {
 using Fold = void (*)(Pointers dsts, Pointers srcs, std::size_t count, const FoldOptions& options);
 
 // Returns the kernel, or null where `reduces(dtype, op)` is false.
-Fold find_fold(DType dtype, ReduceOp op);
+Fold find_fold(DType dtype, ReduceOp op, FoldOrder order = FoldOrder::rank);
 
 // Copies the bytes to every destination that is not the source itself.
 void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal);
 
-// Folds narrow floats from and to accumulators (float32), whose sum it continues without rounding.
-// Does what find_fold's kernel does with sources and destinations of one type.
+// Folds from and to accumulators, whose sum it continues without rounding. Does what find_fold's
+// kernel does with sources and destinations of one type.
 class AccumulatorFold {
  public:
-  // `dtype` does not accumulate in itself, and reduces by `op`.
-  AccumulatorFold(DType dtype, ReduceOp op);
-  // `partial_srcs`: number of sources that are accumulators, the first ones. `partial_dsts`: the
-  // destinations are accumulators. `finishes`: `avg` divides.
+  AccumulatorFold(DType dtype, ReduceOp op);  // which reduces by `op`
+  // The first `partial_srcs` sources are accumulators. `partial_dsts`: so are the destinations.
+  // In rank order there is one partial sum at most. In tree order there is one for each bit that is
+  // set in `before`, the number of sources that they are the sums of: those of more sources come
+  // first. Unless the fold `finishes`, its destinations then are those of all sources so far.
   void run(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs, int partial_srcs,
-           std::size_t count, const FoldOptions& options) const;
+           int before, std::size_t count, const FoldOptions& options) const;
 
  private:
-  const DType dtype_;
+  const DType dtype_, accumulator_;
   const Fold finishing_, adding_;
 };
 

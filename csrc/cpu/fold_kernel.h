@@ -3,19 +3,7 @@
 // and of the functions for parts of vectors (see fold_tail.h) and for non-temporal stores.
 #pragma once
 #include "fold_convert.h"
-#include "fold_loop.h"
-
-// The first bytes of a vector, at the end of a row.
-struct Tail {
-  decltype(part_of_vector(0)) part;
-  [[gnu::always_inline]] explicit Tail(std::size_t bytes) : part(part_of_vector(bytes)) {}
-  [[gnu::always_inline]] Raw load(const std::byte* from) const { return load_part(from, part); }
-  [[gnu::always_inline]] void store(std::byte* to, Raw v) const { store_part(to, v, part); }
-};
-
-struct NonTemporal : WholeVector {
-  [[gnu::always_inline]] static void store(std::byte* to, Raw v) { store_non_temporal(to, v); }
-};
+#include "fold_tree.h"
 
 // With a world size known at compile time there are no inner loops, and the pointers are in
 // registers: 1.2 times as fast as long as the data is in the caches.
@@ -48,21 +36,7 @@ template <class K>
 template <class K>
 [[gnu::always_inline]] inline void fold_parts(const K& kernel, Pointers dsts, Pointers srcs,
                                               std::size_t at, std::size_t bytes) {
-  for (; at < bytes; at += kVectorBytes) {
-    const std::size_t left = bytes - at;
-    fold_block<1>(kernel, dsts, srcs, at, Tail(left < kVectorBytes ? left : kVectorBytes));
-  }
-}
-
-// Returns the offset at which every destination is aligned for streamed stores; `bytes` or more if
-// there is none.
-inline std::size_t to_aligned(Pointers dsts, std::size_t item, std::size_t bytes) {
-  const auto past = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes; };
-  const std::size_t head = (kVectorBytes - past(dsts.at[0])) % kVectorBytes;
-  if (head % item != 0) return bytes;
-  for (int d = 1; d < dsts.n; ++d)
-    if (past(dsts.at[d]) != past(dsts.at[0])) return bytes;
-  return head;
+  for (; at < bytes; at += kVectorBytes) fold_block<1>(kernel, dsts, srcs, at, Tail(bytes - at));
 }
 
 template <class T, class Op>
@@ -88,18 +62,30 @@ void fold(Pointers dsts, Pointers srcs, std::size_t count, const FoldOptions& op
 }
 
 template <class T, class Op>
-constexpr Fold entry() {
-  if constexpr (reduces_on<Op, T>)
+void fold_in_tree_order(Pointers dsts, Pointers srcs, std::size_t count,
+                        const FoldOptions& options) {
+  using Same = decltype(kernel_type<T, Op, false>());
+  if (srcs.n <= kSameInBothOrders) return fold<T, Op>(dsts, srcs, count, options);
+  fold_tree<typename Same::Type, typename Same::Operation>(dsts, srcs, count * sizeof(T), options);
+}
+
+template <class T, class Op>
+constexpr Fold entry(FoldOrder order) {
+  if constexpr (reduces_on<Op, T>) {
+    if constexpr (order_matters_on<T, Op>)
+      if (order == FoldOrder::tree) return &fold_in_tree_order<T, Op>;
     return &fold<T, Op>;
-  else
-    return nullptr;
+  }
+  return nullptr;
 }
 template <class T, class... Op>
-constexpr FoldsByOp row(TypeList<Op...>) {
-  return {{entry<T, Op>()...}};
+constexpr FoldsByOp row(FoldOrder order, TypeList<Op...>) {
+  return {{entry<T, Op>(order)...}};
 }
 template <class... T>
 constexpr FoldTable table(TypeList<T...>) {
-  return {{row<T>(ReduceOps{})...}, {conversions_of<T>()...}};
+  return {{row<T>(FoldOrder::rank, ReduceOps{})...},
+          {row<T>(FoldOrder::tree, ReduceOps{})...},
+          {conversions_of<T>()...}};
 }
 constexpr FoldTable kFolds = table(DTypes{});

@@ -35,6 +35,13 @@ struct VectorSums {
       for (int p = 0; p < K::kParts; ++p) sums[v][p] = K::combined(sums[v][p], next[p]);
     }
   }
+  [[gnu::always_inline]] void combine(const VectorSums& right) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+      for (int p = 0; p < K::kParts; ++p) sums[v][p] = K::combined(sums[v][p], right.sums[v][p]);
+    }
+  }
   [[gnu::always_inline]] void finish(const K& kernel, Raw (&result)[kVectors]) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -44,6 +51,30 @@ struct VectorSums {
     }
   }
 };
+
+// The first bytes of a vector, at the end of a row.
+struct Tail {
+  decltype(part_of_vector(0)) part;
+  [[gnu::always_inline]] explicit Tail(std::size_t bytes)
+      : part(part_of_vector(bytes < kVectorBytes ? bytes : kVectorBytes)) {}
+  [[gnu::always_inline]] Raw load(const std::byte* from) const { return load_part(from, part); }
+  [[gnu::always_inline]] void store(std::byte* to, Raw v) const { store_part(to, v, part); }
+};
+
+struct NonTemporal : WholeVector {
+  [[gnu::always_inline]] static void store(std::byte* to, Raw v) { store_non_temporal(to, v); }
+};
+
+// Returns the offset at which every destination is aligned for streamed stores; `bytes` or more if
+// there is none.
+inline std::size_t to_aligned(Pointers dsts, std::size_t item, std::size_t bytes) {
+  const auto past = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes; };
+  const std::size_t head = (kVectorBytes - past(dsts.at[0])) % kVectorBytes;
+  if (head % item != 0) return bytes;
+  for (int d = 1; d < dsts.n; ++d)
+    if (past(dsts.at[d]) != past(dsts.at[0])) return bytes;
+  return head;
+}
 
 [[gnu::always_inline]] inline std::byte* stream(Pointers streams, int i, std::size_t at) {
   return static_cast<std::byte*>(streams.at[i]) + at;

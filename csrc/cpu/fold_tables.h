@@ -16,7 +16,8 @@ struct Conversions {
   void (*narrow)(std::byte* to, const float* from, std::size_t count, const FoldOptions& options);
 };
 struct FoldTable {
-  FoldsByOp of[DTypes::size];  // a kernel is null if `reduces(dtype, op)` is false
+  // A kernel is null if `reduces(dtype, op)` is false.
+  FoldsByOp in_rank_order[DTypes::size], in_tree_order[DTypes::size];
   Conversions conversions[DTypes::size];
 };
 

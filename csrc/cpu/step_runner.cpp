@@ -22,17 +22,21 @@ class Cursors {
     pitch_ = many_pitch_.data();
   }
 
-  void start(const Binding& binding, const Step& step, std::size_t item) {
+  // Bytes of an element: `dst_item` in destinations, `item` in sources.
+  void start(const Binding& binding, const Step& step, std::size_t dst_item, std::size_t item) {
+    dsts_ = step.dsts.size();
+    dst_item_ = static_cast<std::ptrdiff_t>(dst_item);
+    item_ = static_cast<std::ptrdiff_t>(item);
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side) {
-        at_[size_] = address(binding, s, item);
+        at_[size_] = address(binding, s, side == &step.dsts ? dst_item : item);
         pitch_[size_++] = pitch(binding, s);
       }
   }
-  void move(std::size_t rows, std::ptrdiff_t bytes) {
+  void move(std::size_t rows, std::ptrdiff_t elements) {
     for (std::size_t i = 0; i < size_; ++i)
-      at_[i] =
-          static_cast<std::byte*>(at_[i]) + pitch_[i] * static_cast<std::ptrdiff_t>(rows) + bytes;
+      at_[i] = static_cast<std::byte*>(at_[i]) + pitch_[i] * static_cast<std::ptrdiff_t>(rows) +
+               elements * (i < dsts_ ? dst_item_ : item_);
   }
   Pointers slice(std::size_t first, std::size_t n) const {
     return {at_ + first, static_cast<int>(n)};
@@ -46,7 +50,8 @@ class Cursors {
   std::vector<std::ptrdiff_t> many_pitch_;
   void** at_ = few_at_.data();
   std::ptrdiff_t* pitch_ = few_pitch_.data();
-  std::size_t size_ = 0;
+  std::size_t size_ = 0, dsts_ = 0;
+  std::ptrdiff_t dst_item_ = 0, item_ = 0;
 };
 
 // Returns whether no destination is a source. In place, streamed stores evict the data just read
@@ -68,8 +73,8 @@ bool writes_scratch(const Step& step) {
 RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
     : item_(item_bytes(dtype)),
       accumulator_item_(item_bytes(accumulator(dtype))),
-      finishing_(find_fold(dtype, op)),
-      partial_(find_fold(dtype, op == ReduceOp::avg ? ReduceOp::sum : op)),
+      finishing_(find_fold(dtype, op, options.order)),
+      partial_(find_fold(dtype, op == ReduceOp::avg ? ReduceOp::sum : op, options.order)),
       dtype_(dtype),
       op_(op),
       options_(options) {
@@ -84,12 +89,15 @@ void RowRunner::stream(Fold fold, Pointers dsts, Pointers srcs, std::size_t coun
 }
 
 void RowRunner::run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
-                                 int partial_srcs, std::size_t count) const {
+                                 int partial_srcs, int before, std::size_t count) const {
   if (srcs.n == 1 && partial_srcs == 1)
     return copy(dsts, srcs.at[0], count * accumulator_item_, false);
-  if (accumulates_in_itself(dtype_)) return run(finishes, dsts, srcs, count, false);
+  const bool tree = options_.order == FoldOrder::tree && order_matters(dtype_, op_);
+  if (!tree && accumulates_in_itself(dtype_)) return run(finishes, dsts, srcs, count, false);
+  FoldOptions options = options_;
+  if (!tree) options.order = FoldOrder::rank;
   AccumulatorFold(dtype_, op_)
-      .run(finishes, dsts, partial_dsts, srcs, partial_srcs, count, options_);
+      .run(finishes, dsts, partial_dsts, srcs, partial_srcs, before, count, options);
 }
 
 void run_step(const RowRunner& row, const CompiledPlan& compiled, const Binding& binding, int step,
@@ -100,10 +108,10 @@ void run_step(const RowRunner& row, const CompiledPlan& compiled, const Binding&
   const std::size_t width = binding.offsets.count(s.dsts[0]);
   std::size_t from = 0, left = range.end - range.begin;
   Cursors cursors(operands(s));
-  cursors.start(binding, s, row.item());
+  cursors.start(binding, s, row.dst_item(), row.item());
   if (range.begin > 0) {
     from = range.begin % width;
-    cursors.move(range.begin / width, from * row.item());
+    cursors.move(range.begin / width, static_cast<std::ptrdiff_t>(from));
   }
   while (true) {
     const std::size_t n = std::min(width - from, left);
@@ -111,7 +119,7 @@ void run_step(const RowRunner& row, const CompiledPlan& compiled, const Binding&
             n, non_temporal && !writes_scratch(s));
     left -= n;
     if (left == 0) return;
-    cursors.move(1, -static_cast<std::ptrdiff_t>(from * row.item()));
+    cursors.move(1, -static_cast<std::ptrdiff_t>(from));
     from = 0;
   }
 }

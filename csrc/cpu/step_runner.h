@@ -24,16 +24,20 @@ class RowRunner {
   // ignored in place.
   void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
            bool non_temporal) const {
+    if (options_.widens) [[unlikely]]
+      return run_accumulators(finishes, dsts, true, srcs, 0, 0, count);
     if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, non_temporal);
     const Fold fold = finishes ? finishing_ : partial_;
     if (non_temporal) [[unlikely]]
       return stream(fold, dsts, srcs, count);
     fold(dsts, srcs, count, options_);
   }
-  // The same if the first `partial_srcs` sources, or all destinations, are accumulators.
+  // The same if the first `partial_srcs` sources, or all destinations, are accumulators: see
+  // AccumulatorFold.
   void run_accumulators(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
-                        int partial_srcs, std::size_t count) const;
+                        int partial_srcs, int before, std::size_t count) const;
   std::size_t item() const { return item_; }
+  std::size_t dst_item() const { return options_.widens ? accumulator_item_ : item_; }
   std::size_t accumulator_item() const { return accumulator_item_; }
 
  private:

@@ -149,5 +149,10 @@ template <class T, class Op>
 using Arithmetic = std::conditional_t<Op::kOperands == Operands::bits,
                                       BitwiseOps<Op, std::same_as<T, Bool>>, NumericOps<T, Op>>;
 
+inline constexpr auto kHotKernels = kernel_table<bool>([](auto kernel) {
+  using K = decltype(kernel);
+  return Arithmetic<typename K::Type, typename K::Operation>::kHot;
+});
+
 }  // namespace cuda
 }  // namespace pycollect

@@ -103,7 +103,7 @@ void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks) {
     const std::size_t most = most_addresses(binding.rows > 1);
     require(call.compiled.most_sources < most, "a GPU folds fewer than ", most,
             " sources at once; there are ", call.compiled.most_sources,
-            "; use fewer ranks, or name an algorithm that folds two at a time (\"chain\")");
+            "; use fewer, or in rank order name an algorithm that folds two at a time (\"chain\")");
   }
   check_capture(call, streams_of_ranks);
 }

@@ -1,8 +1,8 @@
-// The fold kernel: every dst[i] = srcs[0][i] op srcs[1][i] op ..., in 16-byte packets, striped ones
-// if addresses differ modulo 16, with all loads of a packet before its first add. One thread
-// computes an element, in the order of the sources, and rounds it once. A dst may be a src. The
-// functions are constexpr and access memory through an `Accessor`: that of a GPU, or in tests that
-// of the host.
+// The fold kernel in rank order: every dst[i] = srcs[0][i] op srcs[1][i] op ..., in 16-byte
+// packets, striped ones if addresses differ modulo 16, with all loads of a packet before its first
+// add. One thread computes an element, in the order of the sources, and rounds it once. A dst may
+// be a src. The functions are constexpr and access memory through an `Accessor`: that of a GPU, or
+// in tests that of the host.
 #pragma once
 #include "elements.h"
 #include "thread_work.h"
@@ -28,6 +28,9 @@ struct Sums {
   constexpr void add(const K& kernel, const Accessor& accessor, V v) {
     const auto lanes = std::bit_cast<Lanes>(v);
     each<kLanes>([&](auto j) { at[j] = K::combined(at[j], kernel.decode(accessor, lanes.at[j])); });
+  }
+  constexpr void combine(const Sums& right) {
+    each<kLanes>([&](auto j) { at[j] = K::combined(at[j], right.at[j]); });
   }
   template <class Accessor>
   constexpr V finish(const K& kernel, const Accessor& accessor) const {
@@ -59,6 +62,24 @@ constexpr void store(const Accessor& accessor, uint64_t at, V v) {
     accessor.store(at, v);
 }
 
+// Folds kPackets packets, `stride` bytes apart, of kSrcs sources, with all loads in flight
+// together. `combined(v)` returns the sums of a packet of each source.
+template <int kSrcs, int kPackets, class Folder, class Combined>
+constexpr void fold_packets(const Folder& fold, int64_t bytes, int64_t stride, Combined combined) {
+  Packet v[kSrcs * kPackets] = {};
+  each<kPackets>([&](auto p) {
+    each<kSrcs>([&](auto s) {
+      v[p * kSrcs + s] = fold.accessor.template load<Packet>(fold.srcs.at(s, bytes + p * stride));
+    });
+  });
+  Packet results[kPackets] = {};
+  each<kPackets>(
+      [&](auto p) { results[p] = combined(v + p * kSrcs).finish(fold.kernel, fold.accessor); });
+  for (int d = 0; d < fold.dsts.n; ++d)
+    each<kPackets>(
+        [&](auto p) { fold.accessor.store(fold.dsts.at(d, bytes + p * stride), results[p]); });
+}
+
 // Folds one work by one thread, at `bytes` from the beginning of a line.
 template <class K, class Accessor, class List>
 struct Folder {
@@ -66,25 +87,14 @@ struct Folder {
   const Accessor& accessor;
   List dsts, srcs;
 
-  // Folds kPackets packets, `stride` bytes apart, of kSrcs sources, with all loads in flight
-  // together.
   template <int kSrcs, int kPackets>
   constexpr void packets(int64_t bytes, int64_t stride) const {
-    Packet v[kSrcs * kPackets] = {};
-    each<kPackets>([&](auto p) {
-      each<kSrcs>([&](auto s) {
-        v[p * kSrcs + s] = accessor.template load<Packet>(srcs.at(s, bytes + p * stride));
-      });
-    });
-    Packet results[kPackets] = {};
-    each<kPackets>([&](auto p) {
+    fold_packets<kSrcs, kPackets>(*this, bytes, stride, [&](const Packet* v) {
       Sums<K, Packet> sums;
-      sums.start(kernel, accessor, v[p * kSrcs]);
-      each<kSrcs - 1>([&](auto s) { sums.add(kernel, accessor, v[p * kSrcs + s + 1]); });
-      results[p] = sums.finish(kernel, accessor);
+      sums.start(kernel, accessor, v[0]);
+      each<kSrcs - 1>([&](auto s) { sums.add(kernel, accessor, v[s + 1]); });
+      return sums;
     });
-    for (int d = 0; d < dsts.n; ++d)
-      each<kPackets>([&](auto p) { accessor.store(dsts.at(d, bytes + p * stride), results[p]); });
   }
 
   // Folds any number of sources, with a batch of loads in flight: 4, or 16 of a striped packet's

@@ -3,8 +3,8 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "fold_kernel.h"
 #include "kernels.h"
+#include "tree_kernel.h"
 
 namespace pycollect::cuda {
 
@@ -106,6 +106,18 @@ const void* fold_kernel() {
   return reinterpret_cast<const void*>(&fold_level<T, Op>);
 }
 
+template <class T, class Op, class Out>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    tree_level(const __grid_constant__ KernelArgs args) {
+  run_tree_folds<T, Op, Out>(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x},
+                             GpuAccessor());
+}
+
+template <class T, class Op, class Out>
+const void* tree_kernel() {
+  return reinterpret_cast<const void*>(&tree_level<T, Op, Out>);
+}
+
 template <class T, class... Op>
 FoldKernels fold_kernels_of(TypeList<Op...>) {
   const auto kernel = [](auto* op) -> const void* {
@@ -113,7 +125,16 @@ FoldKernels fold_kernels_of(TypeList<Op...>) {
     if constexpr (is_kernel_type<T, Operation>) return fold_kernel<T, Operation>();
     return nullptr;
   };
-  return {kernel(static_cast<Op*>(nullptr))...};
+  const auto in_tree_order = [](auto* op) -> const void* {
+    using Operation = std::remove_pointer_t<decltype(op)>;
+    if constexpr (is_kernel_type<T, Operation> && order_matters_on<T, Operation>)
+      return tree_kernel<T, Operation, T>();
+    return nullptr;
+  };
+  FoldKernels all{{kernel(static_cast<Op*>(nullptr))...},
+                  {in_tree_order(static_cast<Op*>(nullptr))...}};
+  if constexpr (is_narrow<T>) all.widening_sum = tree_kernel<T, Avg, float>();
+  return all;
 }
 template <class T>
 FoldKernels fold_kernels() {

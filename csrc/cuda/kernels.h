@@ -7,7 +7,11 @@ namespace pycollect::cuda {
 // Kernels that take KernelArgs, by op; null where no dtype computes in `T` with it. `T` and the op
 // are those of a KernelType, where `avg` also stands for `sum`. Linking fails without an
 // instantiation in kernels_*.cu.
-using FoldKernels = std::array<const void*, ReduceOps::size>;
+struct FoldKernels {
+  using ByOp = std::array<const void*, ReduceOps::size>;
+  ByOp rank_order, tree_order;    // the latter null where the order changes no bits
+  const void* widening_sum = {};  // in tree order, of narrow types
+};
 template <class T>
 FoldKernels fold_kernels();
 const void* copy_kernel();

@@ -9,18 +9,27 @@ namespace {
 
 const void* find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
   if (kind == KernelKind::copy) return copy_kernel();
-  static const auto folds = kernel_table<const void*>([](auto kernel) {
+  struct ForReduction {
+    const void *rank_order, *tree_order, *widening;
+  };
+  static const auto folds = kernel_table<ForReduction>([](auto kernel) -> ForReduction {
     using K = decltype(kernel);
-    return fold_kernels<typename K::Type>()[index_of<typename K::Operation>(ReduceOps{})];
+    const FoldKernels all = fold_kernels<typename K::Type>();
+    const unsigned i = index_of<typename K::Operation>(ReduceOps{});
+    return {all.rank_order[i], all.tree_order[i],
+            std::is_same_v<typename K::Operation, Avg> ? all.widening_sum : nullptr};
   });
-  return folds[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+  const ForReduction& found = folds[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+  return kind == KernelKind::fold        ? found.rank_order
+         : kind == KernelKind::tree_fold ? found.tree_order
+                                         : found.widening;
 }
 
 }  // namespace
 
 // CUDA loads a kernel when its attributes are asked for.
 void load_kernels(DType dtype, ReduceOp op) {
-  for (const KernelKind kind : {KernelKind::copy, KernelKind::fold}) {
+  for (const KernelKind kind : kKernelKinds) {
     cudaFuncAttributes attributes = {};
     if (const void* const kernel = find_kernel(kind, dtype, op))
       check(cudaFuncGetAttributes(&attributes, kernel));

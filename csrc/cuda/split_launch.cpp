@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "../plan/error.h"
-#include "kernel_table.h"
-#include "thread_work.h"
+#include "elements.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -26,6 +25,13 @@ bool is_in_place(const LaunchWork& work) {
   return work.dsts == work.srcs && (work.lines == 1 || work.dst_pitches == work.src_pitches);
 }
 uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+
+KernelKind kind_of(const LaunchWork& work, const Launch& launch) {
+  if (is_copy(work)) return KernelKind::copy;
+  if (launch.options.widens) return KernelKind::widening_fold;
+  const bool tree = launch.options.order == FoldOrder::tree && work.srcs.size() > kSameInBothOrders;
+  return tree && order_matters(launch.dtype, launch.op) ? KernelKind::tree_fold : KernelKind::fold;
+}
 
 // A work, and its form in the arguments of a kernel.
 struct Entry {
@@ -69,6 +75,13 @@ bool is_one_line(const LaunchWork& work, std::size_t line_bytes) {
           std::all_of(work.src_pitches.begin(), work.src_pitches.end(), follows));
 }
 
+// Whether a kernel accesses only units, as those in tree order do except in their frequent cases.
+bool has_only_units(KernelKind kind, const WorkArgs& form, DType dtype, ReduceOp op) {
+  if (kind != KernelKind::tree_fold) return kind == KernelKind::widening_fold;
+  const bool is_hot = kHotKernels[static_cast<int>(dtype)][static_cast<int>(op)];
+  return !is_hot || form.pitched || (form.n_srcs != 4 && form.n_srcs != 8);
+}
+
 // Sets the width of the accesses, and the position of the first one. A fold has two widths only:
 // those between a unit and a packet would save instructions, which do not limit it, and double the
 // kernels' code.
@@ -86,7 +99,7 @@ void choose_width(WorkArgs& form, const LaunchWork& work, const Alignment& align
   form.head = static_cast<uint8_t>(head_bytes / unit);
 }
 
-Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
+Entry entry_of(const LaunchWork& work, KernelKind kind, DType dtype, ReduceOp op) {
   const UnitSize unit =
       is_copy(work) ? UnitSize{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
   const std::size_t line_bytes = work.count * item_bytes(dtype), unit_bytes = unit.bytes;
@@ -102,6 +115,8 @@ Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
   require(alignment.all % unit.alignment == 0, "a GPU reads ", name(dtype), " at multiples of ",
           unit.alignment, " bytes only; copy the tensor to such memory first");
   choose_width(form, work, alignment, unit_bytes);
+  const bool in_packets = kind != KernelKind::tree_fold || form.width == kPacketBytes;
+  if (!in_packets || has_only_units(kind, form, dtype, op)) form.width = form.head = 0;
   const int wide_bytes = is_copy(work) ? form.width : kPacketBytes;
   entry.slots = form.lines * LineAccesses(form, wide_bytes, unit.bytes).slots();
   entry.moved = form.lines * form.count * unit_bytes * (work.dsts.size() + work.srcs.size());
@@ -113,17 +128,19 @@ Entry entry_of(const LaunchWork& work, DType dtype, ReduceOp op) {
 // kernel are divided.
 class SplitWorks {
  public:
-  explicit SplitWorks(const Launch& launch) {
+  explicit SplitWorks(const Launch& launch) : launch_(launch) {
     for (const LaunchWork& work : launch.works)
       if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
   }
-  std::vector<const LaunchWork*> folds, copies;
+  const std::vector<const LaunchWork*>& of(KernelKind kind) const {
+    return works_[static_cast<int>(kind)];
+  }
 
  private:
   void add(const LaunchWork& work) {
     const std::size_t max_pointers = most_addresses(work.lines > 1);
     const std::size_t n = work.srcs.size() + (is_in_place(work) ? 0 : work.dsts.size());
-    if (n <= max_pointers) return (is_copy(work) ? copies : folds).push_back(&work);
+    if (n <= max_pointers) return add_whole(work);
     require(work.srcs.size() < max_pointers, "a GPU folds up to ", max_pointers - 1,
             " sources at once; there are ", work.srcs.size());
     std::size_t done = max_pointers - work.srcs.size();
@@ -143,9 +160,14 @@ class SplitWorks {
     if (work.lines > 1)
       part.dst_pitches.assign(work.dst_pitches.begin() + begin, work.dst_pitches.begin() + end);
     parts_.push_back(std::move(part));
-    (is_copy(parts_.back()) ? copies : folds).push_back(&parts_.back());
+    add_whole(parts_.back());
+  }
+  void add_whole(const LaunchWork& work) {
+    works_[static_cast<int>(kind_of(work, launch_))].push_back(&work);
   }
 
+  const Launch& launch_;
+  std::array<std::vector<const LaunchWork*>, kKernelKinds.size()> works_;
   std::deque<LaunchWork> parts_;  // a deque: pointers to its elements stay valid
 };
 
@@ -228,10 +250,10 @@ void split_launch(const Launch& launch, int multiprocessors,
   const SplitWorks works(launch);
   Packer packer(launch, multiprocessors, issue);
   std::vector<Entry> entries;
-  for (const KernelKind kind : {KernelKind::fold, KernelKind::copy}) {
+  for (const KernelKind kind : kKernelKinds) {
     entries.clear();
-    for (const LaunchWork* work : kind == KernelKind::fold ? works.folds : works.copies)
-      entries.push_back(entry_of(*work, launch.dtype, launch.op));
+    for (const LaunchWork* work : works.of(kind))
+      entries.push_back(entry_of(*work, kind, launch.dtype, launch.op));
     packer.pack(kind, entries);
   }
 }

@@ -1,6 +1,7 @@
 // Splits the works of a launch into kernel launches, and decides which blocks run a work and how
 // wide its accesses are. Allocates no device memory and does not call CUDA.
 #pragma once
+#include <array>
 #include <functional>
 
 #include "api.h"
@@ -8,7 +9,11 @@
 
 namespace pycollect::cuda {
 
-enum class KernelKind { fold, copy };
+// Folds come before copies, which may read their results. A widening fold writes accumulators, in
+// tree order.
+enum class KernelKind { fold, tree_fold, widening_fold, copy };
+inline constexpr std::array kKernelKinds{KernelKind::fold, KernelKind::tree_fold,
+                                         KernelKind::widening_fold, KernelKind::copy};
 struct KernelLaunch {
   KernelKind kind;
   const KernelArgs& args;

@@ -108,18 +108,25 @@ inline constexpr bool reduces_on =
     : is_complex<T>       ? Op::kOperands == Operands::numbers
                           : Op::kOperands != Operands::bits || !is_float<T>;
 
+// Whether a fold in another order has other bits, which it has if operations round. Of operands
+// that are equal as numbers, or NaN, `min` and `max` take the same one however they are bracketed.
+template <class T, class Op>
+inline constexpr bool order_matters_on =
+    (is_float<T> || is_complex<T>) && Op::kOperands == Operands::numbers;
+
 namespace detail {
 struct TypeFacts {
   std::size_t bytes;
   bool accumulates_in_itself, is_integer;
-  std::array<bool, ReduceOps::size> reduces;
+  std::array<bool, ReduceOps::size> reduces, order_matters;
 };
 template <class T, class... Op>
 constexpr TypeFacts facts(TypeList<Op...>) {
   return {sizeof(T),
           !is_narrow<T>,
           std::is_integral_v<T> || std::same_as<T, Bool>,
-          {reduces_on<Op, T>...}};
+          {reduces_on<Op, T>...},
+          {order_matters_on<T, Op>...}};
 }
 template <class... T>
 constexpr std::array<TypeFacts, sizeof...(T)> all_facts(TypeList<T...>) {
@@ -142,6 +149,9 @@ constexpr bool is_integer(DType t) {
 constexpr DType accumulator(DType t) { return accumulates_in_itself(t) ? t : DType::f32; }
 constexpr bool reduces(DType t, ReduceOp op) {
   return detail::kFacts[static_cast<std::size_t>(t)].reduces[static_cast<std::size_t>(op)];
+}
+constexpr bool order_matters(DType t, ReduceOp op) {
+  return detail::kFacts[static_cast<std::size_t>(t)].order_matters[static_cast<std::size_t>(op)];
 }
 
 namespace detail {
@@ -170,10 +180,28 @@ struct Float8Specials {
   Codes e4m3{0x7f, 0x7f, 0x7f}, e5m2{0x7c, 0x7c, 0x7f};
 };
 
+// The canonical orders in which a fold combines its sources.
+enum class FoldOrder : uint8_t {
+  rank,  // ((x0 + x1) + x2) + ...
+  tree,  // balanced: the left half has the largest power of two below the number of sources
+};
+inline constexpr std::array kFoldOrderNames{"rank", "tree"};
+constexpr const char* name(FoldOrder o) { return kFoldOrderNames[static_cast<std::size_t>(o)]; }
+
+// Returns the number of sources in the left half of a tree of n >= 2.
+constexpr int left_half(int n) {
+  int half = 1;
+  while (2 * half < n) half *= 2;
+  return half;
+}
+// Up to this number of sources, the tree is the left fold.
+inline constexpr int kSameInBothOrders = 3;
 // The parameters of a fold besides its pointers.
 struct FoldOptions {
   int world = 1;              // the divisor of `avg`
   bool non_temporal = false;  // the destinations are large and will not be read soon
+  FoldOrder order = FoldOrder::rank;
+  bool widens = false;  // the destinations are accumulators of a narrow type: float32, not rounded
   Float8Specials float8 = {};
 };
 

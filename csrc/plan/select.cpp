@@ -53,15 +53,24 @@ Default all_reduce_on(const SelectionKey& s) {
   if (s.topology == Topology::peers) return all_reduce_on_gpus(s);
   if (s.topology == Topology::shm_buffers || s.topology == Topology::shm_symmetric)
     return all_reduce_of_processes(s);
-  if (accumulates_in_itself(s.dtype))
+  if (accumulates_in_itself(s.dtype) && s.order == FoldOrder::rank)
     return {"chain", "staged through the host, one neighbour each"};
-  return {"two_shot", "staged through the host, and a chain would round at every hop"};
+  return {"two_shot", "staged through the host, and a chain would round or reorder"};
 }
 
 Default default_of(const SelectionKey& s) {
   if (s.collective == Collective::all_reduce) return all_reduce_on(s);
   if (s.collective == Collective::barrier) return {"barrier", "the only barrier algorithm"};
   return {"direct", "one hop"};
+}
+
+[[noreturn]] void refuse_in_tree_order(const Algorithm& refused) {
+  std::string names;
+  for (const Algorithm* a : algorithms(refused.collective))
+    if (a->order == Order::exact) names += text(names.empty() ? "'" : ", '", a->name, "'");
+  throw std::invalid_argument(text(name(refused.collective), ": algorithm '", refused.name,
+                                   "' adds in several steps, which ",
+                                   "order='tree' excludes; use algorithm=None or one of ", names));
 }
 
 }  // namespace
@@ -71,6 +80,8 @@ Choice choose(const SelectionKey& s, std::string_view named, bool explain) {
   const Algorithm& algorithm = find(s.collective, named.empty() ? by_default.name : named);
   require(algorithm.in_place || !s.in_place, name(s.collective), ": algorithm '", algorithm.name,
           "' cannot run in place; give it an output of its own");
+  if (s.order == FoldOrder::tree && algorithm.order != Order::exact) [[unlikely]]
+    refuse_in_tree_order(algorithm);
   Choice choice{&algorithm, pieces_for(s), {}};
   if (!explain) return choice;
   const bool keeps_contract = algorithm.keeps_contract(s.dtype);

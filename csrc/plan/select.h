@@ -27,6 +27,7 @@ struct SelectionKey {
   DType dtype;
   bool in_place;
   Topology topology = Topology::shared;
+  FoldOrder order = FoldOrder::rank;
   bool operator==(const SelectionKey&) const = default;
 };
 
@@ -37,7 +38,8 @@ struct Choice {
 };
 
 // `named`: the algorithm that the caller wants, or empty. Throws ValueError for an unknown name,
-// and for an algorithm that cannot run in place in a call that is in place.
+// for an algorithm that cannot run in place in a call that is in place, and in tree order for one
+// that adds the ranks' data in several steps.
 Choice choose(const SelectionKey& call, std::string_view named, bool explain = false);
 
 }  // namespace pycollect

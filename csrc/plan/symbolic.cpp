@@ -3,12 +3,13 @@
 #include "symbolic.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace pycollect {
 
-SymbolicRun::SymbolicRun(const Plan& plan, bool in_place, Buffer initial)
-    : plan_(plan), in_place_(in_place), memory_(cells(plan), kUnwritten), terms_(1) {
+SymbolicRun::SymbolicRun(const Plan& plan, bool in_place, Buffer initial, FoldOrder order)
+    : plan_(plan), in_place_(in_place), order_(order), memory_(cells(plan), kUnwritten), terms_(1) {
   for (Rank r = 0; r < plan.world; ++r)
     for (int c = 0; c < plan.chunks; ++c) {
       memory_[cell({r, initial, c})] = static_cast<TermId>(terms_.size());
@@ -39,7 +40,7 @@ TermId SymbolicRun::combine(std::vector<TermId> srcs) {
   for (std::size_t i = 0; i < srcs.size(); ++i) {
     if (srcs[i] == kUnwritten) return kUnwritten;
     const Term& src = terms_[srcs[i]];
-    sum.left &= i == 0 ? src.left : src.leaves == 1;
+    sum.canonical &= src.canonical && fits(src, i, srcs);
     sum.roundings = std::max(sum.roundings, src.roundings);
     sum.leaves = std::min(sum.leaves + src.leaves, plan_.world + 1);
   }
@@ -47,6 +48,15 @@ TermId SymbolicRun::combine(std::vector<TermId> srcs) {
   sum.parts = std::move(srcs);
   terms_.push_back(std::move(sum));
   return static_cast<TermId>(terms_.size()) - 1;
+}
+
+// Whether source i of a fold leaves the brackets those of a fold of all leaves. In tree order, all
+// sources but the last must have the same power of two of leaves, and the last one no more.
+bool SymbolicRun::fits(const Term& src, std::size_t i, const std::vector<TermId>& srcs) const {
+  if (order_ == FoldOrder::rank) return i == 0 || src.leaves == 1;
+  const auto most = static_cast<unsigned>(terms_[srcs.front()].leaves);
+  if (i + 1 == srcs.size()) return src.leaves <= static_cast<int>(most);
+  return std::has_single_bit(most) && src.leaves == static_cast<int>(most);
 }
 
 Leaves SymbolicRun::leaves(TermId id) const {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "dtype.h"
 #include "plan.h"
 
 namespace pycollect {
@@ -19,19 +20,19 @@ using Leaves = std::vector<Leaf>;
 using TermId = int;
 inline constexpr TermId kUnwritten = 0;  // the term of unwritten cells, and of sums of them
 
-// A sum ((a + b) + c) + ... of other terms, or one leaf.
+// A sum of other terms, in the order of the run, or one leaf.
 struct Term {
   Leaf leaf{-1, -1};
   std::vector<TermId> parts = {};
-  int leaves = 0;     // number of leaves; saturates at world + 1, which is never a right result
-  bool left = true;   // the sum is a left fold, without other brackets
-  int roundings = 0;  // roundings on the longest path to a leaf, this sum's included
+  int leaves = 0;         // their number; saturates at world + 1, which is never a right result
+  bool canonical = true;  // the sum has the brackets of a fold of its leaves in the run's order
+  int roundings = 0;      // roundings on the longest path to a leaf, this sum's included
 };
 
 class SymbolicRun {
  public:
   // `initial`: the buffer that contains one leaf per chunk on every rank when the run begins.
-  SymbolicRun(const Plan& plan, bool in_place, Buffer initial);
+  SymbolicRun(const Plan& plan, bool in_place, Buffer initial, FoldOrder order);
 
   TermId at(const Slice& s) const { return memory_[cell(s)]; }  // the term of the first chunk
   const Term& term(TermId id) const { return terms_[id]; }
@@ -50,9 +51,11 @@ class SymbolicRun {
   int cell(const Slice& s) const;
   void run(const Step& step, int i);
   TermId combine(std::vector<TermId> srcs);
+  bool fits(const Term& src, std::size_t i, const std::vector<TermId>& srcs) const;
 
   const Plan& plan_;
   bool in_place_;
+  FoldOrder order_;
   std::vector<TermId> memory_;  // [cell]
   std::vector<Term> terms_;
 };

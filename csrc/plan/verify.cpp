@@ -69,12 +69,12 @@ std::string words(const Leaves& leaves) {
 
 class OrderCheck {
  public:
-  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place)
+  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place, FoldOrder order)
       : collective_(collective),
         plan_(plan),
         root_(root),
         in_place_(in_place),
-        run_(plan, in_place, Buffer::input),
+        run_(plan, in_place, Buffer::input, order),
         summed_(run_.terms(), FoldTerms{}) {}
 
   Verification run() {
@@ -126,7 +126,7 @@ class OrderCheck {
     Leaves sorted = added;
     std::sort(sorted.begin(), sorted.end());
     if (sorted != all) return false;
-    const bool ordered = term.left && added == all;
+    const bool ordered = term.canonical && added == all;
     summed_[id] = {chunk, !ordered             ? Order::other
                           : term.roundings > 1 ? Order::native
                                                : Order::exact};
@@ -155,7 +155,7 @@ class OrderCheck {
 // Checks that the final scratch of every rank depends on the initial scratch of all ranks: then no
 // rank leaves the barrier before all ranks have entered it.
 Verification verify_barrier(const Plan& plan, bool in_place) {
-  SymbolicRun run(plan, in_place, Buffer::scratch);
+  SymbolicRun run(plan, in_place, Buffer::scratch, FoldOrder::rank);
   for (Rank me = 0; me < plan.world; ++me) {
     std::vector<bool> seen(run.terms()), ranks(plan.world);
     for (int c = 0; c < plan.chunks; ++c) run.mark_ranks(run.at(tmp(me, c)), seen, ranks);
@@ -169,7 +169,8 @@ Verification verify_barrier(const Plan& plan, bool in_place) {
 
 }  // namespace
 
-Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place,
+                    FoldOrder order) {
   check(plan, in_place);
   require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
           plan.world);
@@ -177,7 +178,7 @@ Verification verify(Collective collective, const Plan& plan, Rank root, bool in_
   if (has_blocks(collective) && plan.chunks % plan.world != 0)
     return {text(name(collective), " has one block per rank, and ", plan.chunks,
                  " chunks cannot be divided evenly among ", plan.world, " blocks")};
-  return OrderCheck(collective, plan, root, in_place).run();
+  return OrderCheck(collective, plan, root, in_place, order).run();
 }
 
 // Finds the folds of as many leaves as there are ranks. Counts leaves

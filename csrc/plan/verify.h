@@ -14,8 +14,11 @@ struct Verification {
   bool right() const { return defect.empty(); }
 };
 
-// Checks that the plan does what the collective promises, and finds the order of its additions.
-Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place);
+// Checks that the plan does what the collective promises, and whether its additions are those of a
+// fold in this order: `native` and `exact` are named after the left fold, and mean the same of the
+// tree.
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place,
+                    FoldOrder order = FoldOrder::rank);
 
 // Returns, per step, whether it is a fold whose result contains every rank's data, so that nothing
 // is added to it afterwards.

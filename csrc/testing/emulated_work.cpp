@@ -61,19 +61,22 @@ void Emulator::require_access(Device device, const std::byte* begin, std::size_t
 }
 
 std::vector<MemoryAccess> Emulator::accesses(Device device, const LaunchWork& work,
-                                             std::size_t item, int part) const {
+                                             const Launch& how, int part) const {
   demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
          "kernel work without elements or without pointers");
+  const std::size_t item = item_bytes(how.dtype);
+  const std::size_t dst_item = how.options.widens ? item_bytes(accumulator(how.dtype)) : item;
   std::vector<MemoryAccess> all;
   auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
                   bool writes) {
+    const std::size_t bytes = work.count * (writes ? dst_item : item);
     demand(at.size() == pitches.size(), "kernel work without a pitch for each pointer");
     for (std::size_t i = 0; i < at.size(); ++i)
       for (std::size_t r = 0; r < work.lines; ++r) {
         const std::byte* const begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
         if (stands_in_ && !knows(begin)) continue;
-        require_access(device, begin, work.count * item);
-        all.push_back({begin, work.count * item, writes, part});
+        require_access(device, begin, bytes);
+        all.push_back({begin, bytes, writes, part});
       }
   };
   side(work.srcs, work.src_pitches, false);
@@ -169,8 +172,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
       for (const std::byte* at : *side)
         demand(work.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
                "misaligned address");
-    for (const MemoryAccess& t :
-         accesses(stream.device, work, item_bytes(how->dtype), static_cast<int>(i)))
+    for (const MemoryAccess& t : accesses(stream.device, work, *how, static_cast<int>(i)))
       o.accesses.push_back(t);
   }
   const auto act = [this, how] {

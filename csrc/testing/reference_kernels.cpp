@@ -11,10 +11,15 @@ void fold(const LaunchWork& work, const Launch& how) {
   std::vector<void*> dsts(work.dsts.begin(), work.dsts.end()),
       srcs(work.srcs.begin(), work.srcs.end());
   const bool scales = how.op != ReduceOp::avg || work.finishes;
-  const cpu::Fold run = cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum);
+  const cpu::Fold run =
+      cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum, how.options.order);
   auto n = [](const std::vector<void*>& v) { return static_cast<int>(v.size()); };
   for (std::size_t r = 0; r < work.lines; ++r) {
-    if (srcs.size() == 1)
+    if (how.options.widens)
+      cpu::AccumulatorFold(how.dtype, how.op)
+          .run(work.finishes, {dsts.data(), n(dsts)}, true, {srcs.data(), n(srcs)}, 0, 0,
+               work.count, how.options);
+    else if (srcs.size() == 1)
       cpu::copy({dsts.data(), n(dsts)}, srcs[0], work.count * item_bytes(how.dtype), false);
     else
       run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, work.count, how.options);

@@ -231,6 +231,13 @@ ReduceOp op_named(std::string_view name, const char* call) {
       text(call, ": op is '", name, "'; allowed are ", joined(kReduceOpNames)));
 }
 
+FoldOrder order_named(std::string_view name, const char* call) {
+  for (std::size_t i = 0; i < kFoldOrderNames.size(); ++i)
+    if (name == kFoldOrderNames[i]) return static_cast<FoldOrder>(i);
+  throw std::invalid_argument(
+      text(call, ": order is '", name, "'; allowed are ", joined(kFoldOrderNames)));
+}
+
 void check_op(DType dtype, ReduceOp op, const char* call) {
   if (reduces(dtype, op)) [[likely]]
     return;

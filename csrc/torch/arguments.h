@@ -62,6 +62,7 @@ ArgumentRange extent(const at::Tensor& tensor, AccessMode access, const Argument
 void check_disjoint(std::span<ArgumentRange> extents);
 
 ReduceOp op_named(std::string_view name, const char* call);
+FoldOrder order_named(std::string_view name, const char* call);
 void check_op(DType dtype, ReduceOp op, const char* call);  // throws TypeError
 // Returns `dim` wrapped to [0, tensor.dim()).
 int64_t check_dim(const at::Tensor& tensor, int64_t dim, const ArgumentName& label);

@@ -133,8 +133,10 @@ struct Lowered {
   }
 };
 
-auto verify_(const std::string& collective, const Plan& plan, Rank root, bool in_place) {
-  const Verification v = verify(collective_of(collective), plan, root, in_place);
+auto verify_(const std::string& collective, const Plan& plan, Rank root, bool in_place,
+             std::string_view order) {
+  const Verification v =
+      verify(collective_of(collective), plan, root, in_place, order_named(order, "verify"));
   return std::pair(v.right() ? py::object(py::none()) : py::object(py::str(v.defect)),
                    name(v.order));
 }
@@ -257,7 +259,7 @@ void bind_plan(py::module_& m) {
       "find_races", [](const Lowered& p) { return find_races(p.plan, p.program, p.in_place); },
       py::arg("program"));
   m.def("verify", &verify_, py::arg("collective"), py::arg("plan"), py::arg("root"),
-        py::arg("in_place"));
+        py::arg("in_place"), py::arg("order") = "rank");
   m.def("predict", &predict_, py::arg("program"), py::arg("bytes"), py::arg("model"));
   m.def("models", &models_);
 }

@@ -294,8 +294,13 @@ ListCall block_collective(ListArgs args) {
                 .streams = args.streams,
                 .peer_access = args.peer_access,
                 .names_algorithm = !args.algorithm.empty()};
-  BoundPlan plan = call.make_plan({args.collective, ranks.world(), bytes, dtype, false},
-                                  args.algorithm, ranks.root, args.op);
+  const SelectionKey key{.collective = args.collective,
+                         .world = ranks.world(),
+                         .bytes = bytes,
+                         .dtype = dtype,
+                         .in_place = false,
+                         .order = args.order};
+  BoundPlan plan = call.make_plan(key, args.algorithm, ranks.root, args.op);
   if (!call.streams.empty()) call.streams.resize(ranks.devices.size());
   const std::vector<int64_t> order =
       to_common_order(args, inputs, from_root ? ranks.root : 0, call);

@@ -37,14 +37,16 @@ struct ListArgs {
   int64_t root = 0;
   int64_t dim = 0;
   std::string_view algorithm = {};
+  FoldOrder order = FoldOrder::rank;
   // Block sizes: [rank][block], or one list for all ranks. Default: as torch.tensor_split.
   std::optional<std::vector<std::vector<int64_t>>> sizes = {};
   // scatter and replicate: the ranks' devices. gather: the result's device; default: that of the
   // first input.
   DeviceList devices = {};
   std::optional<Tensors> out = {};
-  Streams streams = {};     // [rank]; none: the device's current stream
-  bool peer_access = true;  // whether GPUs may access each other's memory
+  Streams streams = {};                      // [rank]; none: the device's current stream
+  bool peer_access = true;                   // whether GPUs may access each other's memory
+  std::optional<at::ScalarType> dtype = {};  // tree_sum: of the result; default: that of the inputs
 };
 
 // Returns the name of the argument `root`.
@@ -57,6 +59,8 @@ AccessMode access_of(const ListArgs& args, int64_t rank);
 ListCall in_place(ListArgs args);
 // all_gather, reduce_scatter, all_to_all, scatter and gather, which move blocks along a dimension.
 ListCall block_collective(ListArgs args);
+// Returns one tensor, the sum in tree order of tensors of one device.
+ListCall tree_sum(ListArgs args);
 // Copies every tensor to every rank; results are [index * world + rank].
 ListCall replicate(ListArgs args);
 // Copies a tensor into another one of the same shape and dtype. Their layouts may differ.

@@ -1,5 +1,7 @@
 #include "declarations.h"
 
+#include <torch/csrc/Dtype.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -58,6 +60,28 @@ void take_int(PythonCall& call, py::handle number, Self self) {
 template <int64_t ListArgs::* kMember>
 void take_int(ListArgs& args, Value number) {
   args.*kMember = number.toInt();
+}
+
+void take_order(PythonCall& call, py::handle order, Self self) {
+  // The default of the functions, which is the interned string itself, costs nothing.
+  static PyObject* const usual = PyUnicode_InternFromString(name(FoldOrder::rank));
+  if (order.ptr() == usual) return;
+  constexpr const char* hint = "'rank' or 'tree'";
+  const std::string_view name = string_from(order, call.args.call, self.name, hint);
+  call.args.order = order_named(name, call.args.call);
+}
+void take_order(ListArgs& args, Value order) {
+  args.order = order_named(order.toStringView(), args.call);
+}
+
+void take_dtype(PythonCall& call, py::handle dtype, Self self) {
+  if (dtype.is_none()) return;
+  require_type(THPDtype_Check(dtype.ptr()), call.args.call, ": ", self.name, " is a ",
+               Py_TYPE(dtype.ptr())->tp_name, "; pass a torch.dtype, or None");
+  call.args.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+void take_dtype(ListArgs& args, Value dtype) {
+  if (!dtype.isNone()) args.dtype = dtype.toScalarType();
 }
 
 void take_algorithm(PythonCall& call, py::handle name, Self) {
@@ -146,6 +170,9 @@ const Parameter kSrc{"src", "int src=0", take_int<kRoot>, take_int<kRoot>};
 const Parameter kDim{"dim", "int dim=0", take_int<kAlong>, take_int<kAlong>};
 const Parameter kAlgorithm{"algorithm", "str? algorithm=None", take_algorithm, take_algorithm,
                            Parameter::keyword};
+const Parameter kOrder{"order", "str order='rank'", take_order, take_order, Parameter::keyword};
+const Parameter kDtype{"dtype", "ScalarType? dtype=None", take_dtype, take_dtype,
+                       Parameter::keyword};
 const Parameter kSplits{"split_sizes", "SymInt[]? split_sizes=None", take_split_sizes,
                         take_split_sizes};
 const Parameter kChunks{"chunk_sizes", "SymInt[]? chunk_sizes=None", take_chunk_sizes,
@@ -184,13 +211,21 @@ const std::vector<Declaration>& declarations() {
   constexpr auto blocks = block_collective;
   constexpr const char *one = "Tensor", *many = "Tensor[]";
   static const std::vector<Declaration> all{
-      {"all_reduce", all_reduce, in_place, {&kTensors, &kOp, &kAlgorithm}, many},
-      {"all_reduce_coalesced", all_reduce, in_place, {&kLists, &kWorld, &kOp, &kAlgorithm}},
-      {"reduce", reduce, in_place, {&kTensors, &kDst, &kOp, &kAlgorithm}, one},
+      {"all_reduce", all_reduce, in_place, {&kTensors, &kOp, &kAlgorithm, &kOrder}, many},
+      {"all_reduce_coalesced",
+       all_reduce,
+       in_place,
+       {&kLists, &kWorld, &kOp, &kAlgorithm, &kOrder}},
+      {"reduce", reduce, in_place, {&kTensors, &kDst, &kOp, &kAlgorithm, &kOrder}, one},
       {"broadcast", broadcast, in_place, {&kTensors, &kSrc, &kAlgorithm}, many},
       {"broadcast_coalesced", broadcast, in_place, {&kLists, &kWorld, &kSrc}},
       {"all_gather", all_gather, blocks, {&kInputs, &kDim, &kAlgorithm, &kOut}, many},
-      {"reduce_scatter", reduce_scatter, blocks, {&kInputs, &kOp, &kDim, &kAlgorithm, &kOut}, many},
+      {"reduce_scatter",
+       reduce_scatter,
+       blocks,
+       {&kInputs, &kOp, &kDim, &kAlgorithm, &kOrder, &kOut},
+       many},
+      {"tree_sum", reduce, tree_sum, {&kInputs, &kDtype}, one},
       {"all_to_all", all_to_all, blocks, {&kInputs, &kDim, &kSplits, &kOut}, many},
       {"scatter", scatter, blocks, {&kTensor, &kDevices, &kChunks, &kDim, &kOut}, many},
       {"gather", gather, blocks, {&kInputs, &kTarget, &kDim, &kOneOut}, one},

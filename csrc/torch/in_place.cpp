@@ -91,8 +91,13 @@ ListCall in_place(ListArgs args) {
                 .names_algorithm = !args.algorithm.empty()};
   call.devices = grid.devices();
   for (const DtypeGroup& group : groups) {
-    BoundPlan plan = call.make_plan({args.collective, grid.world, group.bytes, group.dtype, true},
-                                    args.algorithm, static_cast<Rank>(args.root), args.op);
+    const SelectionKey key{.collective = args.collective,
+                           .world = grid.world,
+                           .bytes = group.bytes,
+                           .dtype = group.dtype,
+                           .in_place = true,
+                           .order = args.order};
+    BoundPlan plan = call.make_plan(key, args.algorithm, static_cast<Rank>(args.root), args.op);
     if (grid.world == 1 || group.bytes == 0) continue;
     for (std::size_t i : group.indices)
       bind_ranks(plan, std::span(grid.flat).subspan(i * grid.world, grid.world), call);

@@ -13,7 +13,8 @@ namespace {
 
 void log_choice(const SelectionKey& key, const Choice& choice) {
   log_once(text(name(key.collective), " of ", key.bytes, " bytes of ", name(key.dtype), " on ",
-                key.world, " ranks: ", choice.algorithm->name, " (", choice.reason, ")"));
+                key.world, " ranks", key.order == FoldOrder::tree ? " in tree order" : "", ": ",
+                choice.algorithm->name, " (", choice.reason, ")"));
 }
 
 // Allocates bytes on the device. On the host it bypasses the dispatcher, whose modes may substitute
@@ -37,7 +38,7 @@ BoundPlan ListCall::make_plan(SelectionKey key, std::string_view algorithm, Rank
   if (is_logging()) log_choice(key, choice);
   PlanKey plan{choice.algorithm, key.world, root, choice.pieces, key.in_place};
   if (gpus && key.topology == Topology::staged) plan.reach = memory_reach_of(devices, peer_access);
-  FoldOptions options{.world = key.world, .non_temporal = !key.in_place};
+  FoldOptions options{.world = key.world, .non_temporal = !key.in_place, .order = key.order};
   if (item_bytes(key.dtype) == 1) options.float8 = float8_specials();
   return {compiled(plan), key.dtype, op, options};
 }

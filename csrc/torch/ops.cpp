@@ -10,6 +10,7 @@
 
 #include "../plan/error.h"
 #include "declarations.h"
+#include "tensor_layout.h"
 #include "work.h"
 
 namespace pycollect::ops {
@@ -22,18 +23,6 @@ Tensors run_now(const ListCall& call) {
   return call.results;
 }
 
-// Whether collectives in place accept the tensors as they are. The strides of dimensions of one
-// element address nothing, and tracers do not know them.
-bool alike(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
-    const at::Tensor& first = tensors[0];
-    if (!t.is_non_overlapping_and_dense() || t.dim() != first.dim()) return false;
-    for (int64_t d = 0; d < t.dim(); ++d)
-      if (t.size(d) != 1 && t.stride(d) != first.stride(d)) return false;
-    return true;
-  });
-}
-
 // Replaces the inputs by tensors with the same values that collectives in place accept: contiguous
 // copies, if they are not such tensors. The copies come after the asynchronous calls that were made
 // before. The check is of the originals, because a copy has no tangent of forward-mode
@@ -43,7 +32,7 @@ void lay_out_alike(ListArgs& args) {
   for (std::size_t r = 0; r < tensors.size(); ++r)
     check_tensor(tensors[r], AccessMode::read, {args.call, "tensors", static_cast<int>(r)});
   drain();
-  if (!alike(tensors))
+  if (!are_dense_alike(tensors))
     for (at::Tensor& t : tensors) t = t.contiguous();
 }
 

@@ -31,6 +31,16 @@ std::vector<Dim> merged(const at::Tensor& t) {
 
 }  // namespace
 
+bool are_dense_alike(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+    const at::Tensor& first = tensors[0];
+    if (!t.is_non_overlapping_and_dense() || t.dim() != first.dim()) return false;
+    for (int64_t d = 0; d < t.dim(); ++d)
+      if (t.size(d) != 1 && t.stride(d) != first.stride(d)) return false;
+    return true;
+  });
+}
+
 Rectangles rectangles(const at::Tensor& t) {
   if (t.numel() == 0) return {};
   if (t.is_non_overlapping_and_dense()) return {Rectangle{.count = t.numel()}};

@@ -34,6 +34,10 @@ using Rectangles = c10::SmallVector<Rectangle, 1>;
 // channels_last) is one row.
 Rectangles rectangles(const at::Tensor& tensor);
 
+// Whether the tensors are dense with equal strides. The strides of dimensions of one element
+// address nothing, and tracers do not know them.
+bool are_dense_alike(const Tensors& tensors);
+
 // Returns an order of dimensions, outermost first, in which all tensors are contiguous; empty if
 // there is none.
 std::vector<int64_t> common_order(std::span<const at::Tensor> tensors);

@@ -76,7 +76,13 @@ void run_operators(const std::function<void()>& run) {
 at::Tensor copyable(const at::Tensor& t) { return t.element_size() == 1 ? t.view(at::kByte) : t; }
 
 void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
-  run_operators([&] { copyable(dst).copy_(copyable(src)); });
+  const bool converts = dst.element_size() != src.element_size();
+  run_operators([&] {
+    if (converts)
+      dst.copy_(src);
+    else
+      copyable(dst).copy_(copyable(src));
+  });
 }
 
 namespace {

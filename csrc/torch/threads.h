@@ -21,7 +21,8 @@ void run_operators(const std::function<void()>& run);
 // Returns a view whose dtype torch can copy: torch copies int4 not at all, and float4_e2m1fn_x2 not
 // between all layouts.
 at::Tensor copyable(const at::Tensor& tensor);
-// Copies with torch between tensors of one dtype and different layouts.
+// Copies with torch between tensors of one dtype and different layouts, or from a narrow float to
+// its accumulator.
 void copy_strided(const at::Tensor& dst, const at::Tensor& src);
 // Copies a rectangle from host memory to host memory; returns when the copy is done.
 void copy_on_host(const cuda::CopyRect& rectangle);

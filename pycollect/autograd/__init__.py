@@ -8,8 +8,9 @@ outputs must be computed in **one** backward pass: ``torch.autograd.backward(los
 ``losses[0].backward()``, ``losses[1].backward()``, and so on. An output without a gradient counts
 as zeros, and an input that does not require grad costs nothing.
 
-``tensors`` is a list with one torch.Tensor per rank. Shapes, dtypes, ``dim`` and ``algorithm`` are
-those of the function of the same name in ``pycollect``. ``dst`` and ``src`` are ranks, 0 (default)
+``tensors`` is a list with one torch.Tensor per rank. Shapes, dtypes, ``dim``, ``algorithm`` and
+``order``, which is also that of the gradient's sums, are those of the function of the same name in
+``pycollect``. ``dst`` and ``src`` are ranks, 0 (default)
 to W - 1 for W ranks. ``op`` is "sum" (default) or "avg"; all_reduce also has "max", "min" and
 "prod". These three have backward derivatives of any order. All others also have
 forward derivatives (jvp) of any order, and work under torch.func (grad, vmap, jacrev). Complex
@@ -36,6 +37,7 @@ from .functions import (
     reduce_scatter,
     replicate,
     scatter,
+    tree_sum,
 )
 
 __all__ = [
@@ -49,4 +51,5 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "scatter",
+    "tree_sum",
 ]

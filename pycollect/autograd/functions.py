@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .. import _C
 from .._in_graph import name_of
-from ..collectives import Op, ranks_of
+from ..collectives import Op, Order, check_order, ranks_of
 from ..devices import DeviceSpec
 from ..errors import shown
 from .in_graph import ALL, LINEAR, operator_in_graph
-from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
+from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate, TreeSum
 from .linear_along_dim import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
 from .node import apply
 from .nonlinear import Extreme, Product
@@ -22,7 +22,11 @@ from .nonlinear import Extreme, Product
 
 @operator_in_graph(ALL)
 def all_reduce(
-    tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
+    tensors: Sequence[Tensor],
+    op: Op = "sum",
+    *,
+    algorithm: str | None = None,
+    order: Order = "rank",
 ) -> list[Tensor]:
     """Return the reduction over all ranks, one copy per rank; backward: all_reduce.
 
@@ -36,17 +40,23 @@ def all_reduce(
     """
     devices = _devices(tensors, "all_reduce")
     _check_algorithm(algorithm, "all_reduce")
-    name = _op(op, ALL, "all_reduce")
+    check_order(order, "all_reduce")
+    name, how = _op(op, ALL, "all_reduce"), {"algorithm": algorithm, "order": order}
     if name == "prod":
-        return list(cast(Any, Product).apply(algorithm, *tensors))
+        return list(cast(Any, Product).apply(how, *tensors))
     if name in ("max", "min"):
-        return list(cast(Any, Extreme).apply(name, algorithm, *tensors))
-    return apply(AllReduce(devices, name == "avg", algorithm), tensors)
+        return list(cast(Any, Extreme).apply(name, how, *tensors))
+    return apply(AllReduce(devices, name == "avg", algorithm, order), tensors)
 
 
 @operator_in_graph()
 def reduce(
-    tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
+    tensors: Sequence[Tensor],
+    dst: int = 0,
+    op: Op = "sum",
+    *,
+    algorithm: str | None = None,
+    order: Order = "rank",
 ) -> Tensor:
     """Return the sum or mean over all ranks, on rank ``dst``'s device; backward: broadcast.
 
@@ -57,10 +67,30 @@ def reduce(
     """
     devices = _devices(tensors, "reduce")
     _check_algorithm(algorithm, "reduce")
+    check_order(order, "reduce")
     mean = _op(op, LINEAR, "reduce") == "avg"
     dst = _rank(dst, len(devices), "reduce", "dst")
-    (result,) = apply(Reduce(devices, dst, mean, algorithm), tensors)
+    (result,) = apply(Reduce(devices, dst, mean, algorithm, order), tensors)
     return result
+
+
+@operator_in_graph()
+def tree_sum(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum of tensors of one device in tree order; backward: the gradient itself.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
+    >>> parts = [torch.ones(1, requires_grad=True) for _ in range(3)]
+    >>> tree_sum(parts).backward(); parts[2].grad
+    tensor([1.])
+    """
+    _devices(tensors, "tree_sum")
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        kind = type(dtype).__name__
+        raise TypeError(f"tree_sum: dtype is a {kind}; pass a torch.dtype, or None")
+    own = tensors[0].dtype
+    (total,) = apply(TreeSum(len(tensors), own, own if dtype is None else dtype), tensors)
+    return total
 
 
 @operator_in_graph()
@@ -103,7 +133,12 @@ def all_gather(
 
 @operator_in_graph()
 def reduce_scatter(
-    tensors: Sequence[Tensor], op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
+    tensors: Sequence[Tensor],
+    op: Op = "sum",
+    *,
+    dim: int = 0,
+    algorithm: str | None = None,
+    order: Order = "rank",
 ) -> list[Tensor]:
     """Return chunk r along ``dim`` of the sum or mean for rank r; backward: all_gather.
 
@@ -116,10 +151,11 @@ def reduce_scatter(
     """
     devices = _devices(tensors, "reduce_scatter")
     _check_algorithm(algorithm, "reduce_scatter")
+    check_order(order, "reduce_scatter")
     mean = _op(op, LINEAR, "reduce_scatter") == "avg"
     at, lengths = _along(tensors, dim, "reduce_scatter")
     chunks = even(lengths[0], len(devices))
-    return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
+    return apply(ReduceScatter(devices, at, chunks, mean, algorithm, order), tensors)
 
 
 def _with_rows(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,6 +91,10 @@ def _is_valid(name: str, first: str, values: Values, ops: tuple[str, ...]) -> bo
         return False
     if name_of(values.get("op", "sum"), name) not in ops:
         return False
+    if values.get("order", "rank") not in ("rank", "tree"):
+        return False
+    if not isinstance(values.get("dtype"), torch.dtype | None):
+        return False
     return len(values.get("device") or [None]) == 1 and fits(name, values)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._in_graph import names_of
+from ..collectives import Order
 from .node import LinearCollective, apply
 
 Devices = tuple[torch.device, ...]
@@ -31,14 +32,16 @@ class AllReduce(LinearCollective):
     devices: Devices
     mean: bool
     algorithm: str | None = None
+    order: Order = "rank"
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(operators.all_reduce(tensors, op_of(self.mean), algorithm=self.algorithm))
+        how = {"algorithm": self.algorithm, "order": self.order}
+        return list(operators.all_reduce(tensors, op_of(self.mean), **how))
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Reduce to the first rank whose `wanted` is True, and copy its result to the others."""
         first = list(wanted).index(True)
-        (total,) = apply(Reduce(self.devices, first, self.mean), tensors)
+        (total,) = apply(Reduce(self.devices, first, self.mean, order=self.order), tensors)
         results: list[Tensor | None] = [None] * len(wanted)
         results[first] = total
         for rank in range(first + 1, len(wanted)):
@@ -58,13 +61,14 @@ class Reduce(LinearCollective):
     dst: int
     mean: bool
     algorithm: str | None = None
+    order: Order = "rank"
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        op = op_of(self.mean)
-        return [operators.reduce(tensors, self.dst, op, algorithm=self.algorithm)]
+        how = {"algorithm": self.algorithm, "order": self.order}
+        return [operators.reduce(tensors, self.dst, op_of(self.mean), **how)]
 
     def transposed(self) -> LinearCollective:
-        return Broadcast(self.devices, self.dst, self.mean)
+        return Broadcast(self.devices, self.dst, self.mean, order=self.order)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Broadcast(LinearCollective):
     src: int
     mean: bool = False
     algorithm: str | None = None
+    order: Order = "rank"  # of its transpose
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         (tensor,) = tensors
@@ -91,7 +96,7 @@ class Broadcast(LinearCollective):
         return result
 
     def transposed(self) -> LinearCollective:
-        return Reduce(self.devices, self.src, self.mean)
+        return Reduce(self.devices, self.src, self.mean, order=self.order)
 
 
 @dataclass(frozen=True)
@@ -162,3 +167,42 @@ class Total(LinearCollective):
 
     def transposed(self) -> LinearCollective:
         return Replicate(self.devices, self.origins)
+
+
+@dataclass(frozen=True)
+class TreeSum(LinearCollective):
+    """The sum of `parts` tensors of one device and dtype, as a tensor of dtype `result`."""
+
+    parts: int
+    dtype: torch.dtype
+    result: torch.dtype
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [operators.tree_sum(tensors, dtype=self.result)]
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        (total,) = apply(self, tensors)
+        return total
+
+    def transposed(self) -> LinearCollective:
+        return Spread(self.parts, self.dtype, self.result)
+
+
+@dataclass(frozen=True)
+class Spread(LinearCollective):
+    """Transpose of TreeSum: copies of a tensor of dtype `result`, as tensors of `dtype`."""
+
+    parts: int
+    dtype: torch.dtype
+    result: torch.dtype
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        (tensor,) = tensors
+        return [tensor.to(self.dtype, copy=True) for _ in range(self.parts)]
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        (tensor,) = tensors
+        return tensor.to(self.dtype)
+
+    def transposed(self) -> LinearCollective:
+        return TreeSum(self.parts, self.dtype, self.result)

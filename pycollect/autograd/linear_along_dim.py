@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._in_graph import names_of
+from ..collectives import Order
 from .linear import Copy, Devices, Reduce, op_of, operators
 from .node import LinearCollective, apply
 
@@ -40,6 +41,7 @@ class AllGather(LinearCollective):
     lengths: Lengths
     mean: bool = False
     algorithm: str | None = None
+    order: Order = "rank"  # of its transpose
 
     def _scaled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors, divided by the number of ranks if `mean`."""
@@ -55,7 +57,7 @@ class AllGather(LinearCollective):
         return result
 
     def transposed(self) -> LinearCollective:
-        return ReduceScatter(self.devices, self.dim, self.lengths, self.mean)
+        return ReduceScatter(self.devices, self.dim, self.lengths, self.mean, order=self.order)
 
     def batched(self) -> LinearCollective:
         return replace(self, dim=self.dim + 1)
@@ -70,21 +72,22 @@ class ReduceScatter(LinearCollective):
     lengths: Lengths
     mean: bool = False
     algorithm: str | None = None
+    order: Order = "rank"
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         # The collective cuts evenly; the transpose of an uneven all_gather reduces chunk by chunk.
         if self.lengths == even(sum(self.lengths), len(self.lengths)):
-            op = op_of(self.mean)
-            return list(operators.reduce_scatter(tensors, op, self.dim, algorithm=self.algorithm))
+            op, how = op_of(self.mean), {"algorithm": self.algorithm, "order": self.order}
+            return list(operators.reduce_scatter(tensors, op, self.dim, **how))
         return [self.one(tensors, rank) for rank in range(len(tensors))]
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         chunks = [_chunk(t, self.dim, self.lengths, rank) for t in tensors]
-        (result,) = apply(Reduce(self.devices, rank, self.mean), chunks)
+        (result,) = apply(Reduce(self.devices, rank, self.mean, order=self.order), chunks)
         return result
 
     def transposed(self) -> LinearCollective:
-        return AllGather(self.devices, self.dim, self.lengths, self.mean)
+        return AllGather(self.devices, self.dim, self.lengths, self.mean, order=self.order)
 
     def batched(self) -> LinearCollective:
         return replace(self, dim=self.dim + 1)

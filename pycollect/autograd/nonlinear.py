@@ -15,11 +15,11 @@ from torch import Tensor
 from .linear import AllReduce, operators
 from .node import apply, plain
 
+How = dict[str, Any]  # arguments of an all-reduce: algorithm and order
 
-def _reduced(tensors: Sequence[Tensor], op: str, algorithm: str | None) -> list[Tensor]:
-    results: list[Tensor] = operators.all_reduce(
-        [plain(t) for t in tensors], op, algorithm=algorithm
-    )
+
+def _reduced(tensors: Sequence[Tensor], op: str, how: How) -> list[Tensor]:
+    results: list[Tensor] = operators.all_reduce([plain(t) for t in tensors], op, **how)
     return results
 
 
@@ -27,12 +27,12 @@ class Extreme(torch.autograd.Function):
     """Max or min over the ranks; ranks with this value share its gradient, as in torch.amax."""
 
     @staticmethod
-    def forward(op: str, algorithm: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_reduced(tensors, op, algorithm))
+    def forward(op: str, how: How, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_reduced(tensors, op, how))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors = inputs[2:]
+        _, ctx.how, *tensors = inputs
         ctx.devices = tuple(t.device for t in tensors)
         ctx.save_for_backward(*tensors, *output)
 
@@ -41,7 +41,7 @@ class Extreme(torch.autograd.Function):
         saved, world = ctx.saved_tensors, len(grads)
         values, found = saved[:world], saved[world:]
         here = [_equal(v.detach(), f.detach()) for v, f in zip(values, found, strict=True)]
-        total = AllReduce(ctx.devices, mean=False)
+        total = AllReduce(ctx.devices, mean=False, order=ctx.how["order"])
         sharing = apply(total, [h.to(g.dtype) for h, g in zip(here, grads, strict=True)])
         totals = total.some(grads, ctx.needs_input_grad[2:])
         parts = zip(totals, here, sharing, strict=True)
@@ -60,12 +60,12 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(algorithm: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_reduced(tensors, "prod", algorithm))
+    def forward(how: How, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_reduced(tensors, "prod", how))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.algorithm, *tensors = inputs
+        ctx.how, *tensors = inputs
         ctx.devices = tuple(t.device for t in tensors)
         ctx.save_for_backward(*tensors)
 
@@ -73,14 +73,15 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        totals = AllReduce(ctx.devices, mean=False).some(grads, wanted)
+        total = AllReduce(ctx.devices, mean=False, order=ctx.how["order"])
+        totals = total.some(grads, wanted)
         results: list[Tensor | None] = [None]
-        for rank, total in enumerate(totals):
-            if total is None:
+        for rank, grad in enumerate(totals):
+            if grad is None:
                 results.append(None)
                 continue
             others = list(values)
             others[rank] = torch.ones_like(values[rank])
-            products: tuple[Tensor, ...] = cast(Any, Product).apply(ctx.algorithm, *others)
-            results.append(total * products[rank].conj())
+            products: tuple[Tensor, ...] = cast(Any, Product).apply(ctx.how, *others)
+            results.append(grad * products[rank].conj())
         return tuple(results)

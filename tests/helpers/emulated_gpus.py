@@ -21,13 +21,14 @@ from pycollect import _testing
 Stream = _testing.Stream
 # Arguments that pycollect.collectives passes by position, with their defaults.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "all_reduce": {"op": "sum", "algorithm": None},
-    "all_reduce_coalesced": {"op": "sum", "algorithm": None},
-    "reduce": {"dst": 0, "op": "sum", "algorithm": None},
+    "all_reduce": {"op": "sum", "algorithm": None, "order": "rank"},
+    "all_reduce_coalesced": {"op": "sum", "algorithm": None, "order": "rank"},
+    "reduce": {"dst": 0, "op": "sum", "algorithm": None, "order": "rank"},
     "broadcast": {"src": 0, "algorithm": None},
     "broadcast_coalesced": {"src": 0},
     "all_gather": {"dim": 0, "algorithm": None, "out": None},
-    "reduce_scatter": {"op": "sum", "dim": 0, "algorithm": None, "out": None},
+    "reduce_scatter": {"op": "sum", "dim": 0, "algorithm": None, "order": "rank", "out": None},
+    "tree_sum": {"dtype": None},
     "all_to_all": {"dim": 0, "split_sizes": None, "out": None},
     "copy_": {"src": None},
 }

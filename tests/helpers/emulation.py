@@ -29,10 +29,9 @@ class Row:
 
     def packed(self) -> tuple[Any, ...]:
         lines, count = self.dsts[0].shape
-        item = self.dsts[0].element_size()
         sides = (self.dsts, self.srcs)
         addresses = [[t.data_ptr() for t in side] for side in sides]
-        pitches = [[t.stride(0) * item for t in side] for side in sides]
+        pitches = [[t.stride(0) * t.element_size() for t in side] for side in sides]
         return (*addresses, *pitches, count, lines, self.finishes)
 
 
@@ -50,18 +49,21 @@ def launch(
     world: int = 0,
     multiprocessors: int = 1,
     float8: Sequence[int] = (),
+    order: str = "rank",
 ) -> list[dict[str, Any]]:
     """Run the rows; return what each launch did, which must not write beside its destinations."""
-    dtype = ref.short(rows[0].dsts[0].dtype)
+    dtype, result = rows[0].srcs[0].dtype, rows[0].dsts[0].dtype
     dsts = [dst for row in rows for dst in row.dsts]
     before = [ref.surrounding_bytes(dst) for dst in dsts]
     launches: list[dict[str, Any]] = _testing.emulate_launch(
         [row.packed() for row in rows],
-        dtype,
+        ref.short(dtype),
         op,
         world or len(rows[0].srcs),
         multiprocessors,
         float8 or float8_bytes(),
+        order,
+        result != dtype,
     )
     for one in launches:
         assert one["stored_twice"] == 0

@@ -31,6 +31,7 @@ LARGE = -1  # in place of a count: more than a MiB, which is several pieces betw
 COUNTS = (0, 1, 7, 35, 1023, LARGE)
 LAYOUTS = (*ref.LAYOUTS, "channels_last")
 ROOTS = ("first", "middle", "last")
+ORDERS = ("rank", "tree")
 _PERIOD = 1021  # elements of the pattern; prime, so data shifted by a piece or a row never matches
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
@@ -58,7 +59,7 @@ OF_RANKS = (
 OF_GLOO = tuple(c for c in OF_RANKS if c not in (*INSIDE, *["all_to_all"] * OLD_TORCH))
 OF_LISTS = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_coalesced"),
-    *("all_gather", "reduce_scatter", "all_to_all"),
+    *("all_gather", "reduce_scatter", "all_to_all", "tree_sum"),
 )
 OF_ONE_LIST = (*OF_LISTS, "gather", "scatter", "replicate", "copy_")  # not on emulated GPUs
 WITH_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "copy_")
@@ -76,6 +77,7 @@ class Case:
     async_op: bool = False
     dim: int = 0
     algorithm: str | None = None
+    order: str = "rank"
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -104,16 +106,30 @@ class Case:
             return (blocks, first, 1, count // first)
         return (blocks * first, count // first)
 
+    @property
+    def passed_algorithm(self) -> str | None:
+        """None in place of an algorithm that tree order refuses."""
+        if self.order == "rank" or self.algorithm is None:
+            return self.algorithm
+        collective = self.collective.removesuffix("_coalesced")
+        return self.algorithm if self.algorithm in exact_algorithms(collective) else None
+
     def exact(self, world: int) -> bool:
         """Whether the bits are guaranteed: by the default algorithm, by exact ones and, for wide
         dtypes, by native ones."""
-        if self.algorithm is None or world == 1:
+        if self.algorithm is None or world == 1 or self.order == "tree":
             return True
         if not self.reduces or not ref.depends_on_order(self.dtype, self.op):
             return True
         collective = self.collective.removesuffix("_coalesced")
         order = pc.plan(collective, world, algorithm=self.algorithm).order
         return order == "exact" or (order == "native" and self.dtype not in ref.NARROW)
+
+
+@functools.cache
+def exact_algorithms(collective: str) -> tuple[str, ...]:
+    names = pc.algorithms(collective)
+    return tuple(a for a in names if pc.plan(collective, 8, algorithm=a).order == "exact")
 
 
 # --- drawing cases --------------------------------------------------------------------------------
@@ -127,7 +143,8 @@ def axes_of_lists(collective: str, op: str) -> Axes:
     algorithms = pc.algorithms(named) if named in ref.COLLECTIVES and named != "all_to_all" else []
     outputs = ("", "contiguous", "misaligned") if collective in WITH_OUT else ("",)
     outputs = LAYOUTS[:-1] if collective == "copy_" else outputs
-    in_place = collective in ref.IN_PLACE or coalesced or collective in ("replicate", "copy_")
+    whole = collective in ("replicate", "copy_", "tree_sum")
+    in_place = collective in ref.IN_PLACE or coalesced or whole
     return {
         "dtype": _dtypes(collective, op),
         "count": COUNTS,
@@ -139,10 +156,16 @@ def axes_of_lists(collective: str, op: str) -> Axes:
         "async_op": (False,) if collective in NO_WORK else (False, True),
         "dim": (0,) if in_place else (0, 1, -1),
         "algorithm": (None, *algorithms),
+        "order": ORDERS if collective in REDUCING else ORDERS[:1],
     }
 
 
-NO_WORK = ("gather", "replicate", "broadcast_coalesced")  # they have no argument async_op
+NO_WORK = (
+    "gather",
+    "replicate",
+    "broadcast_coalesced",
+    "tree_sum",
+)  # they have no argument async_op
 
 
 def axes_of_emulated_lists(collective: str, op: str) -> Axes:
@@ -162,6 +185,7 @@ def axes_of_ranks(collective: str, op: str) -> Axes:
         "into": LAYOUTS if collective not in (*ONE_TENSOR, *INSIDE) else ("",),
         "root": ROOTS if collective in ROOTED else ROOTS[:1],
         "async_op": (False, True),
+        "order": ORDERS if collective in REDUCING else ORDERS[:1],
     }
 
 
@@ -181,10 +205,13 @@ def axes_of_gloo(collective: str, op: str) -> Axes:
         "count": COUNTS[1:-1],
         "layout": dense,
         "into": dense if axes["into"] != ("",) else ("",),
+        "order": ORDERS[:1],
     }
 
 
 def _dtypes(collective: str, op: str) -> tuple[torch.dtype, ...]:
+    if collective == "tree_sum":
+        return DTYPES
     if collective not in REDUCING:
         return (*DTYPES, *MOVED)
     return tuple(d for d in DTYPES if allowed(d, op))
@@ -259,6 +286,8 @@ def every_fold(world: int) -> Iterator[Case]:
         axes = axes_of_lists(collective, op)
         for algorithm, dtype in itertools.product(axes["algorithm"], axes["dtype"]):
             yield Case(collective, op, dtype, 35 + world, algorithm=algorithm)
+        for algorithm, dtype in itertools.product(exact_algorithms(collective), axes["dtype"]):
+            yield Case(collective, op, dtype, 99 + world, algorithm=algorithm, order="tree")
 
 
 def every(of: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -346,8 +375,10 @@ def wanted(case: Case, inputs: list[Tensor]) -> list[Any]:
         return list(inputs[root].tensor_split(world, case.dim))
     if name in ("replicate", "copy_", "broadcast_coalesced"):
         return [inputs[root]] * world
+    if name == "tree_sum":
+        return [ref.fold(inputs, "sum", "tree"), *[None] * (world - 1)]
     name = name.removesuffix("_coalesced")
-    return list(ref.expected(name, inputs, case.op, root, case.dim))
+    return list(ref.expected(name, inputs, case.op, root, case.dim, case.order))
 
 
 def placed(values: Tensor, layout: str) -> Tensor:

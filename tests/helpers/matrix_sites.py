@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, RankContext
+from dist_pool import BACKEND, OURS, RankContext
 from emulated_gpus import Gpus
 from matrix import (
     INSIDE,
@@ -26,7 +26,15 @@ from matrix import (
     placed,
     zeros,
 )
-from reference import as_bits, expected, surrounding_bytes, viewed_as, whole_memory
+from reference import (
+    NARROW,
+    as_bits,
+    expected,
+    fold,
+    surrounding_bytes,
+    viewed_as,
+    whole_memory,
+)
 from torch import Tensor
 
 import pycollect as pc
@@ -121,7 +129,8 @@ class EmulatedLists(Lists):
 
 def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
     """The arguments of these names, and `out` if the case passes it."""
-    given = {"async_op": case.async_op, "algorithm": case.algorithm, "dim": case.dim, "op": case.op}
+    given = {"async_op": case.async_op, "algorithm": case.passed_algorithm, "dim": case.dim}
+    given |= {"op": case.op, "order": case.order}
     return {n: given[n] for n in names} | ({"out": out} if out else {})
 
 
@@ -132,7 +141,7 @@ Found = tuple[list[Tensor], list[tuple[Tensor, Tensor]]]
 def _in_place(
     site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
 ) -> Found:
-    more = options(case, out, "async_op", "algorithm", *["op"] * case.reduces)
+    more = options(case, out, "async_op", "algorithm", *["op", "order"] * case.reduces)
     if case.collective in ROOT_NAMES:
         more[ROOT_NAMES[case.collective]] = case.root_of(len(tensors))
     result = getattr(site.api, case.collective)(tensors, **more)
@@ -154,7 +163,7 @@ def _coalesced(
         assert site.api.broadcast_coalesced(lists, root) is None
         wanted = [expected("broadcast", c, root=root) for c in columns]
     else:
-        more = options(case, out, "op", "async_op", "algorithm")
+        more = options(case, out, "op", "order", "async_op", "algorithm")
         result = site.api.all_reduce_coalesced(lists, **more)
         assert (result.wait() if case.async_op else result) is None
         wanted = [expected("all_reduce", c, case.op) for c in columns]
@@ -165,9 +174,9 @@ def _coalesced(
 def _out_of_place(
     site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
 ) -> Found:
-    more = options(case, out, "dim", "async_op", *["op"] * case.reduces)
+    more = options(case, out, "dim", "async_op", *["op", "order"] * case.reduces)
     if case.collective != "all_to_all":
-        more["algorithm"] = case.algorithm
+        more["algorithm"] = case.passed_algorithm
     result = getattr(site.api, case.collective)(tensors, **more)
     result = result.wait() if case.async_op else result
     assert isinstance(result, list)
@@ -204,11 +213,25 @@ def _copy(
     return out, []
 
 
+def _tree_sum(
+    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
+) -> Found:
+    """Also without rounding, and of the sums of aligned parts, which is the same."""
+    mine = [site.put(placed(t, case.layout), 0) for t in inputs]
+    result = site.api.tree_sum(mine)
+    if case.dtype not in NARROW:
+        parts = [site.api.tree_sum(mine[i : i + 2]) for i in range(0, len(mine), 2)]
+        return [result], [(site.api.tree_sum(parts), fold(inputs, "sum", "tree"))]
+    total = site.api.tree_sum(mine, dtype=torch.float32)
+    return [result], [(total, fold([t.float() for t in inputs], "sum", "tree"))]
+
+
 ROOT_NAMES = {"reduce": "dst", "broadcast": "src"}
 LIST_CALLS: dict[str, Callable[..., Found]] = {
     "all_reduce_coalesced": _coalesced,
     "broadcast_coalesced": _coalesced,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _out_of_place),
+    "tree_sum": _tree_sum,
     "scatter": _scatter,
     "gather": _gather,
     "replicate": _replicate,
@@ -346,17 +369,22 @@ RANK_CALLS: dict[str, Callable[[Rank, Tensor], list[Tensor]]] = {
 
 
 def rank_differs(me: RankContext, cases: Sequence[Case]) -> list[str]:
-    """Run cases in the default group, and return how this rank's results differ."""
-    wrong = []
+    """Run cases in groups of all ranks, and return how this rank's results differ."""
+    wrong, groups = [], {"rank": dist.group.WORLD}
+    if OURS:
+        tree = pc.distributed.options(order="tree")
+        groups["tree"] = dist.new_group(backend=BACKEND, pg_options=tree)
     with torch._C.DisableTorchFunction():  # only arguments of calls are in the device's memory
         for case in cases:
             inputs, results = modelled(case, me.world, blocks_of(case, me.world), not OURS)
-            rank = Rank(me, dist.group.WORLD, case)
+            rank = Rank(me, groups[case.order], case)
             found = rank.run(inputs[me.rank])
             me.site.synchronize()
             close = 0 if OURS else _roundings(me, case)
             differs = _compared(me, case, found, results, close) + rank.changed()
             wrong += [f"{case}: {why}" for why in differs]
+    if OURS:
+        dist.destroy_process_group(groups["tree"])
     return wrong
 
 

@@ -127,6 +127,12 @@ class PlacedApi:
             return out
         return to_cpu([result], [torch.device(device) if device else devices[0]])[0]
 
+    def tree_sum(self, tensors: Any, **options: Any) -> Tensor:
+        placed_call, (device, *_) = PlacedCall(), self._placement.devices(len(tensors))
+        result = pc.tree_sum(placed_call.to_device(list(tensors), device), **options)
+        placed_call.copy_back()
+        return to_cpu([result], [device])[0]
+
     def replicate(self, tensors: Any, devices: Any) -> list[list[Tensor]]:
         placements = self._placement.devices(len(pc.devices(devices)))
         placed_call = PlacedCall()

@@ -6,7 +6,9 @@ compared bit by bit: NaN equals NaN, and -0.0 differs from +0.0 (except after `m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,37 +152,56 @@ def surrounding_bytes(view: Tensor) -> Tensor:
 # --- the contract ---------------------------------------------------------------------------------
 
 
-def left_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """((x0 op x1) op x2) op ... in the contract's accumulator type, rounded once at the end."""
+Step = Callable[[Any, Any], Any]
+
+
+def tree(values: Sequence[Any], step: Step) -> Any:
+    """The balanced tree: the left operand is that of the largest power of two of values below."""
+    if len(values) == 1:
+        return values[0]
+    half = 1
+    while 2 * half < len(values):
+        half *= 2
+    return step(tree(values[:half], step), tree(values[half:], step))
+
+
+def fold(tensors: Sequence[Tensor], op: str, order: str = "rank") -> Tensor:
+    """((x0 op x1) op x2) op ..., or the tree, in the contract's accumulator type, rounded once."""
     dtype, world = tensors[0].dtype, len(tensors)
+    combined = functools.partial(tree if order == "tree" else _left, step=_step(dtype, op))
     if dtype in COMPLEX:
-        return _complex_fold(tensors, op)
-    if dtype == torch.bool:
-        step = _LOGICAL[op]
-    elif op in ("sum", "avg"):
-        step = torch.add
-    elif op == "prod":
-        step = torch.mul
-    else:
-        step = (_BITWISE | _EXTREMA)[op]
-    acc = tensors[0].float() if dtype in NARROW else tensors[0].clone()
-    for x in tensors[1:]:
-        acc = step(acc, x.float() if dtype in NARROW else x)
+        re, im = combined([torch.view_as_real(x).unbind(-1) for x in tensors])
+        scale = 1 / world if op == "avg" else 1
+        return torch.view_as_complex(torch.stack([re * scale, im * scale], -1))
+    acc = combined([x.float() if dtype in NARROW else x.clone() for x in tensors])
     if op == "avg":
         floating = dtype.is_floating_point
         acc = acc * (1 / world) if floating else torch.div(acc, world, rounding_mode="trunc")
     return acc.to(dtype)
 
 
-def _complex_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
-    # torch's complex product is not used: its loop tails may contract into FMAs.
-    re, im = (part.clone() for part in torch.view_as_real(tensors[0]).unbind(-1))
-    for x in tensors[1:]:
-        c, d = torch.view_as_real(x).unbind(-1)
-        re, im = (re * c - im * d, re * d + im * c) if op == "prod" else (re + c, im + d)
-    if op == "avg":
-        re, im = re * (1 / len(tensors)), im * (1 / len(tensors))
-    return torch.view_as_complex(torch.stack([re, im], -1))
+def left_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
+    return fold(tensors, op)
+
+
+def _left(values: Sequence[Any], step: Step) -> Any:
+    return functools.reduce(step, values)
+
+
+def _step(dtype: torch.dtype, op: str) -> Step:
+    if dtype in COMPLEX:
+        return _complex_product if op == "prod" else lambda x, y: (x[0] + y[0], x[1] + y[1])
+    if dtype == torch.bool:
+        return _LOGICAL[op]
+    if op in ("sum", "avg"):
+        return torch.add
+    return torch.mul if op == "prod" else (_BITWISE | _EXTREMA)[op]
+
+
+def _complex_product(x: Any, y: Any) -> Any:
+    """Of real and imaginary parts; the loop tails of torch's own may contract into FMAs."""
+    (a, b), (c, d) = x, y
+    return a * c - b * d, a * d + b * c
 
 
 IN_PLACE = ("all_reduce", "reduce", "broadcast")
@@ -189,11 +210,16 @@ COLLECTIVES = (*IN_PLACE, "all_gather", "reduce_scatter", "all_to_all")
 
 
 def expected(
-    collective: str, tensors: Sequence[Tensor], op: str = "sum", root: int = 0, dim: int = 0
+    collective: str,
+    tensors: Sequence[Tensor],
+    op: str = "sum",
+    root: int = 0,
+    dim: int = 0,
+    order: str = "rank",
 ) -> list[Tensor]:
     """The result of every rank."""
     ranks = range(len(tensors))
-    folded = left_fold(tensors, op) if collective in REDUCING else None
+    folded = fold(tensors, op, order) if collective in REDUCING else None
     if collective == "all_reduce":
         return [folded for _ in ranks]
     if collective == "reduce":

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "../../cuda/copy_kernel.h"
-#include "../../cuda/fold_kernel.h"
 #include "../../cuda/split_launch.h"
+#include "../../cuda/tree_kernel.h"
 #include "../../plan/find_name.h"
 #include "../../torch/threads.h"
 #include "bind.h"
@@ -65,11 +65,17 @@ using Run = void (*)(const ArgsHead&, const uint64_t* words, ThreadId, const Wat
 
 Run find_run(KernelKind kind, DType dtype, ReduceOp op) {
   if (kind == KernelKind::copy) return &run_copies<Watched>;
-  static constexpr auto kRuns = kernel_table<Run>([](auto kernel) -> Run {
-    using K = decltype(kernel);
-    return &run_folds<typename K::Type, typename K::Operation, Watched>;
+  using Runs = std::array<Run, kKernelKinds.size()>;
+  static constexpr auto kRuns = kernel_table<Runs>([](auto kernel) -> Runs {
+    using T = typename decltype(kernel)::Type;
+    using Op = typename decltype(kernel)::Operation;
+    Runs runs{&run_folds<T, Op, Watched>};
+    if constexpr (order_matters_on<T, Op>) runs[1] = &run_tree_folds<T, Op, T, Watched>;
+    if constexpr (is_narrow<T>) runs[2] = &run_tree_folds<T, Op, float, Watched>;
+    return runs;
   });
-  return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+  return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)]
+              [static_cast<std::size_t>(kind)];
 }
 
 // Returns the number of bytes accessed, and the number of bytes accessed again.
@@ -104,7 +110,8 @@ py::dict run(const Launch& launch, const KernelLaunch& kernel_launch) {
     moved.push_back(loads.size() + stores.size() - before);
   }
   py::dict result;
-  result["kind"] = kernel_launch.kind == KernelKind::copy ? "copy" : "fold";
+  constexpr std::array kinds{"fold", "tree_fold", "widening_fold", "copy"};
+  result["kind"] = kinds[static_cast<std::size_t>(kernel_launch.kind)];
   result["works"] = kernel_launch.args.head.works;
   result["args_bytes"] = kernel_launch.bytes;
   result["accesses"] = moved;
@@ -131,14 +138,19 @@ using LaunchWorkTuple =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
 // Runs the works, and returns for each launch its kind and size, and how it accessed memory.
-// `float8`: the bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
+// `float8`: the bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2. `order`:
+// "rank" or "tree"; `widens`: the destinations are float32.
 std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
                                      const std::string& dtype, const std::string& op, int world,
-                                     int multiprocessors, const std::array<uint8_t, 6>& float8) {
+                                     int multiprocessors, const std::array<uint8_t, 6>& float8,
+                                     const std::string& order, bool widens) {
   Launch launch{{},
                 static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
                 static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
-                {.world = world, .float8 = std::bit_cast<Float8Specials>(float8)}};
+                {.world = world,
+                 .order = static_cast<FoldOrder>(find_name("order", order, kFoldOrderNames)),
+                 .widens = widens,
+                 .float8 = std::bit_cast<Float8Specials>(float8)}};
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
     launch.works.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
@@ -164,7 +176,8 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
 void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
-        py::arg("world"), py::arg("multiprocessors"), py::arg("float8"));
+        py::arg("world"), py::arg("multiprocessors"), py::arg("float8"), py::arg("order") = "rank",
+        py::arg("widens") = false);
   m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
         py::arg("pitches"));
 }
