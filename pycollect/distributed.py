@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a s
 from . import _C, _coalescing_patch
 from ._build_check import build_info
 from ._version import __version__
+from .collectives import Order
 from .errors import shown
 from .plans import algorithms
 
@@ -32,6 +33,7 @@ __all__ = ["options"]
 
 NAME = "pycollect"
 HOSTS = ("exact", "one")  # values of the option `hosts`
+ORDERS = ("rank", "tree")
 # Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
 # left the group, and must fit into its clock.
 _LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
@@ -44,6 +46,7 @@ _MOST_BYTES = 2**46  # half of the address space of an x86-64 process
 def options(
     *,
     algorithm: str | None = None,
+    order: Order = "rank",
     buffer_bytes: int | None = None,
     symmetric_heap_bytes: int | None = None,
     hosts: str = "exact",
@@ -53,6 +56,10 @@ def options(
     `algorithm` replaces the selected algorithm in all collectives that have one of this name (see
     `pycollect.algorithms`); None (default) leaves the selection to the library. Ranks on several
     hosts have one way for each collective, and refuse another.
+
+    `order` is that of reductions: "rank" (default), the left fold in rank order, or "tree", the
+    balanced tree over the ranks (`help(pycollect.collectives)`). Sparse tensors have only the
+    former, and `algorithm`s that add in several steps, too.
 
     Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
     buffers in shared memory, through which its data moves in pieces of at most `buffer_bytes` bytes
@@ -88,17 +95,18 @@ def options(
         made.buffer_bytes = _bytes("buffer_bytes", buffer_bytes, least=4096)
     if symmetric_heap_bytes is not None:
         made.symmetric_heap_bytes = _bytes("symmetric_heap_bytes", symmetric_heap_bytes, least=0)
-    _check_hosts(hosts)
-    made.hosts = hosts
+    _check_names(hosts, order)
+    made.hosts, made.order = hosts, order
     return made
 
 
-def _check_hosts(hosts: str) -> None:
-    allowed = ", ".join(map(repr, HOSTS))
-    if not isinstance(hosts, str):
-        raise TypeError(f"hosts is a {type(hosts).__name__}; pass one of {allowed}")
-    if hosts not in HOSTS:
-        raise ValueError(f"hosts is {shown(hosts)}; allowed are {allowed}")
+def _check_names(hosts: str, order: str) -> None:
+    for name, value, names in (("hosts", hosts, HOSTS), ("order", order, ORDERS)):
+        allowed = ", ".join(map(repr, names))
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is a {type(value).__name__}; pass one of {allowed}")
+        if value not in names:
+            raise ValueError(f"{name} is {shown(value)}; allowed are {allowed}")
 
 
 def _new_options() -> Any:
@@ -184,7 +192,7 @@ def _create(request: Any, given: Any) -> Any:
         raise TypeError(f"pg_options is a {kind}; pass pycollect.distributed.options(...)")
     # Options of another backend are replaced by the default ones.
     made: Any = copy.copy(given) if isinstance(given, _C.Options) else _new_options()
-    _check_hosts(made.hosts)  # the attributes can be set
+    _check_names(made.hosts, made.order)  # the attributes can be set
     made._is_default = not dist.is_initialized()
     made._timeout = request.timeout
     made.group_name = request.group_id

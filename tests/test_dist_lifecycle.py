@@ -214,6 +214,14 @@ def split(me: RankContext) -> None:
     assert (part.rank(), part.size()) == (mine.index(me.rank), len(mine))
     part.shutdown()
     assert_all_reduce(me.world)
+    tree = dist.new_group(backend=BACKEND, pg_options=pc.distributed.options(order="tree"))
+    all_of_it = tree.split_group(list(range(me.world)), datetime.timedelta(seconds=20))
+    for part in (tree, all_of_it):  # ((1e8 + 1) - 1e8) + 1 is 1 in rank order
+        x = torch.tensor([(1e8, 1.0, -1e8, 1.0)[me.rank]])
+        part.allreduce([x]).wait()
+        assert x.item() == 0
+    all_of_it.shutdown()
+    dist.destroy_process_group(tree)
 
 
 @pytest.mark.parametrize("job", [subgroups, pytest.param(split, marks=ours_only)])

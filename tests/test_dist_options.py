@@ -243,9 +243,12 @@ def test_names_that_are_not_strings_are_refused():
 
 
 @pytest.mark.parametrize("word", ["fast", "Exact", ""])
-def test_other_words_for_hosts_are_refused(word):
-    with pytest.raises(ValueError, match=f"hosts is '{word}'; {ALLOWED_HOSTS}$"):
-        pc.distributed.options(hosts=word)
+@pytest.mark.parametrize("name", ["hosts", "order"])
+def test_other_words_are_refused(name, word):
+    with pytest.raises(ValueError, match=f"{name} is '{word}'; allowed are {ALLOWED[name]}$"):
+        pc.distributed.options(**{name: word})
+    with pytest.raises(TypeError, match=f"{name} is a int; pass one of {ALLOWED[name]}$"):
+        pc.distributed.options(**{name: 3})
 
 
 IN_ANOTHER_ORDER = (1e8, 1.0, -1e8)  # one value per rank; the sum depends on the order
@@ -275,7 +278,27 @@ def test_an_algorithm_is_for_the_collectives_that_have_it(name, pools):
     assert [t.tolist() for t in found] == [t.tolist() for t in wanted]
 
 
-ALLOWED_HOSTS = "allowed are 'exact', 'one'"
+def in_tree_order_by_name(me: RankContext, name: str) -> list[str]:
+    options = pc.distributed.options(algorithm=name, order="tree")
+    me.init("algorithm in tree order", pg_options=options)
+    x, gathered = torch.ones(9), torch.empty(9 * me.world)
+    errors = [caught(lambda: dist.all_reduce(x)) for _ in range(2)]
+    assert x.tolist() == [1] * 9
+    dist.all_gather_into_tensor(gathered, x)
+    return [f"{e.kind} {e.text}" for e in errors]
+
+
+@not_on(HOSTS, "they have one way for each collective")
+@pytest.mark.parametrize("name", ["ring", "chain", "tree", "halving_doubling"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_algorithm_in_several_steps_is_refused_in_tree_order(name, world, pools):
+    with pools.fresh(world) as pool:
+        for error in [e for errors in pool.run(in_tree_order_by_name, name) for e in errors]:
+            assert error.startswith("ValueError")
+            assert f"algorithm '{name}' adds in several steps, which order='tree'" in error
+
+
+ALLOWED = {"hosts": "'exact', 'one'", "order": "'rank', 'tree'"}
 VERSIONS = ["0.0.1", "0.0.2", "0.0.2"]
 SET_ONLY = ("exactly", *VERSIONS)
 
@@ -309,7 +332,11 @@ REFUSED: list[tuple[str, list[Any], str, dict[str, str]]] = [
     ("algorithm", ALGORITHMS, OF_ONE_HOST, {"ranks_as": HOSTS}),
     ("algorithm", ["fused"] * 3, OF_ONE_HOST, {"ranks_as": HOSTS}),
     ("algorithm", ALGORITHMS, "same options", {"ranks_as": THREADS}),
-    ("hosts", ["exactly"] * 3, f"hosts is 'exactly'; {ALLOWED_HOSTS}", {}),
+    ("order", ["tree", "tree", "rank"], "order=tree.*order=rank", {}),
+    ("order", ["tree", "tree", "rank"], "order=tree.*order=rank", {"ranks_as": HOSTS}),
+    ("order", ["tree", "tree", "rank"], "same options", {"ranks_as": THREADS}),
+    ("order", ["exactly"] * 3, f"order is 'exactly'; allowed are {ALLOWED['order']}", {}),
+    ("hosts", ["exactly"] * 3, f"hosts is 'exactly'; allowed are {ALLOWED['hosts']}", {}),
     ("hosts", ["exact", "exact", "one"], MIXED_HOSTS, {"placement": "aab"}),
     ("_version", VERSIONS, MIXED_VERSIONS, {"placement": "aab"}),
     ("hosts", ["one"] * 3, NOT_ONE, {"placement": "aab"}),

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_in_step import assert_in_step
-from dist_pool import OURS, Caught, RankContext, caught
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
 from sites import THREADS, not_on, quick_on_hosts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pycollect as pc
 
 WORLD = 3
 F8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -285,6 +287,23 @@ def test_ddp_with_sparse_gradients(pools):
     first, *others = pools(WORLD).run(ddp)
     for other in others:
         assert_same(other, first, "ranks have different bits")
+
+
+def in_tree_order(me: RankContext) -> list[str]:
+    options = pc.distributed.options(order="tree")
+    tree = dist.new_group(backend=BACKEND, pg_options=options)
+    errors = [caught(lambda t=t: dist.all_reduce(t, group=tree)) for t in (plain(), plain())]
+    dist.all_reduce(x := torch.ones(2), group=tree)
+    assert x.tolist() == [me.world] * 2
+    dist.destroy_process_group(tree)
+    return [f"{e.kind} {e.text}" for e in errors]
+
+
+def test_sparse_tensors_have_rank_order_only(pools):
+    for errors in pools(WORLD).run(in_tree_order):
+        for error in errors:
+            assert error.startswith("ValueError")
+            assert "is sparse, and the group's option is order='tree'" in error
 
 
 # --- errors ---------------------------------------------------------------------------------------

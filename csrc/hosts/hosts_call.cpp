@@ -116,8 +116,8 @@ void HostsCall::run_here(Collective collective, const Blocks& in, const Blocks& 
 
 // --- sums of ranks that are not host by host
 
-// Every rank gets all ranks' data of one part, in rank order, and adds it up. Then the parts go to
-// the ranks that want them.
+// Every rank gets all ranks' data of one part, and adds it up in the order of the call. Then the
+// parts go to the ranks that want them.
 void HostsCall::add_parts() {
   std::size_t largest = total(r_.input);
   if (r_.collective == Collective::reduce_scatter)

@@ -1,11 +1,17 @@
 // See sum_chain.h.
 #include "sum_chain.h"
 
-#include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace pycollect::ipc {
 namespace {
+
+// Returns how many sums a fold of `ranks` ranks passes on.
+std::size_t sums_of(int ranks, const CollectiveRequest& r) {
+  const bool tree = r.options.order == FoldOrder::tree && order_matters(r.dtype, r.op);
+  return tree ? std::popcount(static_cast<unsigned>(ranks)) : ranks > 0;
+}
 
 // A piece is a message: it must be so large that the work for a message is little beside the time
 // that its bytes take. A chain of more hosts needs more of them.
@@ -30,7 +36,10 @@ SumChain::SumChain(HostsCall& call)
       last_(hosts_.count() - 1),
       ranks_(static_cast<int>(hosts_.ranks(host_).size())),
       returns_(r_.collective == Collective::all_reduce),
-      wide_(call.row_.accumulator_item()) {
+      wide_(call.row_.accumulator_item()),
+      before_(hosts_.ranks(host_)[0]),
+      sums_in_(sums_of(before_, r_)),
+      sums_out_(sums_of(before_ + ranks_, r_)) {
   cut();
 }
 
@@ -122,7 +131,8 @@ void SumChain::run() {
   slots_ = ceil_div(kPosted, per_group_) + 2;
   results_sent_.resize(slots_ * per_group_);
   data_.resize(ranks_);
-  const std::size_t carries = std::min(pieces_, kCarries) * of_piece_ * wide_,
+  const std::size_t carries = std::min(pieces_, kCarries) * of_piece_ * wide_ *
+                              std::max(sums_in_, sums_out_),
                     results = slots_ * of_lane_ * call_.item_;
   memory_ = executor_.scratch(carries + results);
   carries_ = memory_.get();
@@ -146,7 +156,7 @@ void SumChain::send(Rank to, const std::byte* at, std::size_t bytes, std::size_t
 void SumChain::post_carry(std::size_t p) {
   if (p >= pieces_ || host_ == 0 || piece_count(p) == 0) return;
   await_sent(carry_sent(p));
-  executor_.receive(lane_on(host_ - 1), carry(p), piece_count(p) * wide_, memory_);
+  executor_.receive(lane_on(host_ - 1), carry(p), piece_count(p) * wide_ * sums_in_, memory_);
 }
 
 // Begins to receive what comes back of a piece: of an all_reduce, from the next host.
@@ -193,14 +203,17 @@ void SumChain::add(std::size_t p) {
     if (host_ == 0) await_sent(carry_sent(p));
     if (ends) await_sent(results_sent(p));
     if (host_ > 0) executor_.await_receive(lane_on(host_ - 1));
-    std::vector<void*> from;
-    if (host_ > 0) from.push_back(carry(p));
+    std::vector<void*> from, to;
+    for (std::size_t sum = 0; sum < sums_in_; ++sum) from.push_back(carry(p) + sum * n * wide_);
     for (std::byte* const all_of : data_)
       from.push_back(all_of + p % per_group_ * of_piece_ * item);
-    void* const to = ends ? result(p) : carry(p);
-    call_.row_.run_accumulators(ends, {&to, 1}, !ends, {from.data(), static_cast<int>(from.size())},
-                                host_ > 0, n);
-    if (!ends) send(lane_on(host_ + 1), carry(p), n * wide_, carry_sent(p));
+    for (std::size_t sum = 0; sum < sums_out_ && !ends; ++sum)
+      to.push_back(carry(p) + sum * n * wide_);
+    if (ends) to.push_back(result(p));
+    call_.row_.run_accumulators(ends, {to.data(), static_cast<int>(to.size())}, !ends,
+                                {from.data(), static_cast<int>(from.size())},
+                                static_cast<int>(sums_in_), before_, n);
+    if (!ends) send(lane_on(host_ + 1), carry(p), n * wide_ * sums_out_, carry_sent(p));
     if (ends && returns_) send(lane_on(host_ - 1), result(p), n * item, results_sent(p));
   }
   post_carry(p + kPosted);

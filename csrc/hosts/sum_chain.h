@@ -1,8 +1,11 @@
-// Sums over hosts, in rank order: a host adds its ranks' data to the sum of the hosts before it,
-// which it gets as accumulators, so the result is rounded once, as on one host. Every rank of a
-// host is a lane, which adds up a share of the data, in pieces. The results of an all_reduce go
-// back from host to host: 2 (H-1) hops for H hosts; S per link and direction.
+// Sums over hosts that have the ranks in their order: a host adds its ranks' data to the sum of the
+// hosts before it, which it gets as accumulators, so the result is rounded once, as on one host.
+// Every rank of a host is a lane, which adds up a share of the data, in pieces. The results of an
+// all_reduce go back from host to host: 2 (H-1) hops for H hosts; S per link and direction. In tree
+// order, a host gets a sum for each bit of the number of ranks before it, which is one sum if that
+// is a power of two.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -52,7 +55,7 @@ class SumChain {
 
   Rank lane_on(int host) const { return call_.rank_on(host, call_.index_); }
   std::byte* carry(std::size_t piece) const {
-    return carries_ + piece % kCarries * of_piece_ * wide_;
+    return carries_ + piece % kCarries * of_piece_ * wide_ * std::max(sums_in_, sums_out_);
   }
   std::size_t& carry_sent(std::size_t piece) { return carry_sent_[piece % kCarries]; }
   std::size_t& results_sent(std::size_t piece) {
@@ -72,6 +75,9 @@ class SumChain {
   const int host_, last_, ranks_;  // this host, the last one, and the ranks of this one
   const bool returns_;             // the results go to all ranks
   const std::size_t wide_;         // bytes of an accumulator
+  const int before_;               // ranks of the hosts before
+  // Sums of the ranks before, and of them and this host's.
+  const std::size_t sums_in_, sums_out_;
   std::vector<Part> parts_ = {};
   std::size_t of_lane_ = 0, of_piece_ = 0;  // most elements of a lane in a group, and in a piece
   std::size_t groups_ = 0, per_group_ = 1, pieces_ = 0;

@@ -168,6 +168,7 @@ uint64_t fingerprint_hash(const CollectiveRequest& r) {
   h.add(static_cast<uint64_t>(r.collective) | uint64_t{r.dtype_number()} << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
         uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 |
+        (reduces(r.collective) ? static_cast<uint64_t>(r.options.order) : 0) << 26 |
         static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(options(r));
   if (r.sparse) h.add(r.sparse->shapes);

@@ -252,7 +252,8 @@ uint64_t properties_of(const CollectiveRequest& r) {
   return static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
          uint64_t{r.moved_dtype} << 16 | static_cast<uint64_t>(r.op) << 24 |
          uint64_t{r.in_place} << 32 | uint64_t{r.irregular} << 33 |
-         uint64_t{r.options.non_temporal} << 34 | uint64_t{r.sparse != nullptr} << 35;
+         uint64_t{r.options.non_temporal} << 34 | uint64_t{r.sparse != nullptr} << 35 |
+         static_cast<uint64_t>(r.options.order) << 36;
 }
 
 }  // namespace
@@ -287,8 +288,14 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       r.options.non_temporal && !r.in_place && total(r.output) * item() >= kStreamedBytes;
   const ProgramBinder binder{buffers, *this, settings.buffer_bytes, me.rank};
   const auto program = [&](Topology topology) -> const RankProgram& {
-    const Choice choice =
-        choose({r.collective, me.world, bytes, r.dtype, r.in_place, topology}, r.algorithm);
+    const SelectionKey key{.collective = r.collective,
+                           .world = me.world,
+                           .bytes = bytes,
+                           .dtype = r.dtype,
+                           .in_place = r.in_place,
+                           .topology = topology,
+                           .order = r.options.order};
+    const Choice choice = choose(key, r.algorithm);
     return programs.find(
         {choice.algorithm, choice.pieces, r.root, r.in_place, topology == Topology::shm_symmetric});
   };

@@ -51,6 +51,7 @@ void bind_distributed(py::module_& m) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init<>())
       .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("order", &Options::order)
       .def_readwrite("hosts", &Options::hosts)
       .def_readwrite("_gloo", &Options::gloo)
       .def_readwrite("_version", &Options::version)

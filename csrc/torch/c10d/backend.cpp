@@ -25,6 +25,7 @@ Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
     : c10d::Backend(me.rank, me.world),
       me_(me),
       options_(std::move(options)),
+      order_(order_named(options_->order, "pycollect.distributed.options")),
       timeout_ms_(options_->timeout.count()),
       connection_(connect(store, me, *options_)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
@@ -87,6 +88,7 @@ CollectiveWorkPtr Backend::new_work(const CallParams& info, uint64_t number) con
             .name = info.name,
             .number = number,
             .algorithm = has_wanted ? std::string_view(wanted) : std::string_view(),
+            .order = order_,
             .connection = connection_.get(),
             .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
   });

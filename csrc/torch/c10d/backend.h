@@ -126,6 +126,7 @@ class Backend final : public c10d::Backend {
 
   const RankAndWorld me_;
   const OptionsPtr options_;
+  const FoldOrder order_;
   const ipc::ForkGuard fork_guard_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};

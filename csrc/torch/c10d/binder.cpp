@@ -112,6 +112,7 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
     added.root = form_.root;
     added.algorithm = call_.algorithm;
     added.options.world = me_.world;
+    added.options.order = call_.order;
     if (item_bytes(dtype) == 1) added.options.float8 = float8_specials();
     added.in_place = form_.in_place;
     added.irregular = form_.irregular;

@@ -33,11 +33,12 @@ class SparseSums;
 
 struct GroupCall {
   Collective collective;
-  const char* name;                  // operation name in the public API
-  uint64_t number = 0;               // sequence number of the call, as torch counts them
-  ipc::Deadline queued = {};         // when it was queued
-  uint64_t scope = 0;                // which callbacks have made the call (ProcessQueue); 0: none
-  std::string_view algorithm = {};   // from the group's options; empty: the selector chooses
+  const char* name;                 // operation name in the public API
+  uint64_t number = 0;              // sequence number of the call, as torch counts them
+  ipc::Deadline queued = {};        // when it was queued
+  uint64_t scope = 0;               // which callbacks have made the call (ProcessQueue); 0: none
+  std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
+  FoldOrder order = FoldOrder::rank;
   Connection* connection = nullptr;  // of the group
   std::chrono::milliseconds timeout{};
   c10::SmallVector<ipc::CollectiveRequest, 1> requests = {};  // run in this order, one per dtype

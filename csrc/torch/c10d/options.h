@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../group/group_settings.h"
+#include "../../plan/dtype.h"
 #include "../torch_runtime.h"
 
 namespace pycollect::dist {
@@ -18,6 +19,8 @@ struct Options final : c10d::Backend::Options {
       : c10d::Backend::Options(kBackendName, limit) {}
 
   std::string algorithm = {};  // used by every collective that has it; empty: automatic
+  // Of reductions: a name of kFoldOrderNames.
+  std::string order = name(FoldOrder::rank);
   // Size of each of a rank's two staging buffers in host memory; none: default.
   std::optional<std::size_t> buffer_bytes = {};
   // Address space of each rank's symmetric heap; none: default.

@@ -41,7 +41,7 @@ ipc::GroupSettings settings_of(const Options& o, int world) {
           .mailbox_header_bytes = ipc::MailArea::header_bytes(world),
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
-          .common_settings = text(" hosts=", o.hosts, " pycollect=", o.version),
+          .common_settings = text(" hosts=", o.hosts, " order=", o.order, " pycollect=", o.version),
           .one_host = o.hosts == kOneHost,
           .check_signals = &check_signals};
 }

@@ -84,6 +84,9 @@ SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, at::TensorList te
     require(!reduction.scales() && (op_ == ReduceOp::sum || op_ == ReduceOp::avg), call.name, ": ",
             label, " is sparse, and the op is ", reduction.scales() ? "PREMUL_SUM" : name(op_),
             "; sparse tensors have only sum and avg, in which a missing entry adds nothing");
+    require(call.order == FoldOrder::rank, call.name, ": ", label,
+            " is sparse, and the group's option is order='tree'; sparse tensors are added in rank "
+            "order only, so pass a dense tensor, or use another group");
     for (const SparseOperand& other : operands_)
       require(!tensors[i].is_same(other.tensor), call.name, ": ", label,
               " occurs twice in the list; pass different tensors");

@@ -211,8 +211,13 @@ void JointRequest::bind(BoundPlan& plan, RunMemory run, ListCall& call) const {
 
 void JointRequest::bind(ListCall& call) const {
   const std::size_t most = bytes();
-  BoundPlan plan = call.make_plan({first_.collective, world_, most, first_.dtype, first_.in_place},
-                                  first_.algorithm, first_.root, first_.op);
+  const SelectionKey key{.collective = first_.collective,
+                         .world = world_,
+                         .bytes = most,
+                         .dtype = first_.dtype,
+                         .in_place = first_.in_place,
+                         .order = first_.options.order};
+  BoundPlan plan = call.make_plan(key, first_.algorithm, first_.root, first_.op);
   if (most == 0) return;
   if (is_contiguous()) {
     bind(plan, whole(), call);

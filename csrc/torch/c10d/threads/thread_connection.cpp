@@ -40,7 +40,9 @@ NewGroups& new_groups() {
   return groups;
 }
 
-std::string settings_of(const Options& o) { return text(" algorithm=", o.algorithm); }
+std::string settings_of(const Options& o) {
+  return text(" algorithm=", o.algorithm, " order=", o.order);
+}
 
 // All ranks return the same group.
 std::shared_ptr<ThreadGroup> find_group(const std::shared_ptr<RankScheduler>& scheduler,
