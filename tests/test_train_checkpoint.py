@@ -110,6 +110,26 @@ def test_a_run_is_continued_with_the_same_bits(
     assert all(map(same_tensors, *tensors))
 
 
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 1), (1, 2)], ids=str)
+def test_a_run_with_shards_is_continued_by_any_number_of_ranks(
+    tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    """Statistics, random states, momentum and losses are those of a run without a change."""
+    path, (before, after) = tmp_path / "run.pt", worlds
+    shards: dict[str, Any] = {"shards": 4, "drop_last": True}
+    wholes = [run(f"cpu*{world}", epochs=3, **shards) for world in worlds]
+    run(f"cpu*{before}", epochs=1, checkpoint=path, **shards)
+    torch.manual_seed(99)
+    part = run(f"cpu*{after}", epochs=3, resume=path, checkpoint=path, **shards)
+    assert len(checkpoint.load(path)["run"]["engine"]["replicas"]["buffers"]) == 4
+    for whole in wholes:
+        assert part.losses == whole.losses
+        assert [e.accuracy for e in part.epochs] == [e.accuracy for e in whole.epochs]
+        assert same_bits(part.module, whole.module)
+    with pytest.raises(checkpoint.CheckpointError, match="shards 4, not 8"):
+        run(resume=path, epochs=4, size=16, shards=8)
+
+
 def test_omitted_options_come_from_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ def test_a_command_line_asks_for_the_options_of_train() -> None:
         "devices": ["cpu", "cpu"], "batch_size": 20, "lr": 0.4, "epochs": 3, "seed": 5,
         "model": "resnet18", "momentum": 0.9, "weight_decay": 0.001, "weights": (80.0, 20.0),
         "microbatch": 4, "sync_batchnorm": True, "strict": True, "shuffle": False,
-        "drop_last": True,
+        "drop_last": True, "shards": None,
     }  # fmt: skip
     assert (made.prefetch, made.overlap) == (3, False)
     assert str(made) == (

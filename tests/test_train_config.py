@@ -86,6 +86,11 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         assert type(getattr(made, name)) is type(value)
 
 
+# Options that shards exclude.
+OF_OTHERS: dict[str, Any] = {"weights": "80,20", "microbatch": 4}
+OF_OTHERS |= {"reduce": "naive", "compile": "aot_eager", "overlap": True}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,6 +115,25 @@ def test_options_are_filled_in(options: dict[str, Any], expected: dict[str, Any]
         ({"weight_decay": -1.0}, "weight decay must be at least 0, not -1"),
         ({"seed": -1}, r"the seed must be from 0 to 2\*\*63 - 1, not -1"),
         ({"microbatch": 0}, "at least 1 example, not 0"),
+        ({"shards": 0}, "there must be at least 1 shard, not 0"),
+        *(
+            (
+                {"shards": n, "devices": f"cpu*{w}"},
+                f"{n} shards cannot be .* {w} ranks, a power of two for each: {fit} can$",
+            )
+            for n, w, fit in ((8, 7, "1, 2, 4, 8"), (6, 2, "1, 3, 6"), (2, 4, "1, 2"))
+        ),
+        *(
+            ({"shards": 4, name: value}, f"shards are even, .*leave out {name}, or the shards")
+            for name, value in OF_OTHERS.items()
+        ),
+        ({"shards": 10**18, "devices": "cpu*3"}, "cannot be divided among 3 ranks"),
+        *(
+            ({"shards": 4, name: True}, "so nothing can be scaled by it: leave out scale_batch and")
+            for name in ("scale_batch", "scale_lr")
+        ),
+        ({"shards": 4, "sync_batchnorm": True}, "a rank for each of the 4 shards: there are 2"),
+        ({"shards": 4, "batch_size": 10, "strict": True}, "number of shards: 10 examples on 4 sh"),
         ({"prefetch": -1}, "at least 0 batches, not -1"),
         ({"model": "vgg"}, r"unknown model 'vgg'; allowed are lenet, resnet18, and any torch"),
         ({"reduce": "magic"}, "unknown reduction 'magic'; allowed are pycollect, naive"),

@@ -188,6 +188,7 @@ def graphed(**options):
     ("call", "message"),
     [
         (lambda: graphed(exact_times=True), "exact times cannot be captured"),
+        (lambda: graphed(shards=2), "a step with shards cannot be captured"),
         (graphed, "on one GPU, and these ranks are on cpu: .*compile=True.* or --compile makes"),
         (
             lambda: GraphedStep(X, Y, print, lambda: [X, X.to("meta")], capturing=as_graph),

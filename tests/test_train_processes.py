@@ -138,6 +138,40 @@ def test_ranks_have_the_bits_of_one_process(
     assert each or not same_bits(outcome[0][2], outcome[1][2])
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("", {"prefetch": 2}),  # the last batch of 41 has one example: three shards have none
+        ("dropout", {"seed": 4}),
+        ("sometimes", {"batch_size": 12}),
+        ("norm", {"drop_last": True}),
+        ("norm", {"batch_size": 12, "drop_last": True, "shards": 6}),
+    ],
+    ids=str,
+)
+def test_shards_have_the_same_bits_on_any_number_of_ranks(
+    pools: Pools, kind: str, options: dict[str, Any]
+) -> None:
+    options = {"shards": 4, **options}
+    torch.manual_seed(0)
+    expected = quietly(prepared(1, kind, **options))
+    worlds = (3, 6) if options["shards"] == 6 else (2, 4)
+    for world in worlds:
+        torch.manual_seed(0)
+        assert_alike([quietly(prepared(world, kind, **options))], expected)
+        outcome = pools(world).run(trained, kind, options)
+        assert_alike(outcome, expected, buffers=kind != "norm")
+    plain = {name: value for name, value in options.items() if name != "shards"}
+    torch.manual_seed(0)
+    assert quietly(prepared(worlds[-1], kind, **plain))[0] != expected[0]  # in rank order
+
+
+def test_synchronised_statistics_of_shards_with_a_rank_each(pools: Pools) -> None:
+    options = {"shards": 4, "sync_batchnorm": True}
+    expected = quietly(prepared(4, "norm", **options))
+    assert_alike(pools(4).run(trained, "norm", options), expected)
+
+
 @of_processes
 def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
     losses, _, model = quietly(prepared(2))
@@ -194,7 +228,7 @@ def refused(me: RankContext) -> list[str]:
         "pass all ranks' shares": lambda: step(one),
         "one share per rank: 1 for 2": lambda: step(one, shares=[3]),
         "must be at least 0 and add up to 3": lambda: step(one, shares=[2, 2]),
-        "forward changes parameter weight in place, which a group cannot compare": lambda: step(
+        "forward changes parameter weight in place, which a group or shards cannot": lambda: step(
             Clamps(36, 3), shares=[3, 3]
         ),
         "few is sparse, and no group of processes sends it": lambda: trainer(scattered),

@@ -227,7 +227,8 @@ def replicas(
     for step, (X, y) in enumerate(case.data()):
         case.before(step, one.modules, one.optimizers)
         shares = case.shares(step, len(X))
-        shards = X.split(shares)[here], y.split(shares)[here]
+        # Copies: some of torch's kernels have other bits at another alignment.
+        shards = [[part.clone() for part in whole.split(shares)[here]] for whole in (X, y)]
         if again:
             found = one.step_on_shards(*shards, shares=shares)
         else:
@@ -273,6 +274,18 @@ def test_a_step_is_that_of_one_device_and_has_the_same_bits_every_way(case: Case
         torch.testing.assert_close(sums, wanted, rtol=1e-4, atol=1e-4)
         for p, q in zip(module.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_momentum_of_narrow_floats(dtype: torch.dtype) -> None:
+    """Of 16 elements or more, which torch's fused SGD computes wrongly."""
+    param, wide = (nn.Parameter(torch.ones(100, dtype=t)) for t in (dtype, torch.float64))
+    made = [sgd_factory(0.1, momentum=0.9)([p]) for p in (param, wide)]
+    for step in range(4):
+        for p, optimizer in zip((param, wide), made, strict=True):
+            p.grad = torch.full_like(p, 0.25 * (step + 1))
+            optimizer.step()
+    torch.testing.assert_close(param.double(), wide, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("shares", [[4, 4, 4], [12, 0, 0], [6, 0, 6]])
@@ -359,6 +372,20 @@ LOADED = "the state is for 2 ranks, and there are 3"
         (of(perceptron(), microbatch=0), "a microbatch must have at least 1 example, not 0"),
         (of(perceptron(), compile=True, microbatch=4), "microbatches is not one graph: leave out"),
         (of(perceptron(), compile=True, sync_batchnorm=True), "statistics .* is not one graph"),
+        (of(perceptron(), shards=0), "there must be at least 1 shard, not 0"),
+        (of(perceptron(), shards=3), "3 shards .* 2 ranks, a power of two for each: 1, 3 can"),
+        (of(perceptron(), shards=4, microbatch=2), "shards exclude microbatch, compile and"),
+        (of(perceptron(), shards=4, reduction=reduce_gradients_naive), "and another reduction"),
+        (of(perceptron(), 2, shards=4, strict=True), "number of shards: 7 examples on 4 shards"),
+        (
+            lambda r, X, y: replicas_of(perceptron(), 2, shards=4).load_state_dict(r.state_dict()),
+            "the state is for 2 shards, and there are 4",
+        ),
+        (
+            lambda r, X, y: replicas_of(perceptron(), 2, shards=4).step(X, y, shares=[4, 3]),
+            "there must be one share per shard: 2 for 4",
+        ),
+        (lambda r, X, y: of(BAG, shards=4)(r, X.abs().long(), y), SPARSE),
         (of(perceptron(), bucket_bytes=0), "a bucket must have at least 1 byte, not 0"),
         (of(perceptron().requires_grad_(False)), "nothing to train"),
         (lambda r, X, y: of(BAG)(r, X.abs().long(), y), SPARSE),

@@ -18,7 +18,7 @@ from .training_run import run as run_once
 
 COMPARED = ("naive", "pycollect")  # the baseline first
 # Options that a comparison does not support: it chooses `reduce`, and one file is for one run.
-_REFUSED = ("checkpoint", "resume", "log", "graph", "compile", "reduce", "sync_batchnorm")
+_REFUSED = ("checkpoint", "resume", "log", "graph", "compile", "reduce", "sync_batchnorm", "shards")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ adds in rank order, as pycollect's does.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from .prepared_run import PreparedRun
 from .records import StepSeconds
 from .reduce import GRADIENT_REDUCTIONS, gathered
 from .replica_trainer import ReplicaTrainer
+from .shards import of_ranks, total_loss
 from .shares import AutoShares, shares_of
 
 
@@ -51,7 +51,9 @@ class Engine:
         delay = 0 if self.group is None else prepared.loading.prefetch
         self.auto = AutoShares(len(devices), delay) if options.weights == "auto" else None
         known = options.weights is not None and options.weights != "auto"
-        self._weights: Any = options.weights if known else [1.0] * len(devices)
+        parts = options.shards or len(devices)
+        self._weights: Any = options.weights if known else [1.0] * parts
+        self._shards = options.shards
         self._graph = options.graph
         self._graphs: dict[int, Callable[[Tensor, Tensor], Sequence[Tensor]]] = {}
         if self.group is not None:  # a data set may draw: processes draw other numbers
@@ -81,30 +83,42 @@ class Engine:
         """
 
         def part(indices: Tensor, steps: int) -> Tensor:
-            shares = self._shares(len(indices), steps if ahead else 0)
+            shares = self._of_ranks(self._shares(len(indices), steps if ahead else 0))
             return torch.split(indices, shares)[self.replicas.ranks[0]]
 
         if self.group is not None:
             own = (lambda n: [n]) if ahead else None
             return Loader(examples, loading, devices=self.devices, shares=own, part=part)
         unknown = not ahead or self.auto is not None or self._graph
-        shares = None if unknown else partial(shares_of, weights=self._weights)
+        shares = None if unknown else lambda n: self._of_ranks(self._shares(n))
         return Loader(examples, loading, devices=self.devices, shares=shares)
 
     def _shares(self, n: int, steps: int = 0) -> list[int]:
-        """Return the shares of a batch of n examples that comes `steps` steps after the next."""
+        """Return the shares of a batch of n examples that comes `steps` steps after the next.
+
+        They are those of the ranks, or if the run has shards, of the shards.
+        """
         return self.auto.shares_ahead(n, steps) if self.auto else shares_of(n, self._weights)
 
+    def _of_ranks(self, shares: Sequence[int]) -> list[int]:
+        return of_ranks(shares, self.replicas.world)
+
     def step(self, batch: Batch) -> Sequence[Tensor]:
-        """Train on one batch; return the summed losses of this process's ranks."""
+        """Train on one batch; return the summed losses of this process's ranks.
+
+        With shards it is one sum of all, in the order of the gradients.
+        """
         n = batch.examples
-        self.shares = tuple(self.auto.shares(n) if self.auto else self._shares(n))
+        shares = self.auto.shares(n) if self.auto else self._shares(n)
+        self.shares = tuple(self._of_ranks(shares))
         if self._graph:
             return self._replay(batch)
         if batch.shards is None:
-            losses = self.replicas.step(batch.X, batch.y, shares=self.shares)
+            losses = self.replicas.step(batch.X, batch.y, shares=shares)
         else:
-            losses = self.replicas.step_on_shards(*batch.shards, shares=self.shares)
+            losses = self.replicas.step_on_shards(*batch.shards, shares=shares)
+        if self._shards:
+            losses = [total_loss(losses, self.devices[0])]
         self.seconds = self.replicas.seconds
         if self.auto:
             seconds = [0.0] * self.auto.world
@@ -134,7 +148,7 @@ class Engine:
         if self.group is None:
             return sums
         whole = torch.tensor(sums, dtype=torch.float64, device=self.devices[0])
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=self.replicas.group)
         return list(whole.tolist())
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -163,5 +177,6 @@ class Engine:
         if self.auto:
             self.auto.load_state_dict(state["auto"])
         if state["processes"] == self._processes:
+            known = state["generators"]  # of another number of ranks, if the run has shards
             for rank, device in zip(self.replicas.ranks, self.devices, strict=True):
-                set_generators(state["generators"][rank], device)
+                set_generators(known[min(rank, len(known) - 1)], device)

@@ -128,11 +128,12 @@ class GraphedStep:
 
         `shares` are the numbers of examples per rank, even by default. All gradients are reduced in
         one launch after the backward pass. Raises ValueError for exact times, which wait for the
-        host, for a process of a group, and for ranks on several devices or on the CPU.
+        host, for shards, for a process of a group, and for ranks on several devices or on the CPU.
         """
         exact = replicas.exact_times
-        if exact or replicas.group is not None:
-            what = "exact times" if exact else "processes of a group"
+        if exact or replicas.group is not None or replicas.shards:
+            what = "exact times" if exact else "shards"
+            what = what if replicas.group is None else "processes of a group"
             raise ValueError(f"a step with {what} cannot be captured in a CUDA graph")
 
         def state() -> list[Tensor]:

@@ -133,7 +133,8 @@ def check_parameters(
                 continue
             if alone and all(torch.equal(r[name].to(param.device), param) for r in replicas):
                 continue
-            how = "and differently on each rank" if alone else "which a group cannot compare"
+            unknown = "which a group or shards cannot compare"
+            how = "and differently on each rank" if alone else unknown
             raise ValueError(
                 f"forward changes parameter {name} in place, {how}: "
                 "make it a buffer, of which each rank has its own"

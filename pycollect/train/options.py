@@ -174,6 +174,12 @@ class Options:
         "ranks", "shares of a batch per rank, e.g. 80,20 for a fast and a slow device, or auto: by "
         "measured throughput", usual="even shares", stored=True, metavar="W,W,...",
         python="; as text, or a number for each rank, at least 0 and not all 0")
+    shards: int | None = _option(
+        "ranks", "always divide a batch into N parts, which the ranks share evenly: any number of "
+        "ranks has the same bits, and may continue a run",
+        check=_must("there must be at least 1 shard", lambda n: n >= 1), stored=True,
+        python="; each rank has a power of two of them, and buffers and random states belong to a "
+        "part", shell="; each rank has a power of two of them")
     microbatch: int | None = _option(
         "training", "accumulate the gradients of N examples of all ranks at a time, to save memory",
         check=_must("a microbatch must have at least 1 example", lambda n: n >= 1), stored=True,
@@ -313,6 +319,11 @@ class Options:
             values[option.name] = known.get(option.name, default) if asked is None else asked
         spec = values["devices"] if self.num_gpus is None else self.devices
         devices = tuple(ranks(spec, self.num_gpus))
+        if values["shards"] and (self.scale_batch or self.scale_lr):
+            raise ValueError(
+                "with shards the number of ranks changes nothing, so nothing can be scaled by it: "
+                "leave out scale_batch and scale_lr"
+            )
         if self.scale_batch:
             size = usual.batch_size if self.batch_size is None else self.batch_size
             values["batch_size"] = size = size * len(devices)
@@ -333,6 +344,7 @@ class Options:
         given = self.weights or ()
         weights = given if isinstance(given, str) else ",".join(f"{weight:g}" for weight in given)
         parts = [f"batch size {self.batch_size}"]
+        parts += [f"{self.shards} shards"] if self.shards else []
         parts += [f"microbatch {self.microbatch}"] if self.microbatch else []
         parts += [f"lr {self.lr:g}"]
         parts += [f"momentum {self.momentum:g}"] if self.momentum else []

@@ -20,6 +20,7 @@ from .models import MODELS, SIZE, LeNet
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
 from .options import Options, device_list
+from .shards import check_shards
 from .shares import check_strict, microbatches, shares_of
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -50,15 +51,16 @@ class PreparedRun:
                 f"{' x '.join(map(str, shape[-2:]))}; choose the model resnet18, or for a folder "
                 f"the image size {SIZE}"
             )
+        world, shards = len(options.devices), options.shards
         if options.strict:
-            check_strict(options.batch_size, len(options.devices), options.microbatch)
+            check_strict(options.batch_size, world, options.microbatch, shards)
         single = SingleValueCheck(self.module, sync_batchnorm=options.sync_batchnorm)
         # `batches` also raises ValueError if drop_last leaves no batch.
         for size in sorted({len(b) for b in self.loading.batches(count(self.data.train))}):
             if options.strict:
-                check_strict(size, len(options.devices), options.microbatch)
+                check_strict(size, world, options.microbatch, shards)
             if options.weights != "auto":  # measured shares are not known before the run
-                shares = tuple(shares_of(size, options.weights or [1.0] * len(options.devices)))
+                shares = tuple(shares_of(size, options.weights or [1.0] * (shards or world)))
                 parts = microbatches(shares, options.microbatch or size)
                 single.check(parts, torch.zeros(0, *shape))
 
@@ -85,18 +87,19 @@ class PreparedRun:
 
     def step_options(self) -> dict[str, Any]:
         """Return the options of a training step, by the names that they have there."""
-        names = ("microbatch", "sync_batchnorm", "strict", "exact_times", "compile")
+        names = ("shards", "microbatch", "sync_batchnorm", "strict", "exact_times", "compile")
         chosen = {name: getattr(self.options, name) for name in names}
         return {"overlap": self.options.overlap is not False, **chosen}
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for equal bits, as plain numbers and strings."""
+        kinds = [device.type for device in self.options.devices]
         return {
             "data": self.data.name,
             "training_examples": count(self.data.train),
             "image_shape": list(self.data.image_shape),
             "parameters": sum(p.numel() for p in self.module.parameters()),
-            "kinds_of_devices": [device.type for device in self.options.devices],
+            "kinds_of_devices": sorted(set(kinds)) if self.options.shards else kinds,
             **{k: v for k, v in self.options.stored().items() if k not in _FREE},
         }
 
@@ -137,6 +140,7 @@ def needs_group(options: Options) -> bool:
 
 def check_combination(options: Options, backend: str | None) -> None:
     """Raise ValueError for filled-in options that exclude each other; needs no data."""
+    _check_shards(options, backend)
     devices, auto, sync = options.devices, options.weights == "auto", options.sync_batchnorm
     given = None if options.weights == "auto" else options.weights
     weights = [1.0] * len(devices) if given is None else given
@@ -173,7 +177,24 @@ def check_combination(options: Options, backend: str | None) -> None:
     shares_of(1, weights)
     check_graph(options.microbatch, sync, compiled)
     if options.strict:
-        check_strict(options.batch_size, len(devices), options.microbatch)
+        check_strict(options.batch_size, len(devices), options.microbatch, options.shards)
+
+
+def _check_shards(options: Options, backend: str | None) -> None:
+    """Raise ValueError for options that shards exclude."""
+    if options.shards is None:
+        return
+    names = ("weights", "microbatch", "graph", "compile")
+    given = [name for name in names if getattr(options, name)]
+    given += ["reduce"] * (options.reduce != "pycollect") + ["overlap"] * bool(options.overlap)
+    if given:
+        raise ValueError(
+            "shards are even, computed one after the other, and added by a tree: leave out "
+            f"{' and '.join(given)}, or the shards"
+        )
+    if backend not in (None, "pycollect"):
+        raise ValueError(f"shards are added in tree order: choose pycollect instead of {backend}")
+    check_shards(options.shards, len(options.devices), alone=options.sync_batchnorm)
 
 
 def _source(asked: Options, stored: Mapping[str, Any] | None) -> dict[str, Any] | None:

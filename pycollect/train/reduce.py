@@ -28,7 +28,7 @@ import pycollect as pc
 
 Gradients: TypeAlias = Sequence[Sequence[Tensor]]
 Reduction: TypeAlias = Callable[[Gradients], None]
-_SPARSE = "a gradient is sparse: make the layer with sparse=False"
+SPARSE = "a gradient is sparse: make the layer with sparse=False"
 
 
 def naive_all_reduce(data: Sequence[Tensor]) -> None:
@@ -97,7 +97,7 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             if param.grad.layout != torch.strided:
-                raise ValueError(_SPARSE)
+                raise ValueError(SPARSE)
             mine.append(param.grad)
     return gradients
 
@@ -167,7 +167,7 @@ class GroupSum:
         for dtype in dict.fromkeys(param.dtype for param in trained):
             params = [param for param in trained if param.dtype == dtype]
             if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
-                raise ValueError(_SPARSE)
+                raise ValueError(SPARSE)
             known = params[0].new_tensor([float(p.grad is not None) for p in params])
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             whole = torch.cat([known, *(part.flatten() for part in parts)])

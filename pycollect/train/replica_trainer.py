@@ -46,7 +46,13 @@ from .reduce import (
     reduce_gradients_coalesced,
     send_from_rank_0,
 )
-from .shares import check_strict, microbatches, scatter, shares_of
+from .shards import (
+    OwnShards,
+    check_shards,
+    in_tree_order,
+    reduce_gradients_in_tree_order,
+)
+from .shares import Examples, check_strict, microbatches, parts_of, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 
 # Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
@@ -65,18 +71,25 @@ class ReplicaTrainer:
     collective; see GRADIENT_REDUCTIONS). Each rank has batch statistics of its own, and the model
     takes rank 0's.
 
+    With `shards`, a batch is always divided into that many parts, and a step has the same bits on
+    any number of ranks: see `pycollect.train.shards`. Each rank has equally many, a power of two
+    (one rank: any number), which it computes one after the other, before their gradients are
+    reduced. `shares` are then those of all shards; a rank's loss is the sum of its shards', in
+    float64; buffers, and with a `seed` random states, belong to a shard, and what else a module
+    remembers to its rank. `group` becomes another one, in tree order. Excludes `microbatch`,
+    `compile`, `reduction`, and synchronised batch statistics unless each shard has a rank.
+
     `microbatch` is the number of examples of a microbatch over all ranks, at least 1; the gradients
     of the microbatches are accumulated. None, the default, trains on the whole batch at once.
     `overlap` (default: on) reduces gradients in buckets of about `bucket_bytes` (at least 1,
     default 4 MiB) while the backward pass still runs; the bits are the same without. The other
     options are off by default. `sync_batchnorm` takes batch statistics over all ranks of a group.
-    `strict` refuses a batch that the number of ranks does not divide, as BatchFlow does.
-    `exact_times` waits for the devices wherever time is taken, so the host can no longer issue work
-    ahead of a GPU. `compile` runs every step after the first as one graph of torch.compile, by the
-    backend that it names, or "inductor" for True, and reduces after the backward pass, whatever
-    `overlap` is. It excludes `microbatch`, `sync_batchnorm` and a group. With a `seed` each rank
-    draws from random states of its own, as in dropout; without one, and in a compiled step, all
-    draw in turn from torch's generators.
+    `strict` refuses a batch that the number of ranks, or of shards, does not divide. `exact_times`
+    waits for the devices wherever time is taken, so the host cannot issue work ahead. `compile`
+    runs every step after the first as one graph of torch.compile, by the backend that it names, or
+    "inductor" for True, and reduces after the backward pass, whatever `overlap` is. It excludes
+    `microbatch`, `sync_batchnorm` and a group. With a `seed` each rank draws from random states of
+    its own, as in dropout; without one, and in a compiled step, all draw in turn from torch's.
 
     With a `group` of torch.distributed, each of its processes (or ranks as threads) has one rank:
     `devices` is this process's device, all begin with rank 0's parameters and buffers and call the
@@ -105,6 +118,7 @@ class ReplicaTrainer:
         optimizer: MakeOptimizer,
         loss: Loss = summed_cross_entropy,
         reduction: Reduction = reduce_gradients_coalesced,
+        shards: int | None = None,
         microbatch: int | None = None,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
@@ -115,20 +129,20 @@ class ReplicaTrainer:
         group: dist.ProcessGroup | None = None,
         seed: int | None = None,
     ) -> None:
-        self.devices, self.group = pc.devices(devices), group
+        self.devices, self.group, self.shards = pc.devices(devices), group, shards
         self.ranks = _ranks_of(self.devices, group)
         self.microbatch, self.strict, self.exact_times = microbatch, strict, exact_times
         self.sync_batchnorm, self.compile = sync_batchnorm, compile
-        self._bucket_bytes = bucket_bytes if overlap and not compile else None
+        self._bucket_bytes = bucket_bytes if overlap and not compile and not shards else None
         self.loss, self.reduction = loss, reduction
         self._check_arguments(module, bucket_bytes)
+        self._sum = self._make_sum()
         self.modules = self._replicas(module)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
-        self._sum: BucketSum = ListSum(reduction) if group is None else GroupSum(group)
+        self._own = OwnShards(shards, self.world, self.ranks, self.modules)
         self._clock = StepClock(self.devices, self.exact_times)
-        alike = seed is None or compile  # a graph draws by itself
-        self.generators = None if alike else RankGenerators(self.devices, self.ranks, seed or 0)
+        self.generators = self._make_generators(seed)
         # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
         self._joint = len({device for device in self.devices if device.type == "cuda"}) > 1
         self._single_values = SingleValueCheck(self.modules[0])
@@ -164,8 +178,8 @@ class ReplicaTrainer:
         self._clock.begin()
         if shares is None and self.group is not None:
             raise ValueError("a process of a group has a part of the batch: pass all ranks' shares")
-        shares = shares_of(len(X), [1] * self.world) if shares is None else shares
-        here = self._here(shares)
+        shares = shares_of(len(X), [1] * self._own.count) if shares is None else shares
+        here = self._own.shares(shares)
         self._check(sum(shares))
         X_shards, y_shards = scatter(X, y, self.devices, here)
         self._clock.end_of("split")
@@ -186,7 +200,7 @@ class ReplicaTrainer:
         if sizes != [len(part) for part in y] or len(X) != len(self.devices):
             raise ValueError("there must be one shard for each rank, with one label per example")
         shares = sizes if shares is None else shares
-        if self._here(shares) != sizes:
+        if self._own.shares(shares) != sizes:
             raise ValueError(f"the shares {list(shares)} are not those of the shards, {sizes}")
         self._check(sum(shares))
         return self._train(X, y, shares)
@@ -209,7 +223,7 @@ class ReplicaTrainer:
         optimizers of all ranks are equal. Tensors are not copied; in a group all processes must
         call it.
         """
-        buffers = [dict(mine.named_buffers()) for mine in self.modules]
+        buffers = self._own.buffers
         if self.group is not None:
             buffers = [{name: b.cpu() for name, b in mine.items()} for mine in buffers]
         own = self.generators
@@ -225,23 +239,20 @@ class ReplicaTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all replicas and optimizers to a stored state.
 
-        Raises ValueError for another number of ranks, and torch's errors for another model.
+        With shards, the state may be of any number of ranks. Raises ValueError for another number
+        of ranks or shards, and torch's errors for another model.
         """
-        if len(state["buffers"]) != self.world:
-            raise ValueError(
-                f"the state is for {len(state['buffers'])} ranks, and there are {self.world}"
-            )
-        of_ranks = [state["buffers"][rank] for rank in self.ranks]
-        mine = zip(self.modules, self.optimizers, of_ranks, strict=True)
-        for module, optimizer, buffers in mine:
+        stored, wanted = len(state["buffers"]), self._own.count
+        if stored != wanted:
+            what = "shards" if self.shards else "ranks"
+            raise ValueError(f"the state is for {stored} {what}, and there are {wanted}")
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
             module.load_state_dict(state["model"])
             # torch keeps the given tensors, and no two ranks may share their momentum.
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(buffers[name])
+        self._own.set_buffers([state["buffers"][number] for number in self._own.numbers])
         if self.generators is not None:
-            known = zip(self.ranks, self.generators.states, strict=True)
+            known = zip(self._own.numbers, self.generators.states, strict=True)
             self.generators.states = [state["generators"][r] or kept for r, kept in known]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,7 +270,7 @@ class ReplicaTrainer:
                 "torch.no_grad() and torch.inference_mode()"
             )
         if self.strict:
-            check_strict(n, self.world, self.microbatch)
+            check_strict(n, self.world, self.microbatch, self.shards)
 
     def _check_arguments(self, module: nn.Module, bucket_bytes: int) -> None:
         """Raise ValueError for arguments out of range, or that exclude each other."""
@@ -269,6 +280,11 @@ class ReplicaTrainer:
         check_graph(self.microbatch, self.sync_batchnorm, self.compile)
         if self.microbatch is not None and self.microbatch < 1:
             raise ValueError(f"a microbatch must have at least 1 example, not {self.microbatch}")
+        if self.shards is not None:
+            named = self.reduction is not reduce_gradients_coalesced
+            check_shards(self.shards, self.world, alone=self.sync_batchnorm)
+            if self.microbatch or self.compile or named:
+                raise ValueError("shards exclude microbatch, compile and another reduction")
         if bucket_bytes < 1:
             raise ValueError(f"a bucket must have at least 1 byte, not {bucket_bytes}")
         if self.group is not None and len(self.devices) != 1:
@@ -293,18 +309,14 @@ class ReplicaTrainer:
                 convert_sync_batchnorm(own, self.group)
         return found
 
-    def _here(self, shares: Sequence[int]) -> list[int]:
-        """Return the shares of this process's ranks; ValueError unless each rank has one."""
-        if len(shares) != self.world:
-            raise ValueError(f"there must be one share per rank: {len(shares)} for {self.world}")
-        return [shares[rank] for rank in self.ranks]
-
     def _train(
         self, X: Sequence[Tensor], y: Sequence[Tensor], shares: Sequence[int]
     ) -> list[Tensor]:
         """Run the training step on the shards; return the summed loss of each rank here."""
         n = sum(shares)
-        sizes = microbatches(tuple(shares), self.microbatch or n)
+        sizes = self._own.sizes(shares)
+        if not self.shards:
+            sizes = microbatches(tuple(shares), self.microbatch or n)
         self._single_values.check(sizes, X[0])  # in a group all raise alike, and none waits
         if self._compiled and self._compiled.prepare():
             compiled = self._compiled.on_shards(X, y)
@@ -315,15 +327,17 @@ class ReplicaTrainer:
                 param.grad = None  # unlike zeros, this saves adding the first gradient
         early = self._current_buckets()
         versions = [[param._version for param in params] for params in self.parameters]
-        losses: dict[int, Tensor] = {}
-        for i, (X_parts, y_parts) in enumerate(self._microbatches(X, y, sizes), 1):
-            buckets = early if i == len(sizes) else None
-            for index, loss in self._pass(X_parts, y_parts, buckets).items():
-                losses[index] = losses[index] + loss if index in losses else loss
-        check_parameters(self.modules, versions, alone=self.group is None)
+        parts = parts_of(X, y, [[size[rank] for rank in self.ranks] for size in sizes])
+        if self.shards:
+            losses = self._own.train(parts, self._pass, self.devices)
+        else:
+            losses = self._passes(parts, early)
+        check_parameters(self.modules, versions, alone=self.group is None and not self.shards)
         self._clock.end_of("compute")
         with torch.no_grad():
-            if early is not None:
+            if self.shards:
+                self._own.finish(self._sum)
+            elif early is not None:
                 early.wait()
             elif pending := self._sum.start(self.parameters, async_op=False):
                 pending.wait()
@@ -336,6 +350,14 @@ class ReplicaTrainer:
             losses[i] if i in losses else torch.zeros((), device=device)
             for i, device in enumerate(self.devices)
         ]
+
+    def _passes(self, parts: Sequence[Examples], early: Buckets | None) -> dict[int, Tensor]:
+        """Run forward and backward on all microbatches; return as `_pass` does."""
+        losses: dict[int, Tensor] = {}
+        for i, part in enumerate(parts, 1):
+            for index, loss in self._pass(*part, early if i == len(parts) else None).items():
+                losses[index] = losses[index] + loss if index in losses else loss
+        return losses
 
     def _pass(
         self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
@@ -374,21 +396,10 @@ class ReplicaTrainer:
         # With synchronised statistics the layers raise their own error, and shards may be small.
         synchronised = self.sync_batchnorm
         advice = nullcontext() if synchronised else explained(self.ranks[i], len(X))
-        drawing = self.generators.of(i) if self.generators else nullcontext()
+        owner = self._own.index(i)
+        drawing = self.generators.of(owner) if self.generators else nullcontext()
         with on, advice, drawing:
             return check_scalar(self.loss(self.modules[i](X), y))
-
-    def _microbatches(
-        self, X: Sequence[Tensor], y: Sequence[Tensor], sizes: Sequence[Sequence[int]]
-    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        """Yield the shards (X, y) of every microbatch, which has `sizes[microbatch][rank]`."""
-        per_rank = [[size[rank] for size in sizes] for rank in self.ranks]
-        X_cut, y_cut = (
-            [torch.split(part, of_rank) for part, of_rank in zip(parts, per_rank, strict=True)]
-            for parts in (X, y)
-        )
-        for i in range(len(sizes)):
-            yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
 
     def _current_buckets(self) -> Buckets | None:
         """Return the buckets of the next step, or None if it does not overlap its reduction."""
@@ -403,6 +414,21 @@ class ReplicaTrainer:
         if self.world == 1 or self._bucket_bytes is None:
             return None
         return Buckets(self.parameters, self._sum, self._bucket_bytes)
+
+    def _make_sum(self) -> BucketSum:
+        """Return the sum over all ranks; with shards, of a group, those of another group."""
+        if self.group is None:
+            return ListSum(reduce_gradients_in_tree_order if self.shards else self.reduction)
+        if self.shards:
+            self.group = in_tree_order(self.group)
+        return GroupSum(self.group)
+
+    def _make_generators(self, seed: int | None) -> RankGenerators | None:
+        """Return random states for each rank or shard, or None if all draw in turn."""
+        if seed is None or self.compile:  # a graph draws by itself
+            return None
+        owners = [device for device in self.devices for _ in range(self._own.each)]
+        return RankGenerators(owners, self._own.numbers, seed)
 
     def _make_compiled(self) -> CompiledStep | None:
         """Return the compiled step, or None without the `compile` option."""

@@ -8,7 +8,7 @@ and has other bits.
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ import pycollect as pc
 from pycollect.devices import DeviceSpec
 from pycollect.errors import shown
 
+Examples: TypeAlias = tuple[list[Tensor], list[Tensor]]  # X and y of each rank here
 # Weight of a new measurement in the smoothed throughput: one disturbed step changes the shares
 # little, and after ten steps at a new speed the shares contain nine tenths of the change.
 _SMOOTHING = 0.2
@@ -52,18 +53,21 @@ def shares_of(n: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def check_strict(n: int, world: int, microbatch: int | None = None) -> None:
+def check_strict(
+    n: int, world: int, microbatch: int | None = None, shards: int | None = None
+) -> None:
     """Raise ValueError unless batch and microbatch divide evenly, as BatchFlow requires.
 
     >>> check_strict(5, 2)
     Traceback (most recent call last):
     ValueError: batch size must be divisible by the number of devices: 5 examples on 2 devices
     """
+    parts, name = (shards, "shards") if shards else (world, "devices")
     for what, size in (("batch", n), ("microbatch", microbatch)):
-        if size is not None and size % world:
+        if size is not None and size % parts:
             raise ValueError(
-                f"{what} size must be divisible by the number of devices: "
-                f"{size} examples on {world} devices"
+                f"{what} size must be divisible by the number of {name}: "
+                f"{size} examples on {parts} {name}"
             )
     if microbatch is not None and n % microbatch:
         raise ValueError(
@@ -91,6 +95,22 @@ def microbatches(shares: tuple[int, ...], size: int) -> tuple[tuple[int, ...], .
     ranks = [rank for _, rank in turns]
     runs = (ranks[i : i + size] for i in range(0, len(ranks), size))
     return tuple(tuple(run.count(rank) for rank in range(len(shares))) for run in runs)
+
+
+def parts_of(
+    X: Sequence[Tensor], y: Sequence[Tensor], sizes: Sequence[Sequence[int]]
+) -> list[Examples]:
+    """Cut the examples of this process's ranks into parts of sizes[part][rank] examples.
+
+    >>> parts_of([torch.arange(3)], [torch.zeros(3)], [[2], [1]])[1]
+    ([tensor([2])], [tensor([0.])])
+    """
+    of_ranks = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
+    cut = [
+        [torch.split(whole, sizes) for whole, sizes in zip(side, of_ranks, strict=True)]
+        for side in (X, y)
+    ]
+    return [([x[i] for x in cut[0]], [x[i] for x in cut[1]]) for i in range(len(sizes))]
 
 
 class AutoShares:
