@@ -136,8 +136,8 @@ class ReplicaTrainer:
         self._bucket_bytes = bucket_bytes if overlap and not compile and not shards else None
         self.loss, self.reduction = loss, reduction
         self._check_arguments(module, bucket_bytes)
-        self._sum = self._make_sum()
         self.modules = self._replicas(module)
+        self._sum = self._make_sum()  # not before: the modules keep the group that the user passed
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self._own = OwnShards(shards, self.world, self.ranks, self.modules)

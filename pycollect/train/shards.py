@@ -7,7 +7,7 @@ as those of batch normalisation, of its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,9 +70,10 @@ def in_tree_order(group: dist.ProcessGroup) -> dist.ProcessGroup:
         options = pc.distributed.options(order="tree", symmetric_heap_bytes=0)
         local = group is not dist.group.WORLD  # ranks that are not in the group do not call this
         ranks = dist.get_process_group_ranks(group)
-        _IN_TREE_ORDER[group] = dist.new_group(
+        made: Any = dist.new_group(
             ranks, backend="pycollect", pg_options=options, use_local_synchronization=local
         )
+        _IN_TREE_ORDER[group] = made
     return _IN_TREE_ORDER[group]
 
 
