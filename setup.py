@@ -10,16 +10,11 @@ CXX=compiler, CPPFLAGS, CXXFLAGS, LDFLAGS.
 import sys
 from pathlib import Path
 
-import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))  # not on the path if setup.py is run directly
-import pycollect_native as native  # noqa: E402
-
-native.require_setuptools(setuptools.__version__)  # older ones cannot read pyproject.toml
-
 import pycollect_configure as configure  # noqa: E402
 import pycollect_make as make  # noqa: E402
 
@@ -31,15 +26,8 @@ class BuildModule(build_ext):
     """Builds the module with ninja, and copies it to the path that setuptools expects."""
 
     def run(self) -> None:
-        with native.in_one_sentence(), make.build_lock(ROOT):
-            found = configure.configure(ROOT, testing=bool(self.inplace))
-            make.make(ROOT, found.build, found.jobs, found.architectures, found.title)
-            module = Path(self.get_ext_fullpath("pycollect._C"))
-            if found.build.testing:
-                doubles = module.with_name(module.name.replace("_C", "_testing", 1))
-                make.install_file(ROOT / found.build.testing_module, doubles)
-            record = native.build_info_text(found.info)
-            make.install_module(ROOT / found.build.module, module, record)
+        build = configure.configure(ROOT, testing=bool(self.inplace))
+        make.make(build, Path(self.get_ext_fullpath("pycollect._C")))
 
 
 setup(

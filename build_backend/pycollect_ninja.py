@@ -6,100 +6,46 @@ longer to read than all our code. Paths are relative to the checkout, and torch'
 pip's temporary torch and the environment's torch have the same commands.
 """
 
-from __future__ import annotations
-
 import hashlib
+import io
+import os
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CORE_FOLDERS = (
-    "plan",
-    "algorithms",
-    "cpu",
-    "cuda",
-    "bootstrap",
-    "group",
-    "rank_executor",
-    "hosts",
-    "send_recv",
-    "rank_threads",
-    "analysis",
-)
-TORCH_FOLDERS = (
-    "torch",
-    "torch/c10d",
-    "torch/c10d/staging",
-    "torch/c10d/threads",
-    "torch/c10d/hosts",
-)
-CUDA_FOLDER = "torch/cuda"
-ONLY_WITHOUT_CUDA = "no_cuda.cpp"
+from ninja import BIN_DIR, Writer, escape
+
+NINJA = os.path.join(BIN_DIR, "ninja")  # another release on PATH would distrust this one's log
 # Files that register with Python and torch, once in a process.
 ONLY_IN_MODULE = ("module.cpp", "ops.cpp", "group_operators.cpp")
-# Test doubles and probes: a separate module that contains all other code as well.
-TESTING_FOLDER = "testing"
-TESTING_TORCH_FOLDER = "testing/torch"
 TORCH_PARTS = 3  # each takes 9 s for torch's headers and a third of 60 s for our own code
 
-COMPILED = ("-c", "$in", "-o", "$out", "-MMD", "-MF", "$out.d")
-DEPENDENCIES = {"depfile": "$out.d", "deps": "gcc"}
+
+def kind_of(source: Path) -> str:
+    """Return the part of the build to which a source file, a path that begins with csrc, belongs.
+
+    "core" files and "kernels" include no torch. "registers" are in the module alone; the test
+    "doubles", with torch or without, only in the module of test doubles and probes. One of
+    "torch-cuda" and "no-cuda" is compiled.
+    """
+    folders = source.parts[1:-1]
+    if source.suffix == ".cu":
+        return "kernels"
+    if "testing" in folders:
+        return "torch-doubles" if "torch" in folders else "doubles"
+    if "torch" not in folders:
+        return "core"
+    if "cuda" in folders or source.name == "no_cuda.cpp":
+        return "torch-cuda" if "cuda" in folders else "no-cuda"
+    return "registers" if source.name in ONLY_IN_MODULE else "torch"
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """The C++ compiler, with a launcher such as ccache if there is one."""
-
-    command: Sequence[str]
-    version: str
-    flags: Sequence[str]
-    torch_flags: Sequence[str] = ()  # additional flags of files that include torch
-    link_flags: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Torch:
-    """The torch of the build."""
-
-    name: str  # differs if the headers may differ
-    root: Path  # its current folder
-    python: str  # cpython-312
-    python_include: str
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The compiler of the kernels."""
-
-    command: Sequence[str]
-    versions: Sequence[str]  # nvcc's version and the variables that it reads
-    flags: Sequence[str]
-    toolkit: Path
-
-
-def core_sources(root: Path) -> list[Path]:
-    """Return the C++ files that include no torch, relative to `root`."""
-    return _files(root, CORE_FOLDERS, "*.cpp")
-
-
-def torch_sources(root: Path, cuda: bool) -> list[Path]:
-    """Return the C++ files that include torch, relative to `root`."""
-    found = _files(root, TORCH_FOLDERS, "*.cpp")
-    if not cuda:
-        return found
-    return [f for f in found if f.name != ONLY_WITHOUT_CUDA] + _files(root, (CUDA_FOLDER,), "*.cpp")
-
-
-def testing_sources(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the C++ files of the test doubles, without torch and with it, relative to `root`."""
-    return _files(root, (TESTING_FOLDER,), "*.cpp"), _files(root, (TESTING_TORCH_FOLDER,), "*.cpp")
-
-
-def kernel_sources(root: Path) -> list[Path]:
-    """Return the CUDA files, relative to `root`."""
-    return _files(root, ("cuda",), "*.cu")
+def sources(root: Path, *kinds: str) -> list[Path]:
+    """Return the source files of these kinds, relative to `root`."""
+    found = sorted(path.relative_to(root) for path in (root / "csrc").rglob("*.c*"))
+    return [path for path in found if path.suffix in (".cpp", ".cu") and kind_of(path) in kinds]
 
 
 @dataclass(frozen=True)
@@ -107,167 +53,133 @@ class Build:
     """One configuration: its ninja file, and the paths of its objects and modules."""
 
     root: Path
-    compiler: Compiler
-    torch: Torch
-    kernels: Kernels | None
+    title: str  # names torch and CUDA
+    record: Mapping[str, object]  # for pycollect._build_check
+    compiler: Sequence[str]  # its command
+    compiler_version: str
+    flags: Sequence[str]  # of every C++ file
+    link_flags: Sequence[str]
+    torch: Path  # the current folder of torch
+    torch_name: str  # differs if torch's headers may differ
+    python: str  # such as cpython-312
+    python_include: str
+    nvcc: Sequence[str] = ()  # the command that compiles a kernel with its flags; empty: no CUDA
+    nvcc_version: str = ""  # and the variables that nvcc reads
+    toolkit: Path | None = None  # of CUDA
     unity: bool = True
-    torch_jobs: int = 1  # files with torch that are compiled at the same time
+    jobs: tuple[int, int] = (1, 1)  # compilers at the same time, and those of files with torch
     testing: bool = False  # also build the module of test doubles and probes
 
     @property
     def core(self) -> Path:
         """The folder of objects without torch."""
-        key = _key(self.compiler.version, *self.compiler.command, *self.compiler.flags)
-        return Path("build", f"core-{key}")
+        return Path("build", f"core-{_key(self.compiler_version, *self.compiler, *self.flags)}")
 
     @property
     def fatbins(self) -> Path:
         """The folder of the kernels' objects."""
-        assert self.kernels is not None
-        decisive = [*self.kernels.versions, *self.kernels.command, *self.kernels.flags]
-        key = _key(self.compiler.version, *decisive)
+        key = _key(self.compiler_version, self.nvcc_version, *self.nvcc)
         return Path("build", f"kernels-{key}")
 
     @property
     def folder(self) -> Path:
-        """The folder of objects with torch, and of the modules."""
-        rest = [self.fatbins.name] if self.kernels else []
-        key = _key(self.core.name, *rest, *self.torch_flags(), *self.link_flags())
-        return Path("build", f"{self.torch.name}-{self.torch.python}-{key}")
-
-    @property
-    def module(self) -> Path:
-        return self.folder / "_C.so"
-
-    @property
-    def testing_module(self) -> Path:
-        return self.folder / "_testing.so"
-
-    @property
-    def manifest(self) -> Path:
-        return self.folder / "build.ninja"
-
-    @property
-    def torch_link(self) -> Path:
-        return Path("build", self.torch.name)
+        """The folder of objects with torch, of the modules and of the ninja file."""
+        rest = [self.fatbins.name] if self.nvcc else []
+        key = _key(self.core.name, *rest, *self.torch_flags(), *self.torch_link_flags())
+        return Path("build", f"{self.torch_name}-{self.python}-{key}")
 
     def torch_flags(self) -> list[str]:
-        """Return the flags of files that include torch; foreign headers raise no warnings."""
-        include = self.torch_link / "include"
-        folders = [str(include), str(include / "torch/csrc/api/include"), self.torch.python_include]
-        if self.kernels is not None and self.kernels.toolkit != Path("/usr"):  # searched by default
-            folders.append(str(self.kernels.toolkit / "include"))
-        system = [word for folder in folders for word in ("-isystem", folder)]
-        return ["-I.", *self.compiler.torch_flags, *system]
+        """Return the flags of files that include torch; foreign headers raise no warnings.
 
-    def link_flags(self) -> list[str]:
-        libraries = ["c10", "torch", "torch_cpu", "torch_python"]
-        flags = [*self.compiler.link_flags, f"-L{self.torch_link / 'lib'}"]
-        if self.kernels is not None:
-            folders = [self.kernels.toolkit / "lib64", self.kernels.toolkit / "lib"]
-            flags += [f"-L{folder}" for folder in folders if folder.is_dir()][:1]
-            libraries += ["cudart", "c10_cuda", "torch_cuda"]
-        return [*flags, *(f"-l{library}" for library in libraries)]
+        Without OpenMP at::parallel_for, a template in torch's headers, silently runs serially. The
+        linker does not get the flag: threads must come from the one library that torch has loaded.
+        """
+        include = f"build/{self.torch_name}/include"
+        folders = [include, f"{include}/torch/csrc/api/include", self.python_include]
+        if self.nvcc and self.toolkit != Path("/usr"):  # searched by default
+            folders.append(f"{self.toolkit}/include")
+        return ["-I.", "-fopenmp", *(word for folder in folders for word in ("-isystem", folder))]
+
+    def torch_link_flags(self) -> list[str]:
+        flags = [*self.link_flags, f"-Lbuild/{self.torch_name}/lib"]
+        flags += [f"-l{library}" for library in ("c10", "torch", "torch_cpu", "torch_python")]
+        if self.nvcc:
+            flags += [f"-L{self.toolkit}/lib64", f"-L{self.toolkit}/lib"]  # which one differs
+            flags += ["-lcudart", "-lc10_cuda", "-ltorch_cuda"]
+        return flags
+
+    def ninja(self) -> list[str]:
+        """Return the command that builds, in the folder `root`."""
+        return [NINJA, "-f", f"{self.folder}/build.ninja"]
 
     def write(self) -> None:
-        """Write the ninja file and its inputs; an unchanged file keeps its modification time."""
+        """Write the ninja file and its inputs; an unchanged input keeps its modification time."""
         (self.root / self.folder).mkdir(parents=True, exist_ok=True)
-        link = self.root / self.torch_link
-        if not link.is_symlink() or link.readlink() != self.torch.root:
+        link = self.root / "build" / self.torch_name
+        if not link.is_symlink() or link.readlink() != self.torch:
             if link.is_dir() and not link.is_symlink():  # the checkout was copied without links
                 shutil.rmtree(link)
             link.unlink(missing_ok=True)
-            link.symlink_to(self.torch.root)
-        for part, sources in self._torch_parts().items():
-            if self.unity:
-                _write(self.root / part, "".join(f'#include "{s}"\n' for s in sources))
-        _write(self.root / self.manifest, self.text())
+            link.symlink_to(self.torch)
+        text = io.StringIO()
+        self._write_rules(Writer(text))
+        self._write(self.folder / "build.ninja", text.getvalue())
 
-    def text(self) -> str:
-        """Return the content of the ninja file, with the slowest objects first."""
-        cxx = [*self.compiler.command, *self.compiler.flags]
-        link = [*self.compiler.command, "-shared", "$in", *self.link_flags(), "-o", "$out"]
-        lines = ["ninja_required_version = 1.8", "builddir = build"]
-        lines += ["pool torch", f"  depth = {self.torch_jobs}"]
-        torch = [*cxx, *self.torch_flags(), *COMPILED]
-        lines += _rule("torch", torch, **DEPENDENCIES, pool="torch")
-        lines += _rule("core", [*cxx, *COMPILED], **DEPENDENCIES)
-        lines += _rule("link", link)
-        parts = self._torch_parts()
-        made = {self._object(self.folder, source): source for source in parts}
-        rules = dict.fromkeys(made, "torch")
-        if self.kernels is not None:
-            nvcc = [*self.kernels.command, *self.kernels.flags, *COMPILED]
-            lines += _rule("kernels", nvcc, **DEPENDENCIES)
-            fatbins = {self._object(self.fatbins, s): s for s in kernel_sources(self.root)}
-            made |= fatbins
-            rules |= dict.fromkeys(fatbins, "kernels")
-        doubles, torch_doubles = testing_sources(self.root) if self.testing else ([], [])
-        core = core_sources(self.root)
-        made |= {self._object(self.core, source): source for source in core + doubles}
-        lines += [_build(o, rules.get(o, "core"), [source]) for o, source in made.items()]
-        only_testing = {*doubles, *torch_doubles}
-        modules = {self.module: only_testing}
+    def _write_rules(self, writer: Writer) -> None:
+        cxx = [*self.compiler, *self.flags]
+        writer.variable("builddir", "build")
+        writer.pool("torch", self.jobs[1])
+        _write_compiler(writer, "torch", [*cxx, *self.torch_flags()], pool="torch")
+        _write_compiler(writer, "core", cxx)
+        _write_compiler(writer, "kernels", self.nvcc)
+        link, flags = (escape(shlex.join(w)) for w in (self.compiler, self.torch_link_flags()))
+        writer.rule("link", f"{link} -shared $in {flags} -o $out", "link $out")
+        made: dict[str, list[str]] = {}
+        for kind, (rule, folder) in self._kinds().items():
+            compiled = sources(self.root, kind)
+            if rule == "torch" and self.unity:
+                compiled = self._join(kind, compiled)
+            made[kind] = [f"{folder}/{'-'.join(source.parts[1:])}.o" for source in compiled]
+            for built, source in zip(made[kind], compiled, strict=True):
+                writer.build(built, rule, str(source))
+        registers, doubles = made.pop("registers"), made.pop("doubles", [])
+        doubles += made.pop("torch-doubles", [])
+        shared = [built for objects in made.values() for built in objects]
+        writer.build(f"{self.folder}/_C.so", "link", shared + registers)
         if self.testing:
-            modules[self.testing_module] = set(_only_in_module(self.root))
-        for module, others in modules.items():
-            objects = [o for o, s in made.items() if not others & {s, *parts.get(s, [])}]
-            lines.append(_build(module, "link", sorted(objects)))
-        return "\n".join([*lines, ""])
+            writer.build(f"{self.folder}/_testing.so", "link", shared + doubles)
 
-    def _torch_parts(self) -> dict[Path, list[Path]]:
-        """Return each compiled file with the sources that it includes."""
-        cuda = self.kernels is not None
-        sources = torch_sources(self.root, cuda)
-        doubles = testing_sources(self.root)[1] if self.testing else []
-        if not self.unity:
-            return {source: [source] for source in sources + doubles}
+    def _kinds(self) -> dict[str, tuple[str, Path]]:
+        """Return rule and folder of each kind of object, the slowest first."""
+        torch = ["torch", "torch-cuda" if self.nvcc else "no-cuda", "registers"]
+        torch, core = (
+            torch + ["torch-doubles"] * self.testing,
+            ["core"] + ["doubles"] * self.testing,
+        )
+        kinds = dict.fromkeys(torch, ("torch", self.folder))
+        kinds |= {"kernels": ("kernels", self.fatbins)} if self.nvcc else {}
+        return kinds | dict.fromkeys(core, ("core", self.core))
+
+    def _join(self, kind: str, files: list[Path]) -> list[Path]:
+        """Write files that include those with torch, and return their paths."""
         # Parts are the same with and without CUDA, so that conflicts between files occur in both.
-        beside = _files(self.root, (CUDA_FOLDER,), "*.cpp") if cuda else []
-        beside += [source for source in sources if source.name == ONLY_WITHOUT_CUDA]
-        registers = _only_in_module(self.root)
-        sources = [source for source in sources if source not in beside + registers]
-        names = [self.folder / f"torch_{n}.cpp" for n in range(min(TORCH_PARTS, len(sources)))]
-        # Similar files are neighbours, so every part gets as many slow ones.
-        parts = {name: sources[n :: len(names)] for n, name in enumerate(names)}
-        parts |= {self.folder / "torch_cuda.cpp": beside}
-        apart = {"module.cpp": registers, "testing.cpp": doubles}
-        return parts | {self.folder / name: files for name, files in apart.items() if files}
+        count = min(TORCH_PARTS, len(files)) if kind == "torch" else min(1, len(files))
+        joined = [self.folder / f"{kind}_{n}.cpp" for n in range(count)]
+        for n, path in enumerate(joined):
+            # Similar files are neighbours, so every part gets as many slow ones.
+            self._write(path, "".join(f'#include "{source}"\n' for source in files[n::count]))
+        return joined
 
-    @staticmethod
-    def _object(folder: Path, source: Path) -> Path:
-        name = source.name if source.is_relative_to(folder) else "-".join(source.parts[1:])
-        return folder / f"{name}.o"
-
-
-def _only_in_module(root: Path) -> list[Path]:
-    return [s for s in torch_sources(root, cuda=False) if s.name in ONLY_IN_MODULE]
-
-
-def _files(root: Path, folders: Iterable[str], pattern: str) -> list[Path]:
-    found = [path for folder in folders for path in sorted((root / "csrc" / folder).glob(pattern))]
-    return [path.relative_to(root) for path in found]
+    def _write(self, path: Path, text: str) -> None:
+        if not (self.root / path).exists() or (self.root / path).read_text() != text:
+            (self.root / path).write_text(text)
 
 
 def _key(*decisive: str) -> str:
     return hashlib.sha256("\0".join(decisive).encode()).hexdigest()[:8]
 
 
-def _rule(name: str, command: Iterable[str], **bindings: str) -> list[str]:
-    words = [w if w in COMPILED else shlex.quote(w).replace("$", "$$") for w in command]
-    bindings = {"command": " ".join(words), "description": f"{name} $out", **bindings}
-    return [f"rule {name}", *(f"  {key} = {value}" for key, value in bindings.items())]
-
-
-def _build(output: Path, rule: str, inputs: Iterable[Path]) -> str:
-    return f"build {_escaped(output)}: {rule} {' '.join(map(_escaped, inputs))}"
-
-
-def _escaped(path: Path) -> str:
-    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file if its text differs: ninja compares modification times."""
-    if not path.exists() or path.read_bytes() != text.encode():
-        path.write_text(text)
+def _write_compiler(writer: Writer, name: str, command: Sequence[str], **more: str) -> None:
+    """Write a rule that compiles one file and notes the headers that it reads."""
+    line = f"{escape(shlex.join(command))} -c $in -o $out -MMD -MF $out.d"
+    writer.rule(name, line, f"{name} $out", depfile="$out.d", deps="gcc", **more)

@@ -1,16 +1,12 @@
 """Decisions of the build, without building, and the one sentence of an impossible build."""
 
-import os
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pycollect_backend as backend
-import pycollect_make as make
-import pycollect_native as native
+import pycollect_configure as configure
 import pycollect_ninja as ninja
-import pycollect_toolkit as toolkit
 import pytest
 
 from pycollect import _build_check
@@ -26,19 +22,19 @@ def script(path, text):
 
 
 def test_oldest_torch_is_the_same_everywhere():
-    assert native.OLDEST_TORCH == _build_check.OLDEST_TORCH
+    assert configure.OLDEST_TORCH == _build_check.OLDEST_TORCH
     assert backend.TORCH in (metadata.requires("pycollect") or [])
     assert f"oldest_torch={backend.TORCH.partition('>=')[2]}." in (ROOT / ".ci/run").read_text()
 
 
 def test_every_source_is_compiled_and_only_csrc_torch_includes_torch():
     """Objects of the other folders are reused for every torch, and must not depend on one."""
-    doubles, torch_doubles = ninja.testing_sources(ROOT)
-    core = {*ninja.core_sources(ROOT), *doubles}
-    torch = [{*ninja.torch_sources(ROOT, cuda), *torch_doubles} for cuda in (False, True)]
-    sources = {path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cpp")}
-    assert sources - core == torch[0] | torch[1]
-    assert torch[0] - torch[1] == {Path("csrc/torch/no_cuda.cpp")}
+    core = {*ninja.sources(ROOT, "core", "doubles")}
+    torch = {*ninja.sources(ROOT, "torch", "registers", "torch-doubles", "torch-cuda", "no-cuda")}
+    assert {path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cpp")} == core | torch
+    assert ninja.sources(ROOT, "no-cuda") == [Path("csrc/torch/no_cuda.cpp")]
+    assert {path.name for path in ninja.sources(ROOT, "registers")} == {*ninja.ONLY_IN_MODULE}
+    assert {path.parent.name for path in ninja.sources(ROOT, "torch-cuda")} == {"cuda"}
     folders = {(ROOT / path).parent for path in core}
     for path in (path for folder in folders for path in folder.iterdir() if path.is_file()):
         for word in ("<torch", "<ATen", "<c10", "<pybind", "<Python.h", '"../torch/'):
@@ -47,68 +43,76 @@ def test_every_source_is_compiled_and_only_csrc_torch_includes_torch():
         assert "testing" in path.parts or "testing/" not in path.read_text(), path
 
 
-def targets(*gpus):
-    known = [50, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
-    return toolkit.described(toolkit.choose_architectures(known, gpus))
+def toolkit(path, release="13.0.88", works="exit 0"):
+    """A CUDA toolkit of this release; nvcc compiles nothing."""
+    version = f'[ "$1" = --version ] && echo "cuda_13.0, V{release}" && exit 0'
+    script(path / "bin" / "nvcc", f"{version}\n{works}")
+    return path
 
 
-ABLE = {"kernels": True, "torch_cuda": "13.2", "toolkit_cuda": "13.0.88"}
+def why_no_cuda(path, setting, cuda="13.2", **other):
+    return configure.why_no_cuda({"PYCOLLECT_CUDA": setting}, cuda, toolkit(path, **other))
+
+
+def targets(gpus=(), listed=None):
+    """The targets of kernels with these GPUs, or of TORCH_CUDA_ARCH_LIST."""
+    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: len(gpus)))
+    flags = configure.choose_architectures({"TORCH_CUDA_ARCH_LIST": listed}, torch)
+    return [flag.rpartition("code=")[2] for flag in flags]
+
+
 USUAL = {"-O3", "-ffp-contract=off"}
-FLAGS = {"CPPFLAGS": "-I/a", "CXXFLAGS": "--coverage -O1", "LDFLAGS": "-L/b"}
+FLAGS = {"CPPFLAGS": "-I/a", "CXXFLAGS": "--coverage -O1"}
+CCACHE = {"CXX": "ccache g++ -m64"}
 
 
 @pytest.mark.parametrize(
     ("decided", "wanted"),
     [
         # Without a GPU: A100 and H100, and by PTX the oldest supported and all later ones.
-        (targets, ["sm_80", "sm_90", "compute_75", "compute_90"]),
-        (lambda: targets(89, 130), ["sm_89", "sm_121", "compute_121"]),
-        (lambda: [native.why_no_cuda(setting, **ABLE) for setting in (None, "", "1")], [None] * 3),
-        (lambda: native.why_no_cuda("0", **ABLE), "PYCOLLECT_CUDA is 0"),
-        (lambda: native.jobs({}, 8, 8 << 30), (8, 2)),
-        (lambda: native.jobs({}, 8, 1 << 20), (1, 1)),
-        (lambda: native.jobs({"MAX_JOBS": "3"}, 8, None), (3, 3)),
-        (lambda: USUAL - {*native.flags({})}, set()),
-        (lambda: USUAL & {*native.flags({"PYCOLLECT_BUILD_DEBUG": "1"})}, {"-ffp-contract=off"}),
-        (lambda: native.flags(FLAGS)[:3], ["-I/a", "--coverage", "-O1"]),
-        (lambda: native.link_flags(FLAGS), ["--coverage", "-O1", "-L/b"]),
-        (lambda: native.kernel_flags({"CXX": "ccache g++ -m64"}, [])[-2:],
+        (lambda _: targets(), ["sm_80", "sm_90", "compute_75", "compute_90"]),
+        (lambda path: [why_no_cuda(path, setting) for setting in ("", "1")], [None] * 2),
+        (lambda path: why_no_cuda(path, "0"), "PYCOLLECT_CUDA is 0"),
+        (lambda path: why_no_cuda(path, "", None), "the installed torch is a CPU-only torch"),
+        (lambda _: configure.limit_jobs({}, 8, 8 << 30), (8, 2)),
+        (lambda _: configure.limit_jobs({}, 8, 1 << 20), (8, 1)),
+        (lambda _: configure.limit_jobs({"MAX_JOBS": "3"}, 8, 64 << 30), (3, 3)),
+        (lambda _: USUAL - {*configure.compiler_flags({})}, set()),
+        (lambda _: USUAL & {*configure.compiler_flags({"PYCOLLECT_BUILD_DEBUG": "1"})},
+         {"-ffp-contract=off"}),
+        (lambda _: configure.compiler_flags(FLAGS)[:3], ["-I/a", "--coverage", "-O1"]),
+        (lambda path: configure.nvcc_command(CCACHE, toolkit(path), [])[-2:],
          ["-ccbin=g++", "-Xcompiler=-m64"]),
-        (lambda: native.local_version("2.15.0+cu132", "13.2"), "torch2.15.cu132"),
-        (lambda: native.local_version("2.16.0.dev2+cpu", None), "torch2.16.0.dev2.cpu"),
+        (lambda _: configure.local_version("2.15.0+cu132", "13.2"), "torch2.15.cu132"),
+        (lambda _: configure.local_version("2.16.0.dev2+cpu", None), "torch2.16.0.dev2.cpu"),
     ],
 )  # fmt: skip
-def test_decisions(decided, wanted):
-    assert decided() == wanted
+def test_decisions(decided, wanted, tmp_path):
+    assert decided(tmp_path) == wanted
 
 
-def test_the_tools_are_found(tmp_path, monkeypatch):
-    """nvcc may be a wrapper; some releases of ninja reject another's log and rebuild everything."""
-    nvcc, package = tmp_path / "bin" / "nvcc", tmp_path / "package" / "ninja"
+def test_the_kernels_are_for_the_visible_gpus_or_the_listed_ones(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: (8, gpu))
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_90"])
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST is None: .*8\.1"):
+        targets([80, 81])  # there is no GPU of this capability
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0+PTX")
+    assert targets(listed="7.5 9.0+PTX") == ["sm_75", "compute_90", "sm_90"]
+
+
+def test_the_cuda_toolkit_is_found(tmp_path):
+    """nvcc may be a wrapper outside of it."""
+    nvcc = tmp_path / "bin" / "nvcc"
     script(nvcc, "echo '#$ _HERE_=/opt/cuda-13/bin' >&2")
-    assert toolkit.find_toolkit({"PATH": str(nvcc.parent)}) == "/opt/cuda-13"
-    assert toolkit.find_toolkit({"PATH": "", "CUDA_HOME": str(tmp_path)}) == str(tmp_path)
-    assert toolkit.find_toolkit({"PATH": str(tmp_path)}) is None
-    script(package, "")
-    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(package.parent)))
-    environ = {"PATH": "/system"}
-    native.require_ninja(environ)
-    assert environ["PATH"] == f"{package.parent}{os.pathsep}/system"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for text, used in (('exec "$@"', ["ccache"]), ("exit 1", [])):  # as if HOME is not writable
-        script(tmp_path / "ccache", text)
-        assert native.launcher(os.environ) == used
-
-
-def no_ninja(path, patch):
-    patch.setitem(sys.modules, "ninja", None)
-    patch.setattr(native.sysconfig, "get_path", lambda name: str(path))
-    native.require_ninja({"PATH": ""})
+    assert configure.find_toolkit({"PATH": str(nvcc.parent)}) == Path("/opt/cuda-13")
+    assert configure.find_toolkit({"PATH": "", "CUDA_HOME": str(tmp_path)}) == tmp_path
 
 
 def old_compiler(path, patch):
-    text = '[ "$1" = --version ] && echo "old++ 4.2" && exit 0; exit 1'
-    native.require_compiler({"CXX": script(path / "c++", text)})
+    text = '[ "$1" = --version ] && echo "old++ 4.2" && exit 0; echo "a.h: error: b" >&2; exit 1'
+    configure.require_compiler({"CXX": script(path / "c++", text)})
 
 
 def no_compiler(path, patch):
@@ -116,31 +120,35 @@ def no_compiler(path, patch):
     backend.get_requires_for_build_wheel()  # before pip downloads torch
 
 
+def no_headers(path, patch):
+    patch.setattr(configure.sysconfig, "get_path", lambda name: str(path))
+    configure.require_compiler({})
+
+
 def bad_nvcc(path, patch):
-    nvcc = script(path / "nvcc", "echo unsupported GNU version >&2; exit 1")
-    make.require_nvcc(ninja.Kernels([nvcc], ["1"], [], path))
-
-
-def cuda(setting, **lacking):
-    return lambda *_: native.why_no_cuda(setting, **ABLE | lacking)
+    works = "echo unsupported GNU version >&2; exit 1"
+    configure.nvcc_command({}, toolkit(path, works=works), [])
 
 
 STOPS = {
-    "PYCOLLECT_CUDA=1 asks .* no CUDA kernels": cuda("1", kernels=False),
-    "PYCOLLECT_CUDA=1 asks .* CPU-only torch": cuda("1", torch_cuda=None),
-    "PYCOLLECT_CUDA=1 asks .* no CUDA toolkit": cuda("1", toolkit_cuda=None),
-    r"CUDA 13\.2 and the CUDA toolkit is 12\.8\.93; ": cuda(None, toolkit_cuda="12.8.93"),
-    "PYCOLLECT_CUDA is 'yes'; set it to 0 or 1": cuda("yes"),
-    "PYCOLLECT_WERROR is 'on'; set": lambda *_: native.flags({"PYCOLLECT_WERROR": "on"}),
-    'CXXFLAGS is "\'": no closing quot': lambda *_: native.flags({"CXXFLAGS": "'"}),
-    "MAX_JOBS is '-1'; set it to": lambda *_: native.jobs({"MAX_JOBS": "-1"}, 8, None),
-    r"torch 2\.11 or newer is needed and 2\.9\.1": lambda *_: native.require_torch("2.9.1"),
-    "setuptools 77 or newer is needed and 65": lambda *_: native.require_setuptools("65.5.0"),
+    "PYCOLLECT_CUDA=1 asks .* CPU-only torch": lambda path, _: why_no_cuda(path, "1", None),
+    "PYCOLLECT_CUDA=1 asks .* no CUDA toolkit": lambda *_: configure.why_no_cuda(
+        {"PYCOLLECT_CUDA": "1"}, "13.2", None
+    ),
+    r"CUDA 13\.2 and the CUDA toolkit is 12\.8\.93; ": lambda path, _: why_no_cuda(
+        path, "", release="12.8.93"
+    ),
+    "PYCOLLECT_CUDA is 'yes'; set it to 0 or 1": lambda path, _: why_no_cuda(path, "yes"),
+    "PYCOLLECT_WERROR is 'on'; set": lambda *_: configure.compiler_flags(
+        {"PYCOLLECT_WERROR": "on"}
+    ),
+    'CXXFLAGS is "\'": no closing quot': lambda *_: configure.compiler_flags({"CXXFLAGS": "'"}),
+    "MAX_JOBS is '-1'; set it to": lambda *_: configure.limit_jobs({"MAX_JOBS": "-1"}, 8, 0),
+    r"torch 2\.11 or newer is needed and 2\.9\.1": lambda *_: configure.require_torch("2.9.1"),
     r"no C\+\+ compiler was found under the name 'no-such'": no_compiler,
-    r"\(old\+\+ 4\.2\) lacks GNU C\+\+20.*install g\+\+ 11": old_compiler,
+    r"\(old\+\+ 4\.2\) fails .*GNU C\+\+20 .*\(a.h: error: b\); install g\+\+ 11": old_compiler,
+    r"Python\.h: No such file.*apt install python3-dev": no_headers,
     r"nvcc cannot .* an empty file \(unsupported GNU version\)": bad_nvcc,
-    "ninja was not found; install it": no_ninja,
-    "apt install python3-dev": lambda path, _: native.require_python_headers(str(path)),
 }
 
 

@@ -82,7 +82,8 @@ def wheel(tmp_path_factory):
         for path in (origin, *origin.parent.glob(f"{name}-*.dist-info")):
             (folder / path.name).symlink_to(path)
     code = "import sys; sys.path = [p for p in sys.path if '-packages' not in p]\n"
-    code += f"sys.path.append('..')\n{BACKEND}assert not backend.torch_is_importable()\n"
+    code += "from importlib.util import find_spec; assert not find_spec('torch')\n"
+    code += f"sys.path.append('..')\n{BACKEND}"
     code += "metadata = backend.prepare_metadata_for_build_wheel('build')\n"
     code += "made = backend.build_wheel('build', None, 'build/' + metadata)\n"
     code += "assert made.startswith(metadata.removesuffix('.dist-info') + '-cp')"
