@@ -63,7 +63,7 @@ def version(root: Path, labelled: bool) -> str:
 
     no_cuda = why_no_cuda(os.environ, torch.version.cuda, find_toolkit(os.environ))
     cuda = None if no_cuda else torch.version.cuda
-    return f"{public}+{local_version(str(torch.__version__), cuda)}"
+    return f"{public}+{local_version(torch.__version__, cuda)}"
 
 
 def local_version(torch: str, cuda: str | None) -> str:
@@ -86,8 +86,7 @@ def configure(root: Path, testing: bool) -> ninja.Build:
     environ = os.environ
     require_torch(str(torch.__version__))
     compiler = require_compiler(environ)
-    toolkit = find_toolkit(environ)
-    no_cuda = why_no_cuda(environ, torch.version.cuda, toolkit)
+    no_cuda = why_no_cuda(environ, torch.version.cuda, toolkit := find_toolkit(environ))
     architectures = [] if no_cuda else choose_architectures(environ, torch)
     targets = [flag.rpartition("code=")[2] for flag in architectures]  # sm_, or compute_ for PTX
     cuda = f"CUDA for {', '.join(targets)}" if targets else f"without CUDA: {no_cuda}"

@@ -136,10 +136,11 @@ class Build:
         writer.rule("link", f"{link} -shared $in {flags} -o $out", "link $out")
         made: dict[str, list[str]] = {}
         for kind, (rule, folder) in self._kinds().items():
-            compiled = sources(self.root, kind)
+            base, compiled = Path("csrc"), sources(self.root, kind)
             if rule == "torch" and self.unity:
-                compiled = self._join(kind, compiled)
-            made[kind] = [f"{folder}/{'-'.join(source.parts[1:])}.o" for source in compiled]
+                base, compiled = self.folder, self._join(kind, compiled)
+            names = ["-".join(source.relative_to(base).parts) for source in compiled]
+            made[kind] = [f"{folder}/{name}.o" for name in names]
             for built, source in zip(made[kind], compiled, strict=True):
                 writer.build(built, rule, str(source))
         registers, doubles = made.pop("registers"), made.pop("doubles", [])
