@@ -2,7 +2,9 @@
 
 Checks classes, structs, enumerations and aliases in `csrc`, and classes in `pycollect`, each
 language separately. Declarations, template specialisations and parameters are not definitions.
-Constants are checked where several sources are compiled as one file, which are those with torch.
+Constants are checked where several sources are compiled as one file, which are those with torch,
+and in the headers that they may include: a file's own constant would hide a header's in the next
+file.
 """
 
 import ast
@@ -20,7 +22,9 @@ TYPE = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
-CONSTANT = re.compile(r"^(?:inline\s+)?constexpr\s[^;={(]*?\b(k[A-Z]\w*)\b", re.MULTILINE)
+CONSTANT = re.compile(
+    r"^(?:inline\s+)?constexpr\s[^;={(]*?\b(k[A-Z]\w*)\s*(?:\[[^]]*\]\s*)?[={]", re.MULTILINE
+)
 
 
 def cxx_constants(text: str) -> list[str]:
@@ -38,16 +42,15 @@ def python_types(text: str) -> list[str]:
 
 def defined_twice(root: Path) -> list[str]:
     complaints = []
-    for folder, endings, types in (
-        ("csrc", {".h", ".cpp", ".cu", ".cuh"}, cxx_types),
-        ("csrc/torch", {".h", ".cpp"}, cxx_constants),
-        ("pycollect", {".py"}, python_types),
+    for patterns, names_in in (
+        (["csrc/**/*.h", "csrc/**/*.c*"], cxx_types),
+        (["csrc/**/*.h", "csrc/torch/**/*.cpp"], cxx_constants),
+        (["pycollect/**/*.py"], python_types),
     ):
         where = defaultdict(list)
-        for path in sorted((root / folder).rglob("*")):
-            if path.suffix in endings:
-                for name in types(path.read_text(encoding="utf-8")):
-                    where[name].append(str(path.relative_to(root)))
+        for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
+            for name in names_in(path.read_text(encoding="utf-8")):
+                where[name].append(str(path.relative_to(root)))
         complaints += [
             f"{name}: {', '.join(files)}" for name, files in sorted(where.items()) if len(files) > 1
         ]

@@ -22,7 +22,7 @@ constexpr std::byte kHello{1};
 constexpr int kMostUnderWay = 4;
 
 // Packets of one peer that can be received while another one is copied.
-constexpr int kBuffers = 2;
+constexpr int kPostedPackets = 2;
 
 // A rank tells how far it has read when that is a fourth of the ring. A writer without room for a
 // record, and the end of the ring that it skips, believes the ring to be more than three fourths
@@ -212,7 +212,7 @@ void MirroredRings::receive_packets(Peer& peer) {
       std::shared_ptr<std::byte[]> buffer{new std::byte[most]};
       ProcessGroupWire::PendingPtr pending = {};
     };
-    std::array<PostedPacket, kBuffers> posted;
+    std::array<PostedPacket, kPostedPackets> posted;
     const auto post = [&](PostedPacket& packet) {
       packet.pending = wire_->post_receive(peer.rank, kPackets, packet.buffer.get(), most,
                                            ipc::Deadline::max(), packet.buffer);
@@ -226,7 +226,7 @@ void MirroredRings::receive_packets(Peer& peer) {
     }
     send_news(peer, false, false);
     std::exception_ptr closed;  // the packets that came before are taken nevertheless
-    for (int i = 0;; i = (i + 1) % kBuffers) {
+    for (int i = 0;; i = (i + 1) % kPostedPackets) {
       if (!posted[i].pending) std::rethrow_exception(closed);
       // Kept until the next receive is posted: Gloo's buffer waits in its destructor for Gloo's
       // thread, which still holds it when it wakes this one. Messages of 64 bytes to 4 KiB would
