@@ -19,7 +19,6 @@ import atexit as _atexit  # noqa: E402
 import torch.distributed as _dist  # noqa: E402
 
 from . import _C, _fake_kernels, autograd, log  # noqa: E402, F401
-from ._cost_model import CostModel  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .collectives import (  # noqa: E402
     Work,
@@ -37,7 +36,7 @@ from .collectives_along_dim import all_gather, all_to_all, gather, reduce_scatte
 from .communicator import Communicator  # noqa: E402
 from .devices import devices  # noqa: E402
 from .errors import CollectiveError, Deadlock, PeerLost, Timeout  # noqa: E402
-from .plans import Plan, algorithms, plan  # noqa: E402
+from .plans import CostModel, Plan, algorithms, plan  # noqa: E402
 
 log.configure()
 _atexit.register(_C.drain)  # frees the tensors of running collectives before torch ends

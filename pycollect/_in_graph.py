@@ -9,18 +9,48 @@ tensors that autograd does not record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.compiler import is_compiling
 
 from . import _C
-from ._skip_compile import skip_compile
 from .interop import op_name
 
+F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 Values = dict[str, Any]  # arguments of an operator, or of a function, by name
+
+
+def skip_compile(reason: str) -> Callable[[F], F]:
+    """Mark a function whose calls break the graph of torch.compile; it is not wrapped.
+
+    torch.compile gives the reason where a program wants a full graph. torch.compiler.disable does
+    the same, but it loads the compiler when it is applied, which takes a second at import, and
+    wraps every call, which takes 1 us. The marks are those that it sets. With a torch that ignores
+    one of them, torch.compile still breaks the graph, and prints a warning.
+    """
+
+    def mark(function: F) -> F:
+        if isinstance(function, FunctionType):
+            function.__dict__["_torchdynamo_disable"] = True  # its callers do not trace into it
+            function.__dict__["_torchdynamo_disable_msg"] = reason
+            _skip(function.__code__)
+        return function
+
+    return mark
+
+
+def _skip(code: CodeType) -> None:
+    """Keep torch.compile from compiling the frame of a call and the frames below it."""
+    try:
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):  # another torch, which then only prints the warning
+        return
 
 
 @skip_compile(

@@ -68,8 +68,7 @@ import torch
 from torch.compiler import is_compiling
 
 from . import _C
-from ._in_graph import in_graph
-from ._skip_compile import skip_compile
+from ._in_graph import in_graph, skip_compile
 from .devices import DeviceSpec
 from .devices import devices as resolve
 from .errors import shown

@@ -24,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import sites
 import torch
 
-from pycollect._thread_count import new_threads_restored, set_thread_count
+from pycollect.threads.started_threads import new_threads_restored, set_thread_count
 
 NO_GPU = "needs a CUDA GPU"
 # Maps the text of a skip (hardware or a package is missing) to the advice in the final summary.

@@ -25,7 +25,8 @@ from pycollect.train import (
     train,
     train_batch,
 )
-from pycollect.train.graph import CompiledStep, capture
+from pycollect.train.compiled_step import CompiledStep
+from pycollect.train.graph import capture
 from pycollect.train.records import same_bits
 
 X, Y = batches([8])[0]

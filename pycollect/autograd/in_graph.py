@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._in_graph import Values, fits, name_of, runner
-from .._skip_compile import skip_compile
+from .._in_graph import Values, fits, name_of, runner, skip_compile
 from ..collectives import ranks_of
 
 P = ParamSpec("P")

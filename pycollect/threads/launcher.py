@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import _C
-from .._thread_count import new_threads_restored, set_thread_count
-from ..errors import CollectiveError, Timeout
+from ..errors import CollectiveError, Timeout, shown
 from . import torch_internals
-from .arguments import devices_of, seconds_of
 from .op_handlers import op_handlers_of_ranks
 from .process_wide import second_uses_refused
 from .rank_environ import environ_of_ranks
-from .started_threads import threads_of_ranks
-from .user_line import user_line
+from .started_threads import new_threads_restored, set_thread_count, threads_of_ranks
 
 # A rank that waits raises at once when the launch ends; one that runs is interrupted after this.
 _INTERRUPT_SECONDS = 1.0
 # A rank that cannot be interrupted, as in a long call of C code, is left behind after this.
 _ABANDON_SECONDS = 10.0
 _POLL_SECONDS = 0.1  # between two looks at the clock
+
+# Files that are not the user's.
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        sysconfig.get_path("stdlib"),
+    )
+)
+_SITE = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
 
 _cuda: Any = torch.cuda  # without types in torch
 
@@ -112,8 +123,8 @@ class Launch:
         if world < 1:
             raise ValueError(f"launch: world is {world}; it must be at least 1")
         self._world = world
-        self._devices = devices_of(device, world)
-        self._deadline = None if timeout is None else time.monotonic() + seconds_of(timeout)
+        self._devices = _devices_of(device, world)
+        self._deadline = None if timeout is None else time.monotonic() + _seconds_of(timeout)
         self._parallel = bool(parallel)
         self._thread_count = torch.get_num_threads()
         self._default_group = default_group
@@ -129,7 +140,7 @@ class Launch:
             self._parallel,
             random=self._random,
             variables=self.variables,
-            find_line=lambda rank: user_line(threads[rank].ident),
+            find_line=lambda rank: _user_line(threads[rank].ident),
         )
         self._results: list[Any] = [None] * world
         self._failures: list[tuple[int, BaseException]] = []
@@ -255,7 +266,7 @@ class Launch:
         self._end(_C.EndKind.PEER_LOST, "the launch has ended")  # for works that still wait
 
     def _line_of(self, rank: int) -> str:
-        return user_line(self._threads[rank].ident)
+        return _user_line(self._threads[rank].ident)
 
     def _alive(self) -> list[int]:
         return [r for r in range(self._world) if self._threads[r].ident and not self._has_ended(r)]
@@ -327,3 +338,53 @@ def _add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:  # not printed, but there for who looks
         error.__notes__ = [*getattr(error, "__notes__", []), note]
+
+
+# --- arguments and places -----------------------------------------------------------------------
+
+
+def _seconds_of(timeout: float | datetime.timedelta) -> float:
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"launch: timeout is a {type(timeout).__name__}; pass seconds, or None")
+    if timeout < 0:
+        raise ValueError(f"launch: timeout is {timeout}; it must not be negative")
+    return timeout
+
+
+def _devices_of(device: Any, world: int) -> list[torch.device | None]:
+    if device is None or isinstance(device, (str, int, torch.device)):
+        device = [device] * world
+    devices = [None if d is None else _device_of(d) for d in device]
+    if len(devices) != world:
+        raise ValueError(f"launch: {len(devices)} devices for {world} ranks; pass one for each")
+    return devices
+
+
+def _device_of(given: Any) -> torch.device:
+    try:
+        found = torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(
+            f"launch: device is {shown(given)}; torch has no such device: {error}"
+        ) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"launch: device is '{found}'; pass None, 'cpu' or a GPU ('cuda:0')")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"launch: device is '{found}', and torch finds no GPU here")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _user_line(thread: int | None) -> str:
+    """Return ", at script.py:12 in step", or "" if the thread runs no code of the user."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        library = file.startswith(_LIBRARIES) and not file.startswith(_SITE)
+        if not (library or file.startswith(_LIBRARIES[:2]) or file.startswith("<")):
+            return f", at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

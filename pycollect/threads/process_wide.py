@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .replaced_attributes import attributes_replaced
+from .torch_internals import attributes_replaced
 
 
 class _Owners:

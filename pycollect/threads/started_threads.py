@@ -12,13 +12,33 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._thread_count import set_thread_count
 from . import torch_internals
-from .replaced_attributes import attributes_replaced
+from .torch_internals import attributes_replaced
 
 # Modules whose threads do nothing for the rank that happens to start them: as threads of the rank,
 # they would hide deadlocks, because they do not wait for other threads.
 _OF_THE_PROCESS = ("tqdm._monitor",)
+
+
+def set_thread_count(count: int) -> None:
+    """Let the calling thread, and new ones, compute with `count` threads of torch.
+
+    It is a number of each Python thread; new threads begin with the number that was set last.
+    """
+    if torch.get_num_threads() != count:  # the first call in a process would start threads
+        torch.set_num_threads(count)
+
+
+@contextmanager
+def new_threads_restored() -> Iterator[None]:
+    """Afterwards let new threads compute with as many threads as the calling thread does now."""
+    count = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        new = threading.Thread(target=set_thread_count, args=(count,))
+        new.start()
+        new.join()
 
 
 def _rank_finder(scheduler: _C.RankScheduler) -> Callable[[], int]:

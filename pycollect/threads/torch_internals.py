@@ -35,7 +35,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import FrameType
@@ -93,8 +93,23 @@ RANK_VARIABLES = (
     *(("torch.nn.modules.module", name) for name in _HOOKS),
     *(("torch.utils.checkpoint", name) for name in _CHECKPOINT),
 )
+# An object, the name of its attribute, and a function that makes the new value from the old one.
+Replacement = tuple[Any, str, Callable[[Any], Any]]
 _SERVED = ("pycollect", "fake")
 _C10D = vars(c10d)
+
+
+@contextmanager
+def attributes_replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Replace attributes of modules and classes in this context."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    for (owner, name, replace), (_, _, value) in zip(replacements, before, strict=True):
+        setattr(owner, name, replace(value))
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def require_parts() -> None:

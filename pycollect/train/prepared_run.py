@@ -13,8 +13,8 @@ from torch import nn
 from .. import _C
 from .._version import __version__
 from . import checkpoint, datasets
+from .compiled_step import check_graph
 from .data import Data, count
-from .graph import check_graph
 from .loader import LoaderOptions
 from .models import MODELS, SIZE, LeNet
 from .module_check import SingleValueCheck

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .compiled_step import CompiledStep, check_graph
 from .generators import RankGenerators
-from .graph import CompiledStep, check_graph
 from .losses import (
     Loss,
     MakeOptimizer,
