@@ -54,16 +54,43 @@ def ran_here(tmp_path, capfd):
     return ran_text
 
 
-# --- a script of the documents --------------------------------------------------------------------
+# --- a script for torchrun ------------------------------------------------------------------------
 
 NOTICE = "pycollect.threads: backend 'pycollect' serves"
-DOCUMENT = (ROOT / "docs" / "threads.md").read_text()
-SCRIPT = DOCUMENT.partition("`script.py`:")[2].split("```")[1].removeprefix("python\n")
+SCRIPT = """
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import pycollect  # registers the default backend below
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--backend", default="pycollect")
+args = parser.parse_args()
+
+on_gpu = args.backend == "nccl" and torch.cuda.is_available()
+device = torch.device(int(os.environ["LOCAL_RANK"]) if on_gpu else "cpu")
+dist.init_process_group(args.backend)
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = DistributedDataParallel(torch.nn.Linear(8, 1).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.randn(16, 8, device=device)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"step {step}, rank {rank}: {loss.item():.6f}")
+dist.destroy_process_group()
+"""
 STEP = re.compile(r"step \d, rank \d: \d+\.\d{6}")  # a line of the script
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_the_documented_script_prints_the_same_with_every_backend(tmp_path, capfd):
+def test_a_script_for_torchrun_prints_the_same_with_every_backend(tmp_path, capfd):
     script, printed = written(tmp_path, SCRIPT), []
     for backend in ("gloo", "nccl"):
         assert command.main(["--nproc", "4", script, "--backend", backend]) == 0
@@ -76,7 +103,7 @@ def test_the_documented_script_prints_the_same_with_every_backend(tmp_path, capf
 
 
 @pytest.mark.slow
-def test_the_documented_script_prints_the_numbers_of_torchrun(tmp_path):
+def test_a_script_for_torchrun_prints_its_numbers(tmp_path):
     script = written(tmp_path, SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     wanted = own_process([*torchrun, script], TIMEOUT, PYTHONPATH=str(ROOT))
