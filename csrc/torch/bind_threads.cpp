@@ -1,12 +1,11 @@
-// See bind_threads.h.
-#include "bind_threads.h"
-
+// Binds the scheduler and the store of ranks that are threads to Python.
 #include <c10/core/impl/FakeGuardImpl.h>
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "../rank_threads/member.h"
+#include "bindings.h"
 #include "c10d/threads/random_states.h"
 #include "c10d/threads/thread_store.h"
 #include "rank_variables.h"

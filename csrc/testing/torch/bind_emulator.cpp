@@ -8,7 +8,7 @@
 #include <array>
 
 #include "../../plan/find_name.h"
-#include "../../torch/bind_collectives.h"
+#include "../../torch/bindings.h"
 #include "../../torch/c10d/options.h"
 #include "../../torch/gpus.h"
 #include "bind.h"

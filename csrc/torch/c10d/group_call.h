@@ -13,8 +13,8 @@
 
 #include "../../rank_executor/request.h"
 #include "../arguments.h"
+#include "../profiler.h"
 #include "address_ranges.h"
-#include "profiler_event.h"
 #include "staging/tensor_staging.h"
 
 namespace pycollect::dist {
