@@ -5,7 +5,7 @@
 #include <torch/version.h>
 
 #include "../plan/error.h"
-#include "c10d/options.h"
+#include "c10d/connection.h"
 
 namespace pycollect {
 namespace {

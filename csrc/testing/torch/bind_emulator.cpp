@@ -9,7 +9,7 @@
 
 #include "../../plan/find_name.h"
 #include "../../torch/bindings.h"
-#include "../../torch/c10d/options.h"
+#include "../../torch/c10d/connection.h"
 #include "../../torch/gpus.h"
 #include "bind.h"
 #include "emulated_torch.h"

@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "../../torch/c10d/gil.h"
+#include "../../torch/c10d/interpreter.h"
 #include "../../torch/gpus.h"
 #include "../../torch/threads.h"
 

@@ -6,7 +6,7 @@
 #include "../../plan/error.h"
 #include "../../rank_threads/scheduler.h"
 #include "call_runner.h"
-#include "gil.h"
+#include "interpreter.h"
 
 namespace pycollect::dist {
 

@@ -4,8 +4,7 @@
 #include <thread>
 
 #include "backend.h"
-#include "gil.h"
-#include "signals.h"
+#include "interpreter.h"
 
 namespace pycollect::dist {
 namespace {
