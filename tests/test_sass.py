@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-import pycollect_native as native
-import pycollect_toolkit as toolkit
+import pycollect_configure as configure
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -56,9 +55,9 @@ def tools(*names: str) -> list[str]:
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The operations of each kernel, in code order."""
     (nvcc, cuobjdump), folder = tools("nvcc", "cuobjdump"), tmp_path_factory.mktemp("sass")
-    flags = native.kernel_flags({}, ["-arch=sm_90"])
+    command = configure.nvcc_command({}, Path(nvcc).parents[1], ["-arch=sm_90"])
     (folder / "probe.cu").write_text(SOURCE)
-    compile_it = [nvcc, *flags, "-cubin", "-o", "probe.cubin", "probe.cu"]
+    compile_it = [*command, "-cubin", "-o", "probe.cubin", "probe.cu"]
     subprocess.run(compile_it, cwd=folder, check=True)
     show = [cuobjdump, "-sass", folder / "probe.cubin"]
     return dict(parsed(subprocess.check_output(show, text=True)))
@@ -150,13 +149,14 @@ def test_no_contractions_or_cached_loads(kernels: dict[str, list[str]]):
 )
 def test_all_values_are_kept_in_registers(source: Path, tmp_path: Path):
     """In every kernel, for the oldest capability and for those that are built without a GPU."""
-    built = sorted({toolkit.OLDEST_CAPABILITY, *toolkit.USUAL})
+    built = sorted({target.partition("_")[2] for target in configure.USUAL_TARGETS})
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in built]
-    flags = native.kernel_flags({}, targets)
-    compile_it = [*tools("nvcc"), *flags, "-Xptxas=-v", "-fatbin", "-o", "kernels.fatbin", source]
+    (nvcc,) = tools("nvcc")
+    command = configure.nvcc_command({}, Path(nvcc).parents[1], targets)
+    compile_it = [*command, "-Xptxas=-v", "-fatbin", "-o", "kernels.fatbin", source]
     done = subprocess.run(compile_it, cwd=tmp_path, check=True, capture_output=True, text=True)
     output = done.stdout + done.stderr
     found = FRAME.findall(output)
     assert len(found) == output.count("entry function")
-    assert {capability for _, capability, _ in found} == {str(n) for n in built}
+    assert {capability for _, capability, _ in found} == {*built}
     assert [kernel for kernel in found if kernel[-1] != NO_FRAME] == []

@@ -1,16 +1,15 @@
 // Binds the collectives on lists: each function converts Python's arguments as its declaration
 // says, prepares a call and runs it.
-#include "bind_collectives.h"
-
 #include <cxxabi.h>
 #include <pybind11/detail/exception_translation.h>
 
 #include <span>
 
 #include "../plan/error.h"
+#include "bindings.h"
 #include "declarations.h"
-#include "profiler_range.h"
-#include "work.h"
+#include "list_call.h"
+#include "profiler.h"
 
 namespace pycollect {
 namespace {

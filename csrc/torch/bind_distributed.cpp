@@ -1,10 +1,11 @@
-// See bind_distributed.h. The backend class itself is not bound: Python has it as torch's Backend.
-#include "bind_distributed.h"
-
+// Binds the backend of torch.distributed and its options to Python. The backend class itself is not
+// bound: Python has it as torch's Backend.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "../plan/find_name.h"
+#include "bindings.h"
 #include "c10d/backend.h"
 
 namespace pycollect {

@@ -1,9 +1,9 @@
-#include "bind_machine.h"
-
+// Binds functions that describe this machine (CUDA, peer access, instruction set), and the log.
 #include <chrono>
 
 #include "../cpu/fold.h"
 #include "../group/numa_nodes.h"
+#include "bindings.h"
 #include "collectives.h"
 #include "from_python.h"
 #include "gpus.h"
@@ -18,7 +18,7 @@ void write_log(const char* level, const std::string& line) {
 }
 
 void enable_log() {
-  set_log_sink([](const std::string& line) { write_log("info", line); });
+  log_sink = [](const std::string& line) { write_log("info", line); };
 }
 
 py::tuple peer_access(int from, int to) {
@@ -71,7 +71,7 @@ void bind_machine(py::module_& m) {
   m.def("has_cuda", &has_cuda);
   m.def("peer_access", &peer_access);
   m.def("enable_log", &enable_log);
-  set_warning_sink([](const std::string& line) { write_log("warning", line); });
+  warning_sink = [](const std::string& line) { write_log("warning", line); };
   m.def("instruction_set", &cpu::instruction_set);
   m.def("numa_nodes", &numa_nodes, py::arg("folder") = ipc::kNodeFolder);
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),

@@ -1,9 +1,9 @@
+// Binds plans, programs, the registry of algorithms and the analysis of plans to Python.
+//
 // In Python, plans are values that are built from tuples and read as tuples. A slice is (rank, "in"
 // | "out" | "tmp" | "host", first chunk, chunks), and a step is (destinations, sources, rank that
 // runs it or -1 for the first destination's). A program can be copied without one of its waits, so
 // that tests can check that find_races detects the race.
-#include "bind_plan.h"
-
 #include <pybind11/stl.h>
 
 #include <array>
@@ -19,6 +19,7 @@
 #include "../plan/offsets.h"
 #include "../plan/select.h"
 #include "../plan/verify.h"
+#include "bindings.h"
 #include "from_python.h"
 
 namespace pycollect {

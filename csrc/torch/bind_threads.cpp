@@ -1,15 +1,13 @@
-// See bind_threads.h.
-#include "bind_threads.h"
-
+// Binds the scheduler and the store of ranks that are threads to Python.
 #include <c10/core/impl/FakeGuardImpl.h>
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "../rank_threads/member.h"
-#include "c10d/threads/random_states.h"
+#include "bindings.h"
 #include "c10d/threads/thread_store.h"
-#include "rank_variables.h"
+#include "c10d/threads/turn_state.h"
 
 namespace pycollect {
 namespace {
@@ -31,7 +29,7 @@ void with_gil(F&& f) {
 // Python's objects in a scheduler, which threads without the GIL may release.
 struct RankObjects {
   std::shared_ptr<dist::RandomStates> random;
-  std::shared_ptr<RankVariables> variables;
+  std::shared_ptr<dist::RankVariables> variables;
   py::object find_line;
   py::object cuda_names = py::module_::import("torch.cuda").attr("__dict__");
 
@@ -60,7 +58,7 @@ struct RankObjects {
 
 std::shared_ptr<RankScheduler> make_scheduler(int world, bool parallel,
                                               std::shared_ptr<dist::RandomStates> random,
-                                              std::shared_ptr<RankVariables> variables,
+                                              std::shared_ptr<dist::RankVariables> variables,
                                               py::object find_line) {
   const auto python =
       RankObjects::shared({std::move(random), std::move(variables), std::move(find_line)});
@@ -104,11 +102,11 @@ void bind_threads(py::module_& m) {
       .value("PEER_LOST", EndKind::peer_lost)
       .value("TIMED_OUT", EndKind::timed_out);
   const py::call_guard<py::gil_scoped_release> no_gil;
-  py::class_<RankVariables, std::shared_ptr<RankVariables>>(m, "RankVariables")
-      .def(py::init<int, RankVariables::Variables>(), py::arg("world"), py::arg("variables"))
-      .def("set", &RankVariables::set, py::arg("rank"), py::arg("module"), py::arg("name"),
+  py::class_<dist::RankVariables, std::shared_ptr<dist::RankVariables>>(m, "RankVariables")
+      .def(py::init<int, dist::RankVariables::Variables>(), py::arg("world"), py::arg("variables"))
+      .def("set", &dist::RankVariables::set, py::arg("rank"), py::arg("module"), py::arg("name"),
            py::arg("value"))
-      .def("restore", &RankVariables::restore);
+      .def("restore", &dist::RankVariables::restore);
   py::class_<dist::RandomStates, std::shared_ptr<dist::RandomStates>>(m, "RandomStates")
       .def(py::init<int, bool>(), py::arg("world"), py::arg("cuda"))
       .def("restore", &dist::RandomStates::restore, py::arg("cuda"));

@@ -1,11 +1,13 @@
 // ListCall: a call on the tensors of all ranks, whose arguments are checked and whose plans are
 // bound to memory. It can run at once or later in a queue, and owns a reference to every tensor
-// that it uses.
+// that it uses. Work: an asynchronous call, for which its caller waits.
 #pragma once
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <exception>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -86,5 +88,31 @@ struct DtypeGroup {
 using DtypeGroups = c10::SmallVector<DtypeGroup, 1>;  // in the order of their first tensors
 // Adds a tensor to the group of its dtype.
 void add(DtypeGroups& groups, DType dtype, std::size_t index, std::size_t bytes);
+
+class Work {
+ public:
+  explicit Work(Tensors results) : results_(std::move(results)) {}
+  virtual ~Work() = default;
+
+  // Returns false if the collective is not done after `seconds`. Throws the collective's error. On
+  // GPUs the current streams wait; the host waits only if `seconds` is given.
+  virtual bool wait(std::optional<double> seconds) = 0;
+  virtual bool is_completed() = 0;
+  virtual std::exception_ptr exception() = 0;
+  const Tensors& results() const { return results_; }
+
+ private:
+  const Tensors results_;
+};
+
+// Enqueues a call: on its GPUs, or in the queue of host calls. A single thread runs that queue in
+// order, so that calls do not compete for the cores.
+std::shared_ptr<Work> enqueue(ListCall call);
+
+bool busy();  // whether a host call is queued or running
+
+// Waits until the queue of host calls is empty, so that a call that runs at once keeps its order
+// behind queued ones. Costs one load if the queue is empty.
+void drain();
 
 }  // namespace pycollect

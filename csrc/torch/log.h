@@ -1,21 +1,34 @@
 // Log lines and warnings of the C++ code; pycollect/log.py prints them.
 #pragma once
+#include <mutex>
+#include <set>
 #include <string>
 
 namespace pycollect {
 
 using LineSink = void (*)(const std::string& line);
 
-// Sets the function that prints log lines (PYCOLLECT_LOG), once, at import. Without it there is no
-// log.
-void set_log_sink(LineSink sink);
-bool is_logging();
+// The functions that print log lines (PYCOLLECT_LOG) and warnings. They are set once, at import;
+// null: there is no log.
+inline LineSink log_sink = nullptr, warning_sink = nullptr;
+
+inline bool is_logging() { return log_sink != nullptr; }
 
 // Logs a line the first time, and drops every repetition.
-void log_once(const std::string& line);
+inline void log_once(const std::string& line) {
+  if (!is_logging()) return;
+  static std::mutex mutex;
+  static std::set<std::string> logged;
+  {
+    const std::lock_guard lock(mutex);
+    if (!logged.insert(line).second) return;
+  }
+  log_sink(line);
+}
 
-// Warns the user, even without a log. The function that prints warnings is set once, at import.
-void set_warning_sink(LineSink sink);
-void warn(const std::string& line);
+// Warns the user, even without a log.
+inline void warn(const std::string& line) {
+  if (warning_sink != nullptr) warning_sink(line);
+}
 
 }  // namespace pycollect

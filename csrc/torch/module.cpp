@@ -1,12 +1,8 @@
 // The module pycollect._C: the collectives, their Work, and its errors.
 #include "../plan/error.h"
-#include "bind_collectives.h"
-#include "bind_distributed.h"
-#include "bind_machine.h"
-#include "bind_plan.h"
-#include "bind_threads.h"
+#include "bindings.h"
 #include "from_python.h"
-#include "work.h"
+#include "list_call.h"
 
 namespace pycollect {
 namespace {

@@ -1,6 +1,6 @@
 // Replaces csrc/torch/cuda in a build without CUDA. check_tensor() refuses tensors on a GPU there.
 #include "gpus.h"
-#include "profiler_range.h"
+#include "profiler.h"
 
 namespace pycollect {
 

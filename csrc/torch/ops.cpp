@@ -10,8 +10,8 @@
 
 #include "../plan/error.h"
 #include "declarations.h"
+#include "list_call.h"
 #include "tensor_layout.h"
-#include "work.h"
 
 namespace pycollect::ops {
 namespace {

@@ -14,7 +14,7 @@
 #include "../../cuda/peer_access.h"
 #include "../../plan/find_name.h"
 #include "../../plan/stage.h"
-#include "../../torch/bind_plan.h"
+#include "../../torch/bindings.h"
 #include "../emulated_run.h"
 #include "bind.h"
 

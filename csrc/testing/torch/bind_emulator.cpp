@@ -8,8 +8,8 @@
 #include <array>
 
 #include "../../plan/find_name.h"
-#include "../../torch/bind_collectives.h"
-#include "../../torch/c10d/options.h"
+#include "../../torch/bindings.h"
+#include "../../torch/c10d/connection.h"
 #include "../../torch/gpus.h"
 #include "bind.h"
 #include "emulated_torch.h"

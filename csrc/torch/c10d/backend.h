@@ -10,8 +10,6 @@
 #include "builders.h"
 #include "coalescing.h"
 #include "connection.h"
-#include "options.h"
-#include "symmetric_heap_allocator.h"
 
 namespace pycollect::dist {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "point_to_point.h"
+#include "work.h"
 
 namespace pycollect::dist {
 

@@ -1,11 +1,23 @@
 // How one rank of a group reaches the other ranks: through shared memory if they are processes, or
-// directly if they are threads of this process.
+// directly if they are threads of this process. With the options of the group, and the allocator of
+// the memory that processes share.
 #pragma once
-#include <memory>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
+#include <functional>
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "../../group/group_settings.h"
+#include "../../group/symmetric_heap.h"
+#include "../../plan/dtype.h"
+#include "../torch_runtime.h"
 #include "binder.h"
-#include "options.h"
-#include "point_to_point.h"
+#include "work.h"
 
 namespace pycollect::rank_threads {
 class RankScheduler;
@@ -13,7 +25,64 @@ class RankScheduler;
 
 namespace pycollect::dist {
 
-class SymmetricHeapAllocator;
+inline constexpr const char* kBackendName = "pycollect";
+inline constexpr const char* kOneHost = "one";
+
+// Group options beyond torch's own: `pycollect.distributed.Options`, passed as `pg_options=`.
+struct Options final : c10d::Backend::Options {
+  explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
+      : c10d::Backend::Options(kBackendName, limit) {}
+
+  std::string algorithm = {};  // used by every collective that has it; empty: automatic
+  // Of reductions: a name of kFoldOrderNames.
+  std::string order = name(FoldOrder::rank);
+  // Size of each of a rank's two staging buffers in host memory; none: default.
+  std::optional<std::size_t> buffer_bytes = {};
+  // Address space of each rank's symmetric heap; none: default.
+  std::optional<std::size_t> symmetric_heap_bytes = {};
+  // How ranks on several hosts work together: "exact", with the bits of one host, or "one": not.
+  std::string hosts = "exact";
+  bool is_default = false;   // the group is torch's default one, with which its store ends
+  std::string version = {};  // of pycollect, and the commit of its build
+  // Makes the process group of all ranks of the world for what goes between hosts.
+  std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank,
+                                                  int world, std::chrono::milliseconds)>
+      gloo = {};
+  std::shared_ptr<TorchRuntime> torch = {};  // replaces torch's runtime in tests
+
+  // Newer torch calls this override, so that a split-off group has its own options.
+  virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const {
+    return c10::make_intrusive<Options>(*this);
+  }
+};
+
+// torch's allocator interface to a rank's part of the symmetric heap. A tensor allocated there is
+// an ordinary tensor, which collectives access without a copy.
+class SymmetricHeapAllocator final : public c10::Allocator,
+                                     public std::enable_shared_from_this<SymmetricHeapAllocator> {
+ public:
+  explicit SymmetricHeapAllocator(const ipc::Group& group) : heap_(group) {}
+
+  // The returned memory keeps this allocator and the mapping alive, even after the group is gone.
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const std::size_t offset = heap_.allocate(bytes);
+    const auto free = [owner = shared_from_this(), offset](void*) { owner->heap_.free(offset); };
+    return c10::InefficientStdFunctionContext::makeDataPtr(heap_.data() + offset, free, at::kCPU);
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
+    return at::Tensor(at::detail::empty_generic(
+        sizes, this, c10::DispatchKeySet(c10::DispatchKey::CPU), type, std::nullopt));
+  }
+  ipc::SymmetricHeap::HeapUsage usage() const { return heap_.usage(); }
+
+ private:
+  ipc::SymmetricHeap heap_;
+};
+
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 

@@ -12,7 +12,7 @@
 
 #include "../../plan/error.h"
 #include "backend.h"
-#include "reduction.h"
+#include "builders.h"
 
 namespace pycollect::dist {
 namespace {

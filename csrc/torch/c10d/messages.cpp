@@ -9,7 +9,7 @@
 
 #include "../../plan/error.h"
 #include "../threads.h"
-#include "gil.h"
+#include "interpreter.h"
 
 namespace pycollect::dist {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "../../group/system.h"
 #include "../../send_recv/mailbox.h"
-#include "point_to_point.h"
+#include "work.h"
 
 namespace pycollect::dist {
 

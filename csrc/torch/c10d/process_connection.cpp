@@ -16,10 +16,9 @@
 #include "hosts/hosts_monitor.h"
 #include "hosts/mirrored_rings.h"
 #include "hosts/process_group_wire.h"
+#include "interpreter.h"
 #include "messages.h"
 #include "process_queue.h"
-#include "signals.h"
-#include "symmetric_heap_allocator.h"
 #include "torch_store.h"
 
 namespace pycollect::dist {

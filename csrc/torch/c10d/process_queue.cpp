@@ -10,7 +10,7 @@
 
 #include "../../plan/error.h"
 #include "../log.h"
-#include "signals.h"
+#include "interpreter.h"
 
 namespace pycollect::dist {
 

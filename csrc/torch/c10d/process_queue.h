@@ -27,7 +27,7 @@ class ProcessQueue final : public CallQueue {
   void push_all(const std::vector<CollectiveWorkPtr>& works) override;
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
-  // throw what a signal handler raises (see signals.h), after the group has been aborted.
+  // throw what a signal handler raises (see interpreter.h), after the group has been aborted.
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
 

@@ -10,7 +10,7 @@
 
 #include "../../cpu/sparse_fold.h"
 #include "binder.h"
-#include "reduction.h"
+#include "builders.h"
 
 namespace pycollect::dist {
 

@@ -16,7 +16,7 @@
 
 #include "../../group/system.h"
 #include "../../plan/error.h"
-#include "signals.h"
+#include "interpreter.h"
 
 namespace pycollect::dist {
 namespace {

@@ -1,15 +1,17 @@
-// Work objects of a group's collectives and messages, what moves them, and the queue of the
-// collectives.
+// Work objects of a group's collectives and messages, what moves them, and the interfaces that make
+// them: the queue of the collectives, and send and recv of one rank.
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "../../group/system.h"
+#include "../../send_recv/transfer.h"
 #include "group_call.h"
 
 namespace pycollect::dist {
@@ -130,5 +132,66 @@ class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueu
   // Ranks that have made fewer calls than this one, as far as is known: those of this host.
   virtual std::vector<Rank> behind() = 0;
 };
+
+struct P2POp {
+  at::Tensor tensor;
+  std::optional<Rank> peer;  // none: receive from any rank
+  int tag;
+  std::chrono::milliseconds timeout;
+  bool receives;
+
+  const char* name() const { return receives ? "recv" : "send"; }
+};
+
+class PointToPoint : public WorkOwner {
+ public:
+  PointToPoint(int world, std::shared_ptr<DeviceOps> devices)
+      : devices_(std::move(devices)), world_(world) {}
+  virtual WorkPtr post(const P2POp& op) = 0;
+  // Throws if post() would, before data moves. Returns whether the tensor is on a device.
+  bool check(const P2POp& op) const;
+
+ protected:
+  const std::shared_ptr<DeviceOps> devices_;
+  std::atomic<uint64_t> next_number_{0};
+
+ private:
+  const int world_;
+};
+
+class MessageWork final : public GroupWork {
+ public:
+  // `staging` stages a device tensor; null: a host tensor. The owner lives until the work is
+  // done, or a wait throws. A work that is kept, longer perhaps, keeps `kept`.
+  MessageWork(const P2POp& op, uint64_t number, Rank rank, std::shared_ptr<TensorStaging> staging,
+              std::weak_ptr<WorkOwner> owner, std::shared_ptr<WorkOwner> kept = {});
+
+  int sourceRank() const override;
+  uint64_t getSequencenumber() const override { return number_; }
+  Tensors result() override { return {op.tensor}; }
+  const char* name() const override { return op.name(); }
+  std::chrono::milliseconds limit() const override { return op.timeout; }
+  TensorStaging* staging() const override { return staging_.get(); }
+
+  // For the owner.
+  const P2POp op;
+  const Rank rank;                       // of this side
+  at::Tensor data;                       // what moves: the tensor, or a copy of it
+  std::atomic<Rank> source{-1};          // of a receive that has been matched
+  ipc::TransferPtr transfer;             // null: between threads
+  std::shared_ptr<ProfilerEvent> event;  // null: no profiler
+  ipc::Envelope envelope() const;
+  // Returns "recv #3 from rank 1 of group 'default' with tag 0 on [2, 3] float32".
+  std::string describe(const std::string& of_group) const;
+
+ private:
+  std::shared_ptr<WorkOwner> owner() const override { return owner_.lock(); }
+
+  const uint64_t number_;
+  const std::shared_ptr<TensorStaging> staging_;
+  const std::weak_ptr<WorkOwner> owner_;
+  const std::shared_ptr<WorkOwner> kept_;
+};
+using MessageWorkPtr = c10::intrusive_ptr<MessageWork>;
 
 }  // namespace pycollect::dist

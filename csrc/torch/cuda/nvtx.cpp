@@ -2,7 +2,7 @@
 // without one its calls return at once.
 #include <nvtx3/nvToolsExt.h>
 
-#include "../profiler_range.h"
+#include "../profiler.h"
 
 namespace pycollect {
 namespace {

@@ -5,10 +5,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 #include <torch/version.h>
@@ -19,14 +21,29 @@
 #include "../gpus.h"
 #include "../threads.h"
 #include "api.h"
-#include "host_memory_ops.h"
-#include "peer_access.h"
 
 namespace pycollect {
 namespace {
 
 using c10::cuda::CUDAGuard;
 using c10::cuda::CUDAStream;
+
+// Pinned memory of torch, which is never freed, and copies by torch's threads.
+class TorchHostMemoryOps final : public cuda::HostMemoryOps {
+ public:
+  std::byte* new_pinned(std::size_t bytes) override {
+    const at::Device current(at::kCUDA, c10::cuda::current_device());
+    const auto size = static_cast<int64_t>(bytes);
+    const at::Tensor& memory = *new at::Tensor(new_pinned_bytes(size, current));  // never freed
+    return static_cast<std::byte*>(memory.mutable_data_ptr());
+  }
+  void copy(const cuda::CopyRect& r) override { copy_on_host(r); }
+};
+
+cuda::HostMemoryOps& torch_host_memory_ops() {
+  static TorchHostMemoryOps host;
+  return host;
+}
 
 class CudaRuntime final : public TorchRuntime {
  public:

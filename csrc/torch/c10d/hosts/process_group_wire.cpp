@@ -12,8 +12,7 @@
 
 #include "../../../group/system.h"
 #include "../../../plan/error.h"
-#include "../gil.h"
-#include "../signals.h"
+#include "../interpreter.h"
 
 namespace pycollect::dist {
 namespace {

@@ -1,16 +1,248 @@
-// See joint_call.h. The requests that no rank's calls divide run together.
+// See joint_call.h. The requests that no rank's calls divide run together. The plan of matching
+// requests has one binding if every buffer is contiguous. Else there is a binding for each range of
+// elements that is contiguous on all ranks.
 #include "joint_call.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "../../../plan/error.h"
+#include "../../../rank_executor/request.h"
+#include "../../list_call.h"
 #include "../../threads.h"
 #include "../sparse.h"
-#include "direct_staging.h"
-#include "joint_request.h"
+#include "../staging.h"
 
 namespace pycollect::dist {
 namespace {
+
+using ipc::BlockContent;
+using ipc::BufferSegment;
+using ipc::CallBuffer;
+using ipc::CollectiveRequest;
+
+using RankRequests = std::vector<const CollectiveRequest*>;  // [rank]
+
+// One block of one buffer of one rank, read from its beginning.
+class BlockReader {
+ public:
+  BlockReader(Rank rank, Buffer buffer, int block, const CallBuffer& memory, std::size_t item)
+      : rank(rank), buffer(buffer), block(block), memory_(memory), item_(item) {
+    const bool has_one = memory.blocks.size() == 1;  // which is the rank's own
+    left_ = memory.blocks[has_one ? 0 : block];
+    offset_ = has_one ? 0
+                      : std::accumulate(memory.blocks.begin(), memory.blocks.begin() + block,
+                                        std::size_t{0});
+    next_segment();
+  }
+
+  const Rank rank;
+  const Buffer buffer;
+  const int block;
+
+  std::size_t left() const { return left_; }
+  std::byte* at() const { return memory_.segments[segment_].base + offset_ * item_; }
+  // Returns the number of elements before the next segment, or before the end of the block.
+  std::size_t contiguous() const {
+    return left_ == 0 ? 0 : std::min(left_, memory_.segments[segment_].count - offset_);
+  }
+  void advance(std::size_t count) {
+    left_ -= count;
+    offset_ += count;
+    next_segment();
+  }
+
+ private:
+  void next_segment() {
+    while (left_ > 0 && offset_ >= memory_.segments[segment_].count)
+      offset_ -= memory_.segments[segment_++].count;
+  }
+
+  const CallBuffer& memory_;
+  const std::size_t item_;
+  std::size_t segment_ = 0, offset_ = 0, left_ = 0;  // in elements
+};
+
+// Blocks with the same number of elements, which the plan moves together: the sources and the
+// destinations of a block.
+using Lane = std::vector<BlockReader>;
+
+// The memory of one run of the plan.
+struct RunMemory {
+  std::vector<BufferMemory> buffers;  // [rank][buffer]
+  std::vector<Sizes> in, out;         // [rank][block]: elements in the rank's input and output
+  Sizes whole;                        // [block]: of which the inputs and outputs have some or all
+};
+
+// The matching requests of ranks that are threads of this process, as a plan on their memory.
+class JointRequest {
+ public:
+  explicit JointRequest(const RankRequests& requests)
+      : requests_(requests),
+        first_(*requests.front()),
+        world_(static_cast<int>(requests.size())),
+        item_(item_bytes(first_.dtype)),
+        input_(ipc::input_of(first_.collective, first_.in_place)),
+        output_(ipc::output_of(first_.collective, first_.in_place)) {}
+
+  // Adds the plan and its bindings to the call.
+  void bind(ListCall& call) const;
+
+ private:
+  bool in_blocks() const { return input_ != BlockContent::nothing_in_blocks; }
+  std::size_t bytes() const;
+  bool is_contiguous() const;
+  std::vector<std::vector<Lane>> lanes() const;
+  void add(Lane& lane, Rank r, Buffer buffer, int block) const;
+  RunMemory empty_run() const;
+  void place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const;
+  RunMemory whole() const;
+  RunMemory take(std::vector<Lane>& lanes) const;
+  void bind(BoundPlan& plan, RunMemory run, ListCall& call) const;
+  const CallBuffer& memory(Rank r, Buffer buffer) const {
+    return buffer == Buffer::input ? requests_[r]->input : requests_[r]->output;
+  }
+  BlockContent content(Buffer buffer) const { return buffer == Buffer::input ? input_ : output_; }
+  Sizes& sizes(RunMemory& run, Rank r, Buffer buffer) const {
+    return buffer == Buffer::input ? run.in[r] : run.out[r];
+  }
+
+  const RankRequests& requests_;
+  const CollectiveRequest& first_;
+  const int world_;
+  const std::size_t item_;
+  const BlockContent input_, output_;
+};
+
+constexpr std::array kCallBuffers{Buffer::input, Buffer::output};
+
+// Returns the size of the largest buffer of a rank.
+std::size_t JointRequest::bytes() const {
+  std::size_t most = 0;
+  for (Rank r = 0; r < world_; ++r)
+    for (const Buffer buffer : kCallBuffers) most = std::max(most, total(memory(r, buffer)));
+  return most * item_;
+}
+
+bool JointRequest::is_contiguous() const {
+  for (Rank r = 0; r < world_; ++r)
+    for (const Buffer buffer : kCallBuffers)
+      if (memory(r, buffer).segments.size() > 1) return false;
+  return true;
+}
+
+// Adds the block to the lane if the rank has it.
+void JointRequest::add(Lane& lane, Rank r, Buffer buffer, int block) const {
+  const CallBuffer& m = memory(r, buffer);
+  if (m.blocks.empty() || (content(buffer) == BlockContent::own_block && r != block)) return;
+  lane.emplace_back(r, buffer, block, m, item_);
+}
+
+// Returns groups of lanes; those of one group do not have a buffer in common. In an all_to_all,
+// group k has the blocks that each rank sends to the rank k places after it.
+std::vector<std::vector<Lane>> JointRequest::lanes() const {
+  std::vector<std::vector<Lane>> groups;
+  for (int k = 0; k < (in_blocks() ? world_ : 1); ++k) {
+    std::vector<Lane>& group = groups.emplace_back();
+    if (first_.collective == Collective::all_to_all) {
+      for (Rank from = 0; from < world_; ++from) {
+        const Rank to = (from + k) % world_;
+        Lane& lane = group.emplace_back();
+        add(lane, from, Buffer::input, to);
+        add(lane, to, Buffer::output, from);
+      }
+      continue;
+    }
+    Lane& lane = group.emplace_back();
+    for (Rank r = 0; r < world_; ++r)
+      for (const Buffer buffer : kCallBuffers) add(lane, r, buffer, k);
+  }
+  return groups;
+}
+
+RunMemory JointRequest::empty_run() const {
+  const Sizes none(in_blocks() ? world_ : 1);
+  return {std::vector<BufferMemory>(static_cast<std::size_t>(world_) * kBuffers),
+          std::vector<Sizes>(world_, none), std::vector<Sizes>(world_, none), none};
+}
+
+void JointRequest::place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const {
+  const auto at = static_cast<std::size_t>(r) * kBuffers;
+  run.buffers[at + static_cast<int>(buffer)] = {base, 0};
+  if (first_.in_place) run.buffers[at + static_cast<int>(Buffer::output)] = {base, 0};
+}
+
+// Returns the memory of the run of a call whose buffers are contiguous.
+RunMemory JointRequest::whole() const {
+  RunMemory run = empty_run();
+  for (Rank r = 0; r < world_; ++r)
+    for (const Buffer buffer : kCallBuffers) {
+      const CallBuffer& m = memory(r, buffer);
+      if (m.blocks.empty()) continue;
+      if (!m.segments.empty()) place(run, r, buffer, m.segments[0].base);
+      const bool own = content(buffer) == BlockContent::own_block;
+      for (std::size_t b = 0; b < m.blocks.size(); ++b) {
+        const std::size_t block = own ? r : b;
+        sizes(run, r, buffer)[block] = m.blocks[b];
+        if (first_.collective != Collective::all_to_all) run.whole[block] = m.blocks[b];
+      }
+    }
+  return run;
+}
+
+// Returns the memory of the next run on a group of lanes, and advances them beyond it.
+RunMemory JointRequest::take(std::vector<Lane>& lanes) const {
+  RunMemory run = empty_run();
+  for (Lane& lane : lanes) {
+    if (lane.empty()) continue;
+    std::size_t count = lane.front().contiguous();
+    for (const BlockReader& b : lane) count = std::min(count, b.contiguous());
+    if (count == 0) continue;
+    for (BlockReader& b : lane) {
+      place(run, b.rank, b.buffer, b.at());
+      sizes(run, b.rank, b.buffer)[b.block] = count;
+      if (first_.collective != Collective::all_to_all) run.whole[b.block] = count;
+      b.advance(count);
+    }
+  }
+  return run;
+}
+
+void JointRequest::bind(BoundPlan& plan, RunMemory run, ListCall& call) const {
+  PlanOffsets offsets(plan.compiled.plan, run.whole, aligned_elements(item_));
+  if (in_blocks())
+    for (Rank r = 0; r < world_; ++r) {
+      offsets.set(r, Buffer::input, run.in[r]);
+      offsets.set(r, Buffer::output, run.out[r]);
+    }
+  call.bind(plan, std::move(offsets), std::move(run.buffers));
+}
+
+void JointRequest::bind(ListCall& call) const {
+  const std::size_t most = bytes();
+  const SelectionKey key{.collective = first_.collective,
+                         .world = world_,
+                         .bytes = most,
+                         .dtype = first_.dtype,
+                         .in_place = first_.in_place,
+                         .order = first_.options.order};
+  BoundPlan plan = call.make_plan(key, first_.algorithm, first_.root, first_.op);
+  if (most == 0) return;
+  if (is_contiguous()) {
+    bind(plan, whole(), call);
+  } else {
+    auto groups = lanes();
+    const auto left = [](const std::vector<Lane>& group) {
+      return std::any_of(group.begin(), group.end(),
+                         [](const Lane& lane) { return !lane.empty() && lane.front().left() > 0; });
+    };
+    for (std::vector<Lane>& group : groups)
+      while (left(group)) bind(plan, take(group), call);
+  }
+  call.names_algorithm |= !first_.algorithm.empty();
+  call.plans.push_back(std::move(plan));
+  call.bytes += most;
+}
 
 // A loop that moves more bytes takes so long that torch's threads can wake meanwhile.
 constexpr int64_t kSharedBytes = 64 << 20;
@@ -84,7 +316,7 @@ ListCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
     if (ranks.front().request(i).tensors == 0 || ranks.front().request(i).sparse) continue;
     RankRequests requests;
     for (const RequestReader& rank : ranks) requests.push_back(&rank.request(i));
-    bind_jointly(requests, joint);
+    JointRequest(requests).bind(joint);
   }
   return joint;
 }

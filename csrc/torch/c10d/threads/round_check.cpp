@@ -1,8 +1,7 @@
-// See round_check.h.
-#include "round_check.h"
-
+// check_round() of joint_call.h.
 #include "../../../plan/error.h"
 #include "../../../rank_executor/fingerprint.h"
+#include "joint_call.h"
 
 namespace pycollect::dist {
 namespace {

@@ -4,15 +4,110 @@
 
 #include "../../../plan/error.h"
 #include "../connection.h"
-#include "../symmetric_heap_allocator.h"
+#include "../interpreter.h"
+#include "../staging.h"
 #include "../torch_store.h"
-#include "direct_staging.h"
+#include "thread_group.h"
 #include "thread_messages.h"
-#include "thread_queue.h"
 #include "thread_store.h"
 
 namespace pycollect::dist {
 namespace {
+
+// Queue of one rank that is a thread: its calls go to the group, and waiting for one lets other
+// ranks run.
+class ThreadQueue final : public ThreadOwner<CallQueue> {
+ public:
+  using ThreadOwner::ThreadOwner;
+
+  void run(const CollectiveWorkPtr& work) override;
+  void push_all(const std::vector<CollectiveWorkPtr>& works) override;
+  void refuse(const CollectiveWorkPtr& work) override;
+
+  void wait(GroupWork& work) override;
+  bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
+  std::vector<Rank> missing() override;
+  std::vector<Rank> behind() override;
+  void close() { closed_ = true; }
+
+ private:
+  void require_open(const char* operation) const;
+  void yield_in_order();
+  void await(GroupWork& work);
+  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
+                                    bool is_limited) const override;
+
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> has_run_{false};  // calls of all ranks, since this rank has waited
+};
+
+void ThreadQueue::require_open(const char* operation) const {
+  if (closed_) throw CollectiveError(text(operation, ": the group has been destroyed"));
+}
+
+void ThreadQueue::run(const CollectiveWorkPtr& work) {
+  const GilRelease gil_release;
+  push_all({work});
+  await(*work);
+  if (const auto error = work->exception()) std::rethrow_exception(error);
+}
+
+void ThreadQueue::push_all(const std::vector<CollectiveWorkPtr>& works) {
+  const GilRelease gil_release;
+  if (works.empty()) return;
+  require_open(works.front()->name());
+  group_->require_healthy(rank_, works.front()->name());
+  for (const CollectiveWorkPtr& work : works) work->enqueue(shared_from_this());
+  if (group_->post(rank_, {.works = works})) has_run_ = true;
+}
+
+void ThreadQueue::refuse(const CollectiveWorkPtr& work) {
+  const GilRelease gil_release;
+  group_->post(rank_, {.refused = work});
+}
+
+ThreadGroup::GroupWait ThreadQueue::until_done(GroupWork& of, ipc::Deadline deadline,
+                                               bool is_limited) const {
+  auto& work = static_cast<CollectiveWork&>(of);
+  return {work, [this, &work] { return group_->missing(work); },
+          [this, &work] { return group_->describe(work); }, deadline, is_limited};
+}
+
+// A rank that has run calls of all ranks continues after those before it.
+void ThreadQueue::yield_in_order() {
+  const GilRelease gil_release;
+  if (has_run_.exchange(false)) group_->yield_in_order(rank_);
+}
+
+void ThreadQueue::await(GroupWork& work) {
+  yield_in_order();
+  ThreadOwner::wait(work);
+}
+
+void ThreadQueue::wait(GroupWork& work) {
+  if (work.is_done())
+    yield_in_order();
+  else
+    await(work);
+}
+
+bool ThreadQueue::wait_until(GroupWork& work, ipc::Deadline deadline) {
+  const bool is_done = work.is_done();
+  yield_in_order();
+  return is_done || ThreadOwner::wait_until(work, deadline);
+}
+
+std::vector<Rank> ThreadQueue::missing() {
+  const GilRelease gil_release;
+  const std::lock_guard lock(mutex());
+  return group_->missing();
+}
+
+std::vector<Rank> ThreadQueue::behind() {
+  const GilRelease gil_release;
+  const std::lock_guard lock(mutex());
+  return group_->behind(rank_);
+}
 
 // The groups that are being created, by a number that rank 0 tells the other ranks.
 class NewGroups {

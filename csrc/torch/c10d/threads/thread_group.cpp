@@ -7,9 +7,8 @@
 
 #include "../../../group/format_ranks.h"
 #include "../../../plan/error.h"
-#include "../gil.h"
+#include "../interpreter.h"
 #include "joint_call.h"
-#include "round_check.h"
 #include "thread_messages.h"
 
 namespace pycollect::dist {

@@ -9,8 +9,8 @@
 #include "../../../plan/error.h"
 #include "../../../send_recv/mail_area.h"
 #include "../../threads.h"
-#include "../gil.h"
-#include "direct_staging.h"
+#include "../interpreter.h"
+#include "../staging.h"
 
 namespace pycollect::dist {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 #include <deque>
 
-#include "../point_to_point.h"
+#include "../work.h"
 #include "thread_group.h"
 
 namespace pycollect::dist {

@@ -2,7 +2,7 @@
 #include "thread_store.h"
 
 #include "../../../plan/error.h"
-#include "../gil.h"
+#include "../interpreter.h"
 
 namespace pycollect::dist {
 

@@ -1,9 +1,143 @@
-// Collectives with a block for every rank: all_gather, gather, scatter, reduce_scatter, all_to_all.
-#include "../../plan/error.h"
+// See builders.h. Buffers of all_reduce, reduce and broadcast are not split by rank; all_gather,
+// gather, scatter, reduce_scatter and all_to_all have a block for every rank.
 #include "builders.h"
-#include "reduction.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/mul.h>
+
+#include <algorithm>
+
+#include "../../plan/error.h"
+#include "sparse.h"
 
 namespace pycollect::dist {
+namespace {
+
+// Returns the factor. If it is on a device, waits for that, so the call's tensors must have been
+// checked before.
+at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
+  // torch.distributed._make_nccl_premul_sum makes this type, the only supplement of PREMUL_SUM.
+  const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(supplement);
+  return given.tensor_factor.defined() ? given.tensor_factor.item()
+                                       : at::Scalar(given.double_factor);
+}
+
+Binder::Fill product(const at::Tensor& t, const at::Scalar& factor) {
+  return [t, factor](const at::Tensor& into) {
+    const at::AutoDispatchBelowADInplaceOrView as_memory;                // allows inference tensors
+    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // no mul in torch
+      into.copy_(at::mul(t.to(at::kFloat), factor));
+      return;
+    }
+    at::Tensor out = into;
+    at::mul_out(out, t, at::native::wrapped_scalar_tensor(factor));
+  };
+}
+
+}  // namespace
+
+Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
+  const auto given = static_cast<c10d::ReduceOp::RedOpType>(op);
+  if (given == c10d::ReduceOp::PREMUL_SUM) {
+    require(op.supplement_ != nullptr, call,
+            ": PREMUL_SUM has no factor; make the op with "
+            "torch.distributed._make_nccl_premul_sum(factor)");
+    supplement_ = op.supplement_;
+    return;
+  }
+  const auto* const found = std::ranges::find(kTorchOps, given);
+  require_type(found != kTorchOps.end(), call,
+               ": the op is not supported; pass one of torch.distributed.ReduceOp");
+  op_ = static_cast<ReduceOp>(found - kTorchOps.begin());
+}
+
+DType Reduction::dtype(const at::Tensor& t, const ArgumentName& label) const {
+  const DType dtype = dtype_of(t, label);
+  check_op(dtype, op_, label.call);
+  return dtype;
+}
+
+Binder::Fill Reduction::scaled(const at::Tensor& t, const ArgumentName& label) const {
+  const at::ScalarType type = t.scalar_type();
+  require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool; pass numbers");
+  const at::Scalar given = factor_of(*supplement_);
+  if (at::isFloatingType(type) || at::isComplexType(type)) {
+    require_type(at::isComplexType(type) || !given.isComplex(), label.call, ": PREMUL_SUM of ",
+                 label, ", ", dtype_name(t), ", needs a real factor; the factor is complex");
+    return product(t, given);
+  }
+  const double factor = given.toDouble();
+  require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
+               ": PREMUL_SUM of ", label, ", ", dtype_name(t),
+               ", needs an integer factor; the factor is ", factor);
+  return product(t, at::Scalar(static_cast<int64_t>(factor)));
+}
+
+namespace {
+
+// This rank's part in a reduction or broadcast. Calls are in place, except that PREMUL_SUM reads
+// the products from separate memory.
+struct ReductionRole {
+  const Reduction& reduction;
+  bool reads, writes;  // whether this rank's tensor is an input, and whether it is written
+  Rank root = 0;
+};
+
+void bind_all(GroupCall& call, RankAndWorld me, at::TensorList tensors, const ReductionRole& role) {
+  require(!tensors.empty(), call.name, ": no tensors were passed; pass at least one");
+  const bool scales = role.reduction.scales();
+  Binder binder(call, me,
+                {.input_blocks = 1,
+                 .output_blocks = scales && role.writes,
+                 .op = role.reduction.op(),
+                 .root = role.root,
+                 .in_place = !scales});
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& t = tensors[i];
+    if (call.sparse && t.is_sparse()) continue;
+    const ArgumentName label = label_of(call, "tensors", tensors, i);
+    if (call.collective != Collective::broadcast) role.reduction.dtype(t, label);
+    const std::size_t request = binder.request(t, label);
+    const bool reads = !role.writes || (role.reads && !scales);  // else the products are read
+    const ipc::BufferSegment own = binder.bind(t, label, reads, role.writes).memory;
+    binder.add(Side::input, request, 0,
+               scales ? binder.compute(t, role.reduction.scaled(t, label)) : own);
+    if (scales && role.writes) binder.add(Side::output, request, 0, own);
+  }
+  binder.finish();
+  call.results.append(tensors.begin(), tensors.end());
+}
+
+}  // namespace
+
+// The request of the sparse tensors is the first, so that they are read before a dense tensor with
+// the same memory is written.
+void all_reduce(GroupCall& call, RankAndWorld me, at::TensorList tensors,
+                const c10d::ReduceOp& op) {
+  const Reduction reduction(op, call.name);
+  if (std::ranges::any_of(tensors, &at::Tensor::is_sparse))
+    call.sparse = std::make_shared<SparseSums>(call, me, tensors, reduction);
+  bind_all(call, me, tensors, {reduction, true, true});
+  if (!call.sparse) return;
+  call.requests.insert(call.requests.begin(), call.sparse->counting());
+  call.fills.emplace_back([sparse = call.sparse] { sparse->coalesce(); });
+}
+
+void reduce(GroupCall& call, RankAndWorld me, at::TensorList tensors, const c10d::ReduceOp& op,
+            int64_t root) {
+  check_rank(root, me.world, call.name, "dst");
+  bind_all(call, me, tensors,
+           {Reduction(op, call.name), true, me.rank == root, static_cast<Rank>(root)});
+}
+
+void broadcast(GroupCall& call, RankAndWorld me, at::TensorList tensors, int64_t root) {
+  check_rank(root, me.world, call.name, "src");
+  const bool sends = me.rank == root;
+  bind_all(call, me, tensors,
+           {Reduction(c10d::ReduceOp::SUM, call.name), sends, !sends, static_cast<Rank>(root)});
+}
+
 namespace {
 
 void check_dtype(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,

@@ -1,9 +1,11 @@
-#include "profiler_range.h"
+// See profiler.h.
+#include "profiler.h"
 
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/version.h>
 
 #include "../plan/error.h"
+#include "c10d/connection.h"
 
 namespace pycollect {
 namespace {
@@ -89,6 +91,24 @@ ProfilerRange::~ProfilerRange() {
   if (!caller_) return;
   const ProfileGuard of_caller(*caller_);
   record_.reset();
+}
+
+std::shared_ptr<ProfilerEvent> ProfilerEvent::begin(const char* operation, at::TensorList inputs) {
+  if (!CallerProfile::is_active()) [[likely]]
+    return nullptr;
+  return std::make_shared<ProfilerEvent>(operation, inputs);
+}
+
+ProfilerEvent::ProfilerEvent(const char* operation, at::TensorList inputs)
+    : title_(text(dist::kBackendName, ':', operation)), record_(at::RecordScope::USER_SCOPE) {
+  record_._setAsync();
+  const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+  record_.before(std::string_view(title_), &values);
+}
+
+ProfilerEvent::~ProfilerEvent() {
+  const ProfileGuard of_caller(caller_);
+  record_.end();
 }
 
 }  // namespace pycollect

@@ -1,7 +1,6 @@
-// ProfilerRange: shows its lifetime on this thread in profiles, as a function of torch's profiler,
-// such as "pycollect::all_reduce", and in CUDA builds as an NVTX range. Without a profiler it costs
-// a few ns.
+// What profiles show: calls on this thread as ranges, operations of groups as events.
 #pragma once
+#include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -40,6 +39,9 @@ class ProfileGuard {
   const std::shared_ptr<c10::ThreadLocalDebugInfo> info_;
 };
 
+// The lifetime of a ProfilerRange on this thread is shown as a function of torch's profiler, such
+// as "pycollect::all_reduce", and in CUDA builds as an NVTX range. Without a profiler it costs a
+// few ns.
 class ProfilerRange {
  public:
   explicit ProfilerRange(const char* call);  // in the profile of this thread
@@ -61,5 +63,24 @@ class ProfilerRange {
 // Begin and end an NVTX range. Do nothing in builds without CUDA.
 void begin_range(const char* call);
 void end_range();
+
+// A ProfilerEvent shows an operation of a group in torch's profiler, from its call until it has
+// ended on any thread, with its name and inputs as torch's own backends do: "pycollect:all_reduce".
+class ProfilerEvent {
+ public:
+  // Begins an event. Without a profiler on this thread returns null, in a few ns.
+  static std::shared_ptr<ProfilerEvent> begin(const char* operation, at::TensorList inputs);
+  ProfilerEvent(const char* operation, at::TensorList inputs);
+  // Ends the event. May destroy a profile that ends meanwhile, so that it must be called without a
+  // mutex that the holder of the GIL may wait for.
+  ~ProfilerEvent();
+  ProfilerEvent(const ProfilerEvent&) = delete;
+  ProfilerEvent& operator=(const ProfilerEvent&) = delete;
+
+ private:
+  const std::string title_;  // must outlive record_: the profiler keeps no copy
+  at::RecordFunction record_;
+  const CallerProfile caller_;
+};
 
 }  // namespace pycollect
