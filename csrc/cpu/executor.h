@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "../plan/bound_plan.h"
+#include "../plan/compiled_plan.h"
 
 namespace pycollect::cpu {
 

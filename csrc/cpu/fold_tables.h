@@ -2,7 +2,7 @@
 // arrays: a function of std::array, compiled for wide vectors, could become the only copy that the
 // linker keeps for the whole program, and fail on other processors.
 #pragma once
-#include "../plan/kernel_type.h"
+#include "../plan/dtype.h"
 #include "fold.h"
 
 namespace pycollect::cpu {

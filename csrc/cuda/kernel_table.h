@@ -1,7 +1,7 @@
 // Compile-time tables indexed by [dtype][op], with a value for every reduction that has a kernel:
 // the kernel's function, or the size of its elements.
 #pragma once
-#include "../plan/kernel_type.h"
+#include "../plan/dtype.h"
 
 namespace pycollect::cuda {
 

@@ -1,6 +1,6 @@
 // Host declarations of the kernels. Each is compiled once, in one of kernels_*.cu.
 #pragma once
-#include "../plan/kernel_type.h"
+#include "../plan/dtype.h"
 
 namespace pycollect::cuda {
 

@@ -9,7 +9,7 @@
 
 #include "../cpu/executor.h"
 #include "../plan/error.h"
-#include "../plan/stage.h"
+#include "../plan/passes.h"
 
 namespace pycollect::cuda {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../plan/error.h"
-#include "../plan/stage.h"
+#include "../plan/passes.h"
 
 namespace pycollect::cuda {
 

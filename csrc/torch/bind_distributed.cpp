@@ -4,7 +4,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 
-#include "../plan/find_name.h"
+#include "../plan/error.h"
 #include "c10d/backend.h"
 
 namespace pycollect {

@@ -7,7 +7,7 @@
 
 #include <array>
 
-#include "../../plan/find_name.h"
+#include "../../plan/error.h"
 #include "../../torch/bind_collectives.h"
 #include "../../torch/c10d/options.h"
 #include "../../torch/gpus.h"
