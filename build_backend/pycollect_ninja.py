@@ -20,7 +20,6 @@ CORE_FOLDERS = (
     "algorithms",
     "cpu",
     "cuda",
-    "bootstrap",
     "group",
     "rank_executor",
     "hosts",

@@ -8,9 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "../bootstrap/hosts.h"
-#include "../group/format_ranks.h"
 #include "../group/group.h"
+#include "../group/placement.h"
 #include "wire.h"
 
 namespace pycollect::ipc {

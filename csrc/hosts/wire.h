@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../group/memory_owner.h"
+#include "../group/segment.h"
 #include "../group/wait.h"
 #include "../plan/plan.h"
 

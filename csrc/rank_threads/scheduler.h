@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "../bootstrap/store.h"
+#include "../group/wait.h"
 #include "../plan/plan.h"
 #include "thread_activity.h"
 #include "work_share.h"
