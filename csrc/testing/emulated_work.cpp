@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "../cuda/device_guard.h"
-#include "../cuda/kernel_table.h"
+#include "../cuda/kernels.h"
 #include "emulator.h"
 #include "reference_kernels.h"
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../../cuda/copy_kernel.h"
-#include "../../cuda/split_launch.h"
+#include "../../cuda/kernel_launch.h"
 #include "../../cuda/tree_kernel.h"
 #include "../../plan/error.h"
 #include "../../torch/threads.h"
