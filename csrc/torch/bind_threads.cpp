@@ -6,7 +6,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "../rank_threads/member.h"
+#include "../rank_threads/scheduler.h"
 #include "c10d/threads/random_states.h"
 #include "c10d/threads/thread_store.h"
 #include "rank_variables.h"
