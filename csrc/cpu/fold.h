@@ -40,9 +40,6 @@ class AccumulatorFold {
 
 const char* instruction_set();  // "avx512", "avx2" or "portable": for `pycollect info`
 
-// The tables of fold kernels, one per instruction set, from which fold.cpp selects. They are plain
-// arrays: a function of std::array, compiled for wide vectors, could become the only copy that the
-// linker keeps for the whole program, and fail on other processors.
 struct FoldsByOp {  // the kernels of one dtype, by op
   Fold of[ReduceOps::size];
 };
@@ -51,6 +48,9 @@ struct Conversions {
   void (*widen)(float* to, const std::byte* from, std::size_t count, const FoldOptions& options);
   void (*narrow)(std::byte* to, const float* from, std::size_t count, const FoldOptions& options);
 };
+// The fold kernels of an instruction set, of which fold.cpp selects one. The tables are plain
+// arrays: a function of std::array, compiled for wide vectors, could become the only copy that the
+// linker keeps for the whole program, and fail on other processors.
 struct FoldTable {
   // A kernel is null if `reduces(dtype, op)` is false.
   FoldsByOp in_rank_order[DTypes::size], in_tree_order[DTypes::size];
