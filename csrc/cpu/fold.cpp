@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "fold_tables.h"
-
 namespace pycollect::cpu {
 namespace {
 
@@ -46,7 +44,7 @@ AccumulatorFold::AccumulatorFold(DType dtype, ReduceOp op)
       adding_(find_fold(accumulator_, op == ReduceOp::avg ? ReduceOp::sum : op)) {}
 
 // Combines blocks of accumulators, which stay in the caches: one source after the other with the
-// sum so far, or in tree order the last two sums of equally many sources, as in fold_tree.h.
+// sum so far, or in tree order the last two sums of equally many sources, as in fold_kernel.h.
 void AccumulatorFold::run(bool finishes, Pointers dsts, bool partial_dsts, Pointers srcs,
                           int partial_srcs, int before, std::size_t count,
                           const FoldOptions& options) const {

@@ -40,4 +40,26 @@ class AccumulatorFold {
 
 const char* instruction_set();  // "avx512", "avx2" or "portable": for `pycollect info`
 
+struct FoldsByOp {  // the kernels of one dtype, by op
+  Fold of[ReduceOps::size];
+};
+// Convert elements to accumulators and back; null for types that accumulate in themselves.
+struct Conversions {
+  void (*widen)(float* to, const std::byte* from, std::size_t count, const FoldOptions& options);
+  void (*narrow)(std::byte* to, const float* from, std::size_t count, const FoldOptions& options);
+};
+// The fold kernels of an instruction set, of which fold.cpp selects one. The tables are plain
+// arrays: a function of std::array, compiled for wide vectors, could become the only copy that the
+// linker keeps for the whole program, and fail on other processors.
+struct FoldTable {
+  // A kernel is null if `reduces(dtype, op)` is false.
+  FoldsByOp in_rank_order[DTypes::size], in_tree_order[DTypes::size];
+  Conversions conversions[DTypes::size];
+};
+
+// The last two functions return null if the program was compiled for another architecture.
+const FoldTable* portable_folds();
+const FoldTable* avx2_folds();
+const FoldTable* avx512_folds();
+
 }  // namespace pycollect::cpu

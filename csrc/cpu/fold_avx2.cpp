@@ -9,7 +9,7 @@
 #include "../plan/reductions.h"
 #pragma GCC pop_options
 #endif
-#include "fold_tables.h"
+#include "fold.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -40,8 +40,6 @@ struct Element<Half> {
         _mm256_inserti128_si256(low, _mm256_cvtps_ph(from[1], _MM_FROUND_TO_NEAREST_INT), 1));
   }
 };
-
-#include "fold_tail.h"
 
 [[gnu::always_inline]] inline void store_non_temporal(std::byte* to, Raw v) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(v));

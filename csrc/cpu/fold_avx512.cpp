@@ -9,7 +9,7 @@
 #include "../plan/reductions.h"
 #pragma GCC pop_options
 #endif
-#include "fold_tables.h"
+#include "fold.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -47,15 +47,18 @@ struct Element<Half> {
   }
 };
 
-[[gnu::always_inline]] inline __mmask64 part_of_vector(std::size_t bytes) {
-  return ~uint64_t{} >> (kVectorBytes - bytes);
-}
-[[gnu::always_inline]] inline Raw load_part(const std::byte* from, __mmask64 lanes) {
-  return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
-}
-[[gnu::always_inline]] inline void store_part(std::byte* to, Raw v, __mmask64 lanes) {
-  _mm512_mask_storeu_epi8(to, lanes, as<__m512i>(v));
-}
+template <>
+struct PartOfVector<kVectorBytes> {
+  __mmask64 lanes;
+  [[gnu::always_inline]] explicit PartOfVector(std::size_t bytes)
+      : lanes(~uint64_t{} >> (kVectorBytes - bytes)) {}
+  [[gnu::always_inline]] Raw load(const std::byte* from) const {
+    return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
+  }
+  [[gnu::always_inline]] void store(std::byte* to, Raw v) const {
+    _mm512_mask_storeu_epi8(to, lanes, as<__m512i>(v));
+  }
+};
 
 [[gnu::always_inline]] inline void store_non_temporal(std::byte* to, Raw v) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));

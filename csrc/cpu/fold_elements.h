@@ -1,9 +1,52 @@
-// Converts each element type to accumulators and back: a vector of memory becomes kParts vectors of
-// accumulators. Included inside the namespace of an instruction set (see fold_vectors.h).
+// Vectors of kVectorBytes bytes, their loads and stores, and the conversion of each element type to
+// accumulators and back. fold_<isa>.cpp includes this inside a namespace of its own, with the
+// compiler set to that instruction set. So this includes nothing of std: the linker could keep a
+// function compiled here as the only copy for the whole program.
 #pragma once
-#include "fold_vectors.h"
 
-// The primary template is for types that accumulate in themselves.
+template <class T>
+struct VectorOf {
+  typedef T type [[gnu::vector_size(kVectorBytes)]];
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+using Raw = Vector<uint8_t>;
+
+// A cast between vectors of one width keeps the bits.
+template <class To, class From>
+[[gnu::always_inline]] inline To as(From v) {
+  return (To)v;
+}
+
+struct WholeVector {
+  [[gnu::always_inline]] static Raw load(const std::byte* from) {
+    Raw v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+  }
+  [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
+    __builtin_memcpy(to, &v, sizeof v);
+  }
+};
+
+// Loads and stores the first bytes of a vector. An instruction set with masks has its own.
+template <int kBytes>
+struct PartOfVector {
+  std::size_t bytes;
+  [[gnu::always_inline]] Raw load(const std::byte* from) const {
+    Raw v = {};
+    if (bytes == kBytes) return WholeVector::load(from);
+    __builtin_memcpy(&v, from, bytes);
+    return v;
+  }
+  [[gnu::always_inline]] void store(std::byte* to, Raw v) const {
+    if (bytes == kBytes) return WholeVector::store(to, v);
+    __builtin_memcpy(to, &v, bytes);
+  }
+};
+
+// Converts a vector of memory to kParts vectors of accumulators, and back. The primary template is
+// for types that accumulate in themselves.
 template <class T>
 struct Element {
   using Acc = Vector<T>;

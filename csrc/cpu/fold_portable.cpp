@@ -6,7 +6,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "fold_tables.h"
+#include "fold.h"
 
 namespace pycollect::cpu {
 namespace {
@@ -18,8 +18,6 @@ template <>
 struct Element<Half> : AnyHalf {
   explicit Element(const FoldOptions&) : AnyHalf({0x7c00, 0x7c00, 0x7e00}) {}
 };
-
-#include "fold_tail.h"
 
 #if defined(__x86_64__)
 inline void store_non_temporal(std::byte* to, Raw v) {

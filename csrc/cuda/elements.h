@@ -4,7 +4,7 @@
 #pragma once
 #include <bit>
 
-#include "kernel_table.h"
+#include "kernels.h"
 #include "thread_work.h"
 
 namespace pycollect {

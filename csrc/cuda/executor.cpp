@@ -9,7 +9,7 @@
 
 #include "../plan/error.h"
 #include "device_guard.h"
-#include "split_launch.h"
+#include "kernel_launch.h"
 
 namespace pycollect::cuda {
 namespace {

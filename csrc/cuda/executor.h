@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "../plan/bound_plan.h"
+#include "../plan/compiled_plan.h"
 #include "events.h"
 #include "pinned_ring.h"
 #include "schedule.h"

@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <thread>
 
-#include "../bootstrap/rendezvous.h"
 #include "../plan/error.h"
-#include "format_ranks.h"
+#include "placement.h"
+#include "rendezvous.h"
 
 namespace pycollect::ipc {
 namespace {

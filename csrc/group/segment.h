@@ -10,6 +10,9 @@
 
 namespace pycollect::ipc {
 
+// The owner of memory that a transfer uses: the memory stays valid as long as a copy of it exists.
+using MemoryOwner = std::shared_ptr<const void>;
+
 class Segment {
  public:
   static std::shared_ptr<Segment> create(std::size_t bytes);

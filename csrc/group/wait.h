@@ -1,11 +1,12 @@
-// What waits for other processes have in common: the context of an operation, how long a wait spins
-// and yields, and words in shared memory on which a thread sleeps until a peer wakes it.
+// What waits for other processes have in common: deadlines, the context of an operation, how long a
+// wait spins and yields, and words in shared memory on which a thread sleeps until a peer wakes it.
 #pragma once
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -13,9 +14,21 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../bootstrap/store.h"
-
 namespace pycollect::ipc {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// Returns the timeout, or 0 or 100 years. Clocks count nanoseconds in 64 bits, and neither a sum of
+// a time and a timeout nor its conversion to another clock may overflow.
+inline std::chrono::milliseconds clamped(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kNone{0}, kLongest = std::chrono::hours(24 * 365 * 100);
+  return std::clamp(timeout, kNone, kLongest);
+}
+
+inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+  return Clock::now() + clamped(timeout);
+}
 
 // Operation context of a wait: its deadline, and the operation that error messages name.
 struct OpContext {

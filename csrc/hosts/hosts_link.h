@@ -1,25 +1,60 @@
-// What the ranks of a world of several hosts know of it: the hosts, their names, and the wire.
+// How the ranks of several hosts are linked: the wire moves bytes between ranks on different hosts,
+// and HostsLink names the hosts and finds out why a connection has failed.
 #pragma once
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "../bootstrap/hosts.h"
-#include "../group/format_ranks.h"
 #include "../group/group.h"
-#include "wire.h"
+#include "../group/placement.h"
+#include "../group/segment.h"
+#include "../group/wait.h"
+#include "../plan/plan.h"
 
 namespace pycollect::ipc {
+
+struct WireFailure : std::runtime_error {
+  WireFailure(const std::string& what, bool timed_out_)
+      : std::runtime_error(what), timed_out(timed_out_) {}
+  bool timed_out;
+};
+
+// Moves bytes between ranks on different hosts. Every call of one rank is made by one thread at a
+// time. Implemented over a process group of torch (csrc/torch/c10d/hosts). All methods throw
+// WireFailure.
+class Wire {
+ public:
+  // Numbers below this one are for collectives, the others for messages.
+  static constexpr int kFirstOfMessages = 1 << 30;
+
+  virtual ~Wire() = default;
+  // Begin to send and to receive. The memory must stay valid until the transfer is awaited, or as
+  // long as `owner` keeps it: after a failure the wire keeps owners until it is destroyed. The n-th
+  // send with a number to a rank arrives at that rank's n-th receive with the number from this one.
+  // `bytes` of a receive is a limit: the message may be shorter.
+  virtual void send(Rank to, int number, const std::byte* at, std::size_t bytes, Deadline deadline,
+                    MemoryOwner owner = {}) = 0;
+  virtual void receive(Rank from, int number, std::byte* at, std::size_t bytes, Deadline deadline,
+                       MemoryOwner owner = {}) = 0;
+  // Waits for the oldest receive from the rank with this number.
+  virtual void await_receive(Rank from, int number, Deadline deadline) = 0;
+  // Waits until the memory of all but the last `most_left` sends may be changed.
+  virtual void await_sends(Deadline deadline, std::size_t most_left = 0) = 0;
+  virtual std::optional<Rank> oldest_send() const = 0;  // its peer; none: all have ended
+};
 
 // How long a host's monitor, which finds a connection closed, waits for the cause; a call waits
 // twice as long. A rank closes its connections because another one has died, and the monitor knows
 // which one that was: it must abort the group before a call blames the rank that has closed.
 inline constexpr std::chrono::milliseconds kCauseTime{500};
 
+// What the ranks of a world of several hosts know of it: the hosts, their names, and the wire.
 struct HostsLink {
   std::shared_ptr<const Hosts> hosts;
   std::vector<std::string> names;  // [host], for messages

@@ -1,6 +1,8 @@
 // Errors of the core: exceptions whose messages state what was asked, what is allowed and what to
-// do. No macros; csrc/torch converts them to ValueError, TypeError and RuntimeError.
+// do, and the functions that throw them. No macros; csrc/torch converts them to ValueError,
+// TypeError and RuntimeError.
 #pragma once
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -50,6 +52,17 @@ template <class... Parts>
 void require_type(bool ok, const Parts&... why) {
   if (!ok) [[unlikely]]
     throw TypeError(text(why...));
+}
+
+// Returns the index of `word` in `names`. Throws std::invalid_argument that lists the names.
+inline std::size_t find_name(const char* what, const std::string& word,
+                             std::span<const char* const> names) {
+  std::string allowed;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (word == names[i]) return i;
+    allowed += text(i == 0 ? "" : ", ", names[i]);
+  }
+  throw std::invalid_argument(text(what, " is '", word, "'; allowed are ", allowed));
 }
 
 }  // namespace pycollect

@@ -1,6 +1,6 @@
 // The table of reductions: a row says everything about one, for the vectors of the host and the
 // numbers of a GPU. Names, checks and kernels follow from it. This is compiled once for each
-// instruction set of the host (see cpu/fold_vectors.h), so it includes only types of std, and has
+// instruction set of the host (see cpu/fold_elements.h), so it includes only types of std, and has
 // no functions but those that are always inline.
 #pragma once
 #include <cstdint>

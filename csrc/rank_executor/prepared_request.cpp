@@ -6,8 +6,8 @@
 #include <functional>
 #include <numeric>
 
-#include "../group/hasher.h"
 #include "../plan/error.h"
+#include "fingerprint.h"
 
 namespace pycollect::ipc {
 namespace {

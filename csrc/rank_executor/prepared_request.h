@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "../cpu/step_runner.h"
+#include "../cpu/executor.h"
 #include "../group/group.h"
 #include "../plan/select.h"
 #include "agreement.h"

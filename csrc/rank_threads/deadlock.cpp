@@ -4,7 +4,7 @@
 #include <set>
 
 #include "../plan/error.h"
-#include "member.h"
+#include "scheduler.h"
 
 namespace pycollect::rank_threads {
 namespace {

@@ -5,6 +5,8 @@
 #pragma once
 #include <sys/types.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <map>
@@ -14,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "../bootstrap/store.h"
+#include "../group/wait.h"
 #include "../plan/plan.h"
 #include "thread_activity.h"
 #include "work_share.h"
@@ -36,7 +38,32 @@ struct ReadyCondition {
   bool is_open = false;
 };
 
-struct Member;
+enum class MemberState {
+  absent,  // has not entered
+  queued,  // wants a turn, and waits for nothing else
+  running,
+  waiting,
+  outside,  // has lost its turn in a wait that the scheduler does not know
+  ended
+};
+
+// A thread of a launch as the scheduler sees it: the main thread of a rank, or a helper.
+struct Member {
+  Rank rank;
+  const bool is_main;
+  std::atomic<MemberState> state{MemberState::absent};  // changed with the scheduler locked
+  bool sleeps = false;                                  // in `granted`
+  const ReadyCondition* condition = nullptr;            // of a waiting member
+  bool gives_way = false;                               // it continues if no other member can
+  bool expired = false;                                 // the condition's deadline is over
+  bool released = false;  // granted because no other member can continue
+  std::condition_variable granted = {};
+  std::vector<std::function<void()>> tasks = {};  // run at the beginning of the next turn
+  std::atomic<bool> at_work{false};
+  ThreadActivity activity = {};
+
+  bool waits() const { return state == MemberState::waiting; }
+};
 
 // Why a launch has been aborted.
 enum class EndKind { peer_lost, deadlock, timed_out };
@@ -46,6 +73,21 @@ struct LaunchEnd {
 };
 // Returns the exception PeerLost, Deadlock or Timeout.
 std::exception_ptr end_error(EndKind kind, const std::string& why);
+
+// Runs a callback. Its errors are its future's: torch keeps them there.
+void run_task(const std::function<void()>& task);
+
+// Calls `f` without the lock.
+template <class F>
+void unlocked(std::unique_lock<std::mutex>& lock, F&& f) {
+  struct Relock {
+    std::unique_lock<std::mutex>& lock;
+    ~Relock() { lock.lock(); }
+  };
+  lock.unlock();
+  const Relock relock{lock};
+  f();
+}
 
 class LaunchListener {
  public:

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "../group/group.h"
-#include "../group/memory_owner.h"
+#include "../group/segment.h"
 #include "record_ring.h"
 
 namespace pycollect::ipc {

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "../group/group.h"
-#include "../group/memory_owner.h"
+#include "../group/segment.h"
 
 namespace pycollect::ipc {
 

@@ -10,7 +10,7 @@
 
 #include "../cpu/executor.h"
 #include "../plan/error.h"
-#include "../plan/stage.h"
+#include "../plan/passes.h"
 
 namespace pycollect::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "../cpu/fold.h"
 #include "../cuda/device_guard.h"
-#include "../cuda/kernel_table.h"
+#include "../cuda/kernels.h"
 #include "emulator.h"
 
 namespace pycollect::cuda {

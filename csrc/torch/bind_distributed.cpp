@@ -4,7 +4,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../plan/find_name.h"
+#include "../plan/error.h"
 #include "bindings.h"
 #include "c10d/backend.h"
 

@@ -2,7 +2,7 @@
 #include <chrono>
 
 #include "../cpu/fold.h"
-#include "../group/numa_nodes.h"
+#include "../group/placement.h"
 #include "bindings.h"
 #include "collectives.h"
 #include "from_python.h"

@@ -4,7 +4,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "../rank_threads/member.h"
+#include "../rank_threads/scheduler.h"
 #include "bindings.h"
 #include "c10d/threads/thread_store.h"
 #include "c10d/threads/turn_state.h"

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "../plan/error.h"
-#include "../plan/stage.h"
+#include "../plan/passes.h"
 #include "collectives.h"
 #include "gpus.h"
 #include "tensor_layout.h"

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "../plan/bound_plan.h"
+#include "../plan/compiled_plan.h"
 #include "arguments.h"
 
 namespace pycollect {

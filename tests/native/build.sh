@@ -9,7 +9,7 @@ flags=(-std=c++20 -Wall -Wextra -ffp-contract=off -pthread "$@")
 mkdir -p "$folder"
 cd "$root"
 
-sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/bootstrap/*.cpp csrc/group/*.cpp
+sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/group/*.cpp
   csrc/rank_executor/*.cpp csrc/hosts/*.cpp csrc/send_recv/*.cpp csrc/rank_threads/*.cpp csrc/analysis/races.cpp)
 
 is_current() {  # object, dependency file: is the object newer than every file it depends on?

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <semaphore>
 
-#include "../../csrc/bootstrap/fd_server.h"
+#include "../../csrc/group/fd_server.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {

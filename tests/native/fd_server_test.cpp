@@ -1,6 +1,6 @@
 // The fd server and its clients: what processes of this and other users, forked children, signals
 // and a lack of descriptors can do to them.
-#include "../../csrc/bootstrap/fd_server.h"
+#include "../../csrc/group/fd_server.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>

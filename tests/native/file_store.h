@@ -7,7 +7,7 @@
 #include <sstream>
 #include <thread>
 
-#include "../../csrc/bootstrap/store.h"
+#include "../../csrc/group/rendezvous.h"
 #include "../../csrc/plan/error.h"
 
 namespace pycollect::ipc {

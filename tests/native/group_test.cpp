@@ -4,8 +4,8 @@
 
 #include <optional>
 
-#include "../../csrc/bootstrap/fd_server.h"
-#include "../../csrc/bootstrap/peer_info.h"
+#include "../../csrc/group/fd_server.h"
+#include "../../csrc/group/rendezvous.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {

@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "../../csrc/bootstrap/fd_server.h"
+#include "../../csrc/group/fd_server.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {

@@ -1,7 +1,5 @@
 // NUMA nodes: shares of the cores on made-up machines, and, with counting calls in place of
 // fallocate and madvise, that each rank is the first to touch its own part of the shared memory.
-#include "../../csrc/group/numa_nodes.h"
-
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/file.h>
@@ -9,6 +7,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+#include "../../csrc/group/placement.h"
 #include "ranks.h"
 
 namespace {

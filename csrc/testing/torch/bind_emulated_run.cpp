@@ -12,8 +12,8 @@
 
 #include "../../analysis/predict.h"
 #include "../../cuda/peer_access.h"
-#include "../../plan/find_name.h"
-#include "../../plan/stage.h"
+#include "../../plan/error.h"
+#include "../../plan/passes.h"
 #include "../../torch/bindings.h"
 #include "../emulated_run.h"
 #include "bind.h"

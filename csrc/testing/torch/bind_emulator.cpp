@@ -7,7 +7,7 @@
 
 #include <array>
 
-#include "../../plan/find_name.h"
+#include "../../plan/error.h"
 #include "../../torch/bindings.h"
 #include "../../torch/c10d/connection.h"
 #include "../../torch/gpus.h"

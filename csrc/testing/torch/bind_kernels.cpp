@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "../../cuda/copy_kernel.h"
-#include "../../cuda/split_launch.h"
+#include "../../cuda/kernel_launch.h"
 #include "../../cuda/tree_kernel.h"
-#include "../../plan/find_name.h"
+#include "../../plan/error.h"
 #include "../../torch/threads.h"
 #include "bind.h"
 

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "../../group/hasher.h"
 #include "../../plan/error.h"
+#include "../../rank_executor/fingerprint.h"
 #include "../threads.h"
 #include "connection.h"
 

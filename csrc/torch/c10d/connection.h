@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "../../group/group_settings.h"
+#include "../../group/group.h"
 #include "../../group/symmetric_heap.h"
 #include "../../plan/dtype.h"
 #include "../torch_runtime.h"

@@ -5,8 +5,8 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "../../bootstrap/rendezvous.h"
-#include "../../group/format_ranks.h"
+#include "../../group/placement.h"
+#include "../../group/rendezvous.h"
 #include "../../hosts/hosts_executor.h"
 #include "../../plan/error.h"
 #include "../../plan/select.h"

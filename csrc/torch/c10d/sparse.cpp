@@ -7,8 +7,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "../../group/hasher.h"
 #include "../../plan/error.h"
+#include "../../rank_executor/fingerprint.h"
 #include "../threads.h"
 #include "connection.h"
 

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "../../bootstrap/store.h"
+#include "../../group/rendezvous.h"
 
 namespace pycollect::dist {
 

@@ -15,7 +15,7 @@
 
 #include "../../cuda/check.h"
 #include "../../cuda/device_guard.h"
-#include "../../cuda/launch_level.h"
+#include "../../cuda/kernel_launch.h"
 
 namespace pycollect {
 namespace {

@@ -12,7 +12,7 @@
 #include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../../../hosts/wire.h"
+#include "../../../hosts/hosts_link.h"
 
 namespace pycollect::dist {
 

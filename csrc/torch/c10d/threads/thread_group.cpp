@@ -5,7 +5,7 @@
 #include <cmath>
 #include <iterator>
 
-#include "../../../group/format_ranks.h"
+#include "../../../group/placement.h"
 #include "../../../plan/error.h"
 #include "../interpreter.h"
 #include "joint_call.h"

@@ -9,8 +9,8 @@
 #include <string>
 #include <thread>
 
-#include "../group/system.h"
-#include "store.h"
+#include "system.h"
+#include "wait.h"
 
 namespace pycollect::ipc {
 

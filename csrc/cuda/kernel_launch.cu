@@ -1,8 +1,7 @@
-// See launch_level.h. The kernel is looked up by dtype and op in a KernelTable.
+// See kernel_launch.h. The kernel is looked up by dtype and op in a KernelTable.
 #include "check.h"
-#include "kernel_table.h"
+#include "kernel_launch.h"
 #include "kernels.h"
-#include "launch_level.h"
 
 namespace pycollect::cuda {
 namespace {

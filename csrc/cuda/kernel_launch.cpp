@@ -1,7 +1,7 @@
-// See split_launch.h. A fold with more destinations than fit in a kernel's arguments is divided
+// See kernel_launch.h. A fold with more destinations than fit in a kernel's arguments is divided
 // into a fold that writes some of them, and copies from the first of these to the others. Therefore
 // the kernels for folds are launched before those for copies.
-#include "split_launch.h"
+#include "kernel_launch.h"
 
 #include <algorithm>
 #include <deque>

@@ -1,5 +1,6 @@
-// Splits the works of a launch into kernel launches, and decides which blocks run a work and how
-// wide its accesses are. Allocates no device memory and does not call CUDA.
+// Launches kernels on the current device. The works of a launch are split into kernel launches,
+// which decides which blocks run a work and how wide its accesses are; kernel_launch.cu issues
+// these. Includes no CUDA headers: the stream is opaque.
 #pragma once
 #include <array>
 #include <functional>
@@ -27,10 +28,18 @@ constexpr std::size_t most_addresses(bool pitched) {
   return (KernelArgs::kWords - kWorkWords) / (pitched ? 2 : 1);
 }
 
-// Calls `issue` for each kernel launch on a device, in order. Throws TypeError for a reduction that
-// is not defined for the type, and ValueError for memory that is not aligned for the type and for a
-// fold of as many sources as addresses fit, or more.
+// Calls `issue` for each kernel launch on a device, in order. Allocates no device memory and does
+// not call CUDA. Throws TypeError for a reduction that is not defined for the type, and ValueError
+// for memory that is not aligned for the type and for a fold of as many sources as addresses fit,
+// or more.
 void split_launch(const Launch& launch, int multiprocessors,
                   const std::function<void(const KernelLaunch&)>& issue);
+
+// Launches the kernels for all works of `launch` on a stream of the current device, which has this
+// number of multiprocessors. Allocates nothing and waits for nothing, so it can be captured.
+void launch_level(Stream stream, const Launch& launch, int multiprocessors);
+
+// Loads on the current device the kernels of all launches with this type and op.
+void load_kernels(DType dtype, ReduceOp op);
 
 }  // namespace pycollect::cuda

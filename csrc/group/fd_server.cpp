@@ -18,6 +18,7 @@
 #include "../plan/error.h"
 
 namespace pycollect::ipc {
+
 namespace {
 
 // Maximum number of clients that wait for the server thread, twice the ranks of the largest group.
