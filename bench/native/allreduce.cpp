@@ -36,10 +36,10 @@ void run_rank(Store& store, Rank rank, int world, std::size_t largest_bytes, boo
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
   CollectiveRequest request{
       .collective = Collective::all_reduce, .dtype = DType::f32, .in_place = true};
-  CallBufferMemory memory{std::vector<BufferSegment>(1), Sizes(1)};
+  CallBufferMemory memory{std::vector<BufferSpan>(1), Sizes(1)};
   request.input = memory.view();
   const auto reduce = [&](float* at, std::size_t n) {
-    memory.segments[0] = {reinterpret_cast<std::byte*>(at), n};
+    memory.spans[0] = {reinterpret_cast<std::byte*>(at), n};
     memory.blocks[0] = n;
     executor.run(request, call++, deadline);
   };

@@ -44,9 +44,9 @@ std::string place(const Plan& plan, int cell) {
               buffer / kBuffers);
 }
 
-class Replaying {
+class RaceReplay {
  public:
-  Replaying(const Plan& plan, const Program& program, bool in_place)
+  RaceReplay(const Plan& plan, const Program& program, bool in_place)
       : plan_(plan),
         program_(program),
         in_place_(in_place),
@@ -168,7 +168,7 @@ void check(const Plan& plan, const Program& program) {
 RaceReport find_races(const Plan& plan, const Program& program, bool in_place) {
   check(plan, in_place);
   check(plan, program);
-  return Replaying(plan, program, in_place).run();
+  return RaceReplay(plan, program, in_place).run();
 }
 
 }  // namespace pycollect

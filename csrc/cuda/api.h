@@ -27,7 +27,7 @@ struct Event {
 
 // One fold, or one copy if there is one source, that a kernel executes on the memory of one tensor.
 // In each of `lines` lines of `count` elements, every dst[i] = srcs[0][i] op srcs[1][i] op ...
-struct LaunchWork {
+struct KernelTask {
   std::vector<std::byte*> dsts, srcs;  // addresses of the first line
   // Bytes from one line to the next, for each address. Kernels ignore them for a single line.
   std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};
@@ -39,7 +39,7 @@ struct LaunchWork {
 // Works that may run at the same time, because their accesses do not conflict. One kernel
 // executes the folds and one the copies, or more if they exceed the limit of kernel parameters.
 struct Launch {
-  std::vector<LaunchWork> works;
+  std::vector<KernelTask> works;
   DType dtype;
   ReduceOp op;
   FoldOptions options;

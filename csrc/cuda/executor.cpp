@@ -175,7 +175,7 @@ class ExecutorRun {
   // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    LaunchWork work{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
+    KernelTask work{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
     work.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {

@@ -17,7 +17,7 @@ inline constexpr int kPacketBytes = 16;
 // registers to issue eight loads before the first add; without a bound, it interleaves them.
 inline constexpr int kThreads = 256, kBlocksPerSm = 3;
 
-// A LaunchWork as the kernel reads it. Its destinations and its sources are two lists in the words
+// A KernelTask as the kernel reads it. Its destinations and its sources are two lists in the words
 // after all WorkArgs: addresses, followed by their pitches if `pitched`. `dsts` and `srcs` are the
 // indices at which the lists begin; in place, both are the same list. A unit is an element of the
 // kernel's type in a fold, and a byte in a copy.

@@ -20,13 +20,13 @@ constexpr int kWaves = 4;
 
 constexpr std::size_t kHeadWords = sizeof(ArgsHead) / 8;
 
-bool is_copy(const LaunchWork& work) { return work.srcs.size() == 1; }
-bool is_in_place(const LaunchWork& work) {
+bool is_copy(const KernelTask& work) { return work.srcs.size() == 1; }
+bool is_in_place(const KernelTask& work) {
   return work.dsts == work.srcs && (work.lines == 1 || work.dst_pitches == work.src_pitches);
 }
 uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
 
-KernelKind kind_of(const LaunchWork& work, const Launch& launch) {
+KernelKind kind_of(const KernelTask& work, const Launch& launch) {
   if (is_copy(work)) return KernelKind::copy;
   if (launch.options.widens) return KernelKind::widening_fold;
   const bool tree = launch.options.order == FoldOrder::tree && work.srcs.size() > kSameInBothOrders;
@@ -35,7 +35,7 @@ KernelKind kind_of(const LaunchWork& work, const Launch& launch) {
 
 // A work, and its form in the arguments of a kernel.
 struct Entry {
-  const LaunchWork* work;
+  const KernelTask* work;
   WorkArgs form;
   bool in_place;   // sources and destinations share one list
   uint64_t slots;  // number of accesses of each source and destination
@@ -52,7 +52,7 @@ struct Alignment {
   uint64_t all = 0;        // set in an address or a pitch
   uint64_t differing = 0;  // different in two addresses, or set in a pitch
 
-  Alignment(const LaunchWork& work, bool pitched) {
+  Alignment(const KernelTask& work, bool pitched) {
     const uint64_t first = as_word(work.dsts[0]);
     for (const auto* list : {&work.dsts, &work.srcs})
       for (const std::byte* address : *list) {
@@ -66,7 +66,7 @@ struct Alignment {
   }
 };
 
-bool is_one_line(const LaunchWork& work, std::size_t line_bytes) {
+bool is_one_line(const KernelTask& work, std::size_t line_bytes) {
   const auto follows = [&](std::ptrdiff_t pitch) {
     return pitch == static_cast<std::ptrdiff_t>(line_bytes);
   };
@@ -85,7 +85,7 @@ bool has_only_units(KernelKind kind, const WorkArgs& form, DType dtype, ReduceOp
 // Sets the width of the accesses, and the position of the first one. A fold has two widths only:
 // those between a unit and a packet would save instructions, which do not limit it, and double the
 // kernels' code.
-void choose_width(WorkArgs& form, const LaunchWork& work, const Alignment& alignment,
+void choose_width(WorkArgs& form, const KernelTask& work, const Alignment& alignment,
                   std::size_t unit) {
   const uint64_t differing = kPacketBytes | alignment.differing;
   uint64_t width = differing & -differing;  // the largest power of two that divides it
@@ -99,7 +99,7 @@ void choose_width(WorkArgs& form, const LaunchWork& work, const Alignment& align
   form.head = static_cast<uint8_t>(head_bytes / unit);
 }
 
-Entry entry_of(const LaunchWork& work, KernelKind kind, DType dtype, ReduceOp op) {
+Entry entry_of(const KernelTask& work, KernelKind kind, DType dtype, ReduceOp op) {
   const UnitSize unit =
       is_copy(work) ? UnitSize{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
   const std::size_t line_bytes = work.count * item_bytes(dtype), unit_bytes = unit.bytes;
@@ -129,15 +129,15 @@ Entry entry_of(const LaunchWork& work, KernelKind kind, DType dtype, ReduceOp op
 class SplitWorks {
  public:
   explicit SplitWorks(const Launch& launch) : launch_(launch) {
-    for (const LaunchWork& work : launch.works)
+    for (const KernelTask& work : launch.works)
       if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
   }
-  const std::vector<const LaunchWork*>& of(KernelKind kind) const {
+  const std::vector<const KernelTask*>& of(KernelKind kind) const {
     return works_[static_cast<int>(kind)];
   }
 
  private:
-  void add(const LaunchWork& work) {
+  void add(const KernelTask& work) {
     const std::size_t max_pointers = most_addresses(work.lines > 1);
     const std::size_t n = work.srcs.size() + (is_in_place(work) ? 0 : work.dsts.size());
     if (n <= max_pointers) return add_whole(work);
@@ -145,7 +145,7 @@ class SplitWorks {
             " sources at once; there are ", work.srcs.size());
     std::size_t done = max_pointers - work.srcs.size();
     add_part(work, work, 0, done);
-    LaunchWork other = work;
+    KernelTask other = work;
     if (!is_copy(work)) {
       other.srcs = {work.dsts[0]};
       if (work.lines > 1) other.src_pitches = {work.dst_pitches[0]};
@@ -155,20 +155,20 @@ class SplitWorks {
   }
 
   // Adds `part` with the destinations [begin, end) of `work`.
-  void add_part(LaunchWork part, const LaunchWork& work, std::size_t begin, std::size_t end) {
+  void add_part(KernelTask part, const KernelTask& work, std::size_t begin, std::size_t end) {
     part.dsts.assign(work.dsts.begin() + begin, work.dsts.begin() + end);
     if (work.lines > 1)
       part.dst_pitches.assign(work.dst_pitches.begin() + begin, work.dst_pitches.begin() + end);
     parts_.push_back(std::move(part));
     add_whole(parts_.back());
   }
-  void add_whole(const LaunchWork& work) {
+  void add_whole(const KernelTask& work) {
     works_[static_cast<int>(kind_of(work, launch_))].push_back(&work);
   }
 
   const Launch& launch_;
-  std::array<std::vector<const LaunchWork*>, kKernelKinds.size()> works_;
-  std::deque<LaunchWork> parts_;  // a deque: pointers to its elements stay valid
+  std::array<std::vector<const KernelTask*>, kKernelKinds.size()> works_;
+  std::deque<KernelTask> parts_;  // a deque: pointers to its elements stay valid
 };
 
 // Fills the arguments of one kernel after another with entries, in order, and issues each launch.
@@ -252,7 +252,7 @@ void split_launch(const Launch& launch, int multiprocessors,
   std::vector<Entry> entries;
   for (const KernelKind kind : kKernelKinds) {
     entries.clear();
-    for (const LaunchWork* work : works.of(kind))
+    for (const KernelTask* work : works.of(kind))
       entries.push_back(entry_of(*work, kind, launch.dtype, launch.op));
     packer.pack(kind, entries);
   }

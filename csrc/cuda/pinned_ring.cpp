@@ -166,7 +166,7 @@ struct PageableRange {
 
 class PageableRanges {
  public:
-  PageableRanges(const LaunchWork& work, const std::vector<bool>& is_pageable) {
+  PageableRanges(const KernelTask& work, const std::vector<bool>& is_pageable) {
     for (std::size_t i = 0; i < work.dsts.size(); ++i)
       if (is_pageable[i]) at(work.dsts[i], work.dst_pitches[i]).is_written = true;
     for (std::size_t i = 0; i < work.srcs.size(); ++i)
@@ -195,7 +195,7 @@ class PageableRanges {
 // The pageable ranges have consecutive parts of the piece.
 void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch,
                         const std::vector<bool>& is_pageable) {
-  const LaunchWork& work = launch.works.front();
+  const KernelTask& work = launch.works.front();
   const PageableRanges ranges(work, is_pageable);
   const std::size_t item = item_bytes(launch.dtype);
   for (const PageableRange& range : ranges)
@@ -217,7 +217,7 @@ void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch
         host_copies.push_back(on_host(pageable, range.pitch, pinned, pitch, part, item));
     }
     Launch part_launch{{work}, launch.dtype, launch.op, launch.options};
-    LaunchWork& part_work = part_launch.works.front();
+    KernelTask& part_work = part_launch.works.front();
     part_work.count = part.count;
     part_work.lines = part.lines;
     const auto place = [&](std::byte*& at, std::ptrdiff_t& at_pitch) {

@@ -61,7 +61,7 @@ std::size_t HostsCall::piece_elements(std::size_t peers) const {
                   std::size_t{1});
 }
 
-void HostsCall::send(Rank to, const Segments& from) {
+void HostsCall::send(Rank to, const Spans& from) {
   const std::size_t n = elements(from);
   if (n == 0) return;
   const std::shared_ptr<std::byte[]> packed(new std::byte[n * item_]);
@@ -69,7 +69,7 @@ void HostsCall::send(Rank to, const Segments& from) {
   executor_.send(to, packed.get(), n * item_, packed);
 }
 
-void HostsCall::post(Rank from, Segments to) {
+void HostsCall::post(Rank from, Spans to) {
   const std::size_t n = elements(to);
   if (n == 0) return;
   const std::shared_ptr<std::byte[]> received(new std::byte[n * item_]);
@@ -154,7 +154,7 @@ void HostsCall::add_part(std::size_t begin, std::size_t step) {
   call.output = received.view();
   HostsCall(executor_, call).run();
   std::vector<void*> from;
-  for (const BufferSegment& s : received.data) from.push_back(s.base);
+  for (const BufferSpan& s : received.data) from.push_back(s.base);
   void* const to = result;
   row_.run(true, {&to, 1}, {from.data(), world}, n, false);
   if (scatters) return copy(slice(out_, begin, n, item_), sum.data, item_);
@@ -207,13 +207,13 @@ void HostsCall::all_gather() {
   const std::size_t pieces = ceil_div(*std::ranges::max_element(out_.blocks), step);
   for (std::size_t p = 0; p < pieces; ++p) {
     exchange(
-        p, [&](Rank r, std::size_t q) { return relay(r, host_) == me_ ? piece(r, q) : Segments{}; },
+        p, [&](Rank r, std::size_t q) { return relay(r, host_) == me_ ? piece(r, q) : Spans{}; },
         [&](Rank r, std::size_t q) {
-          return relay(me_, hosts_.of(r)) == r ? piece(me_, q) : Segments{};
+          return relay(me_, hosts_.of(r)) == r ? piece(me_, q) : Spans{};
         });
     Blocks all;
     for (const Rank here : hosts_.ranks(host_)) {
-      Segments brought = piece(here, p);
+      Spans brought = piece(here, p);
       for (Rank r = 0; r < hosts_.world(); ++r)
         if (hosts_.of(r) != host_ && relay(r, host_) == here) append(brought, piece(r, p));
       all.add(brought);
@@ -228,16 +228,16 @@ void HostsCall::exchange_blocks() {
   const bool gathers = r_.collective == Collective::gather,
              scatters = r_.collective == Collective::scatter, is_root = me_ == r_.root;
   const auto block_for = [&](Rank to) {
-    if (gathers) return to == r_.root ? whole(r_.input, item_) : Segments{};
-    return scatters && !is_root ? Segments{} : block(r_.input, to, item_);
+    if (gathers) return to == r_.root ? whole(r_.input, item_) : Spans{};
+    return scatters && !is_root ? Spans{} : block(r_.input, to, item_);
   };
   const auto block_from = [&](Rank from) {
-    if (scatters) return from == r_.root ? whole(out_, item_) : Segments{};
-    return gathers && !is_root ? Segments{} : block(out_, from, item_);
+    if (scatters) return from == r_.root ? whole(out_, item_) : Spans{};
+    return gathers && !is_root ? Spans{} : block(out_, from, item_);
   };
   const std::vector<Rank> others = hosts_.meeting_order(me_);
   const std::size_t step = piece_elements(hosts_.world());
-  const auto piece = [&](const Segments& of, std::size_t p) {
+  const auto piece = [&](const Spans& of, std::size_t p) {
     const std::size_t all = elements(of), from = std::min(all, p * step);
     return slice({of, {}}, from, std::min(step, all - from), item_);
   };

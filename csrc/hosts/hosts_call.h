@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "hosts_executor.h"
-#include "segments.h"
+#include "spans.h"
 
 namespace pycollect::ipc {
 
@@ -21,14 +21,14 @@ class HostsCall {
   // A slice that comes from another host, and then is copied to its place.
   struct Arrival {
     Rank from;
-    Segments to;
+    Spans to;
     std::shared_ptr<std::byte[]> received;
   };
   // An input or output of a call of this host's ranks.
   struct Blocks {
-    Segments data = {};
+    Spans data = {};
     Sizes sizes = {};
-    void add(const Segments& block) {
+    void add(const Spans& block) {
       append(data, block);
       sizes.push_back(elements(block));
     }
@@ -47,10 +47,10 @@ class HostsCall {
     return rank_on(host, hosts_.index(r) % static_cast<int>(hosts_.ranks(host).size()));
   }
   std::size_t piece_elements(std::size_t peers) const;
-  void send(Rank to, const Segments& from);
-  void post(Rank from, Segments to);
+  void send(Rank to, const Spans& from);
+  void post(Rank from, Spans to);
   void finish(std::size_t most_left = 0);
-  using PieceOf = std::function<Segments(Rank, std::size_t piece)>;
+  using PieceOf = std::function<Spans(Rank, std::size_t piece)>;
   void exchange(std::size_t piece, const PieceOf& from, const PieceOf& to);
   void run_here(Collective collective, const Blocks& in, const Blocks& out, bool in_place = false,
                 Rank root = 0);

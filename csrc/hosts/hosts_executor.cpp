@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "hosts_call.h"
-#include "segments.h"
+#include "spans.h"
 
 namespace pycollect::ipc {
 namespace {
@@ -214,7 +214,7 @@ HostsExecutor::Along HostsExecutor::exchange_cards(const Card& mine,
   const std::vector<Rank>& here = hosts().ranks(host_);
   if (leads()) await_sends();  // of the cards of the last call
   const std::size_t bytes = sizeof mine, all = here.size() * bytes;
-  const BufferSegment own{reinterpret_cast<std::byte*>(const_cast<Card*>(&mine)), bytes},
+  const BufferSpan own{reinterpret_cast<std::byte*>(const_cast<Card*>(&mine)), bytes},
       cards{cards_[host_].at.get(), all};
   const Sizes blocks(here.size(), bytes);
   run_here({.collective = Collective::all_gather,
@@ -233,7 +233,7 @@ HostsExecutor::Along HostsExecutor::exchange_cards(const Card& mine,
   if (leads()) exchange_between_hosts(alike ? request : nullptr, along);
   here_context_.deadline = with_grace(here_context_.deadline, 2);
   const std::size_t answered = answer_.size();
-  const BufferSegment answer{answer_.data(), answered};
+  const BufferSpan answer{answer_.data(), answered};
   run_here({.collective = Collective::broadcast,
             .in_place = true,
             .input = {{&answer, 1}, {&answered, 1}}});
@@ -270,7 +270,7 @@ std::byte* HostsExecutor::behind_cards(Rank r, std::size_t bytes) {
 
 void HostsExecutor::gather_behind_cards(std::byte* at, std::size_t bytes) {
   const std::size_t here = hosts().ranks(host_).size();
-  const BufferSegment own{at, bytes}, all{behind_cards(leader(host_), 0), here * bytes};
+  const BufferSpan own{at, bytes}, all{behind_cards(leader(host_), 0), here * bytes};
   const Sizes blocks(here, bytes);
   run_here({.collective = Collective::gather,
             .input = {{&own, 1}, {&bytes, 1}},
@@ -354,7 +354,7 @@ void HostsExecutor::run_small(const CollectiveRequest& r, const Along& along) {
   const int world = hosts().world();
   const std::size_t item = item_bytes(r.dtype);
   const CallBuffer& out = r.in_place ? r.input : r.output;
-  const auto data = [&](Rank from, std::size_t begin, std::size_t count) -> BufferSegment {
+  const auto data = [&](Rank from, std::size_t begin, std::size_t count) -> BufferSpan {
     return {answer_.data() + sizeof(Verdict) + along.place(from) + begin * item, count};
   };
   if (r.collective == Collective::broadcast)

@@ -110,8 +110,8 @@ std::size_t SumChain::piece_count(std::size_t piece) const {
   return from >= n ? 0 : std::min(of_piece_, n - from);
 }
 
-Segments SumChain::of_lane(const CallBuffer& buffer, std::size_t group, int lane) const {
-  Segments data;
+Spans SumChain::of_lane(const CallBuffer& buffer, std::size_t group, int lane) const {
+  Spans data;
   for (const Part& part : parts_)
     if (part.lane == lane)
       append(data,
@@ -120,7 +120,7 @@ Segments SumChain::of_lane(const CallBuffer& buffer, std::size_t group, int lane
 }
 
 // Where this rank wants a part of a reduce or reduce_scatter.
-Segments SumChain::wanted(const Part& part, std::size_t group) const {
+Spans SumChain::wanted(const Part& part, std::size_t group) const {
   const std::size_t skip = r_.collective == Collective::reduce ? part.begin : 0;
   return slice(call_.out_, skip + group * part.share, count_of(part, group), call_.item_);
 }
@@ -177,9 +177,9 @@ void SumChain::post_results(std::size_t p) {
 void SumChain::expose_data(std::size_t group) {
   const std::size_t half = group % 2 * half_, own = call_.index_;
   std::byte* const to = executor_.exposed(call_.index_) + half;
-  Segments in_place;
+  Spans in_place;
   for (std::size_t lane = 0; lane < lane_begins_.size(); ++lane) {
-    const Segments data = of_lane(r_.input, group, static_cast<int>(lane));
+    const Spans data = of_lane(r_.input, group, static_cast<int>(lane));
     if (data.empty()) continue;
     if (lane == own && data.size() == 1) {
       in_place = data;
@@ -249,11 +249,11 @@ void SumChain::deliver(std::size_t group) {
   std::byte* at = results(group);
   std::size_t sent = 0;
   HostsCall::Blocks in, out;
-  std::vector<Segments> for_here(ranks_), from_here(ranks_);
+  std::vector<Spans> for_here(ranks_), from_here(ranks_);
   for (const Part& part : parts_) {
     if (part.lane == call_.index_) {
       const std::size_t n = count_of(part, group);
-      const Segments sum{{std::exchange(at, at + n * call_.item_), n}};
+      const Spans sum{{std::exchange(at, at + n * call_.item_), n}};
       if (hosts_.of(part.to) == host_)
         append(for_here[hosts_.index(part.to)], sum);
       else if (n > 0)

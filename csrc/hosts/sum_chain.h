@@ -39,8 +39,8 @@ class SumChain {
   std::size_t lane_count(std::size_t group, int lane) const;
   std::size_t piece_count(std::size_t piece) const;  // of this rank's lane
   // Returns the slices of a buffer that a lane adds up in a group.
-  Segments of_lane(const CallBuffer& buffer, std::size_t group, int lane) const;
-  Segments wanted(const Part& part, std::size_t group) const;
+  Spans of_lane(const CallBuffer& buffer, std::size_t group, int lane) const;
+  Spans wanted(const Part& part, std::size_t group) const;
 
   void post_carry(std::size_t piece);
   void post_results(std::size_t piece);

@@ -33,7 +33,7 @@ void prefetch_shared(const Group& group, const CollectiveRequest& request, const
                      uint64_t run) {
   constexpr std::size_t kLine = 64;
   prefetch_to_write(&group.own_entry(context.call));
-  const auto& data = request.input.segments;
+  const auto& data = request.input.spans;
   const std::size_t bytes = data.empty() ? 0 : data[0].count * item_bytes(request.dtype);
   if (bytes > CallEntry::kDataBytes && bytes <= kLine)
     prefetch_to_write(group.staging_buffer(group.rank(), run));
@@ -133,8 +133,8 @@ std::optional<RegisteredOffsets> RankExecutor::find_registered(const CollectiveR
   RegisteredOffsets registered;
   const auto find = [&](const CallBuffer& buffer, bool exposed, uint64_t& at) {
     if (!exposed) return true;
-    if (buffer.segments.size() != 1 || buffer.segments[0].base == nullptr) return false;
-    at = static_cast<uint64_t>(buffer.segments[0].base - group_.heap(group_.rank()));
+    if (buffer.spans.size() != 1 || buffer.spans[0].base == nullptr) return false;
+    at = static_cast<uint64_t>(buffer.spans[0].base - group_.heap(group_.rank()));
     // An address before the heap wraps around to a large offset.
     return at < group_.layout().sizes.symmetric_heap_bytes;
   };

@@ -40,7 +40,7 @@ bool is_even(std::span<const std::size_t> blocks) {
 
 std::size_t elements(const CallBuffer& buffer) {
   std::size_t all = 0;
-  for (const BufferSegment& s : buffer.segments) all += s.count;
+  for (const BufferSpan& s : buffer.spans) all += s.count;
   return all;
 }
 
@@ -131,7 +131,7 @@ void CallBuffers::divide(int chunks) {
 }
 
 void CallBuffers::check(const char* what, const CallBuffer& buffer, BlockContent holds) const {
-  if (buffer.blocks.empty()) return require(buffer.segments.empty(), what, " has no block sizes");
+  if (buffer.blocks.empty()) return require(buffer.spans.empty(), what, " has no block sizes");
   require(ipc::elements(buffer) == total(buffer), what, " has ", ipc::elements(buffer),
           " elements, but its blocks have ", total(buffer));
   const std::size_t n = buffer.blocks.size(), world = me_.world;

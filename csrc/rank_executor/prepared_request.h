@@ -117,7 +117,7 @@ class PreparedRequest {
   const Sizes input_blocks_, output_blocks_;
 
  public:
-  const CollectiveRequest request;  // without segments
+  const CollectiveRequest request;  // without spans
   const cpu::RowRunner row;
   std::size_t bytes = 0;                   // size of all blocks; 0 if a rank cannot compute it
   bool non_temporal = false;               // the output is too large for the caches

@@ -33,11 +33,11 @@ void ProgramRun::begin(const PreparedRequest& prepared, const CollectiveRequest&
   bound_ = &*prepared.in_buffers;
   context_ = &context;
   buffers_ = {&request.input, &request.output};
-  is_scattered_ = request.input.segments.size() > 1 || request.output.segments.size() > 1;
+  is_scattered_ = request.input.spans.size() > 1 || request.output.spans.size() > 1;
   for (int i = 0; is_scattered_ && i < 2; ++i) {
     ends_[i].clear();
     std::size_t end = 0;
-    for (const BufferSegment& s : buffers_[i]->segments)
+    for (const BufferSpan& s : buffers_[i]->spans)
       ends_[i].push_back(end += s.count * prepared.item());
   }
   pieces_ = bound_->pieces;
@@ -63,7 +63,7 @@ inline void ProgramRun::begin_piece(uint64_t run, std::size_t from) {
   run_ = run;
   from_ = from;
   for (const uint32_t own : {OperandPlace::kInput, OperandPlace::kOutput})
-    if (const auto& of = buffers_[own]->segments; !of.empty() && of[0].base != nullptr)
+    if (const auto& of = buffers_[own]->spans; !of.empty() && of[0].base != nullptr)
       bases_[own] = of[0].base + skipped;
   std::byte** of_rank = &bases_[OperandPlace::kOfRanks];
   std::byte* staging = group_.entry(0, context_->call).data.data();
@@ -206,7 +206,7 @@ std::byte* ProgramRun::find(const OperandPlace& place, std::size_t at, std::size
   const std::size_t position = place.offset + (from_ + at) * place.item;
   const auto i = std::upper_bound(ends.begin(), ends.end(), position) - ends.begin();
   n = std::min(n, (ends[i] - position) / place.item);
-  return buffers_[place.base]->segments[i].base + (position - (i == 0 ? 0 : ends[i - 1]));
+  return buffers_[place.base]->spans[i].base + (position - (i == 0 ? 0 : ends[i - 1]));
 }
 
 inline void ProgramRun::fold(const Instruction& instruction, void* const* at,

@@ -67,8 +67,8 @@ class ProgramRun {
   const BoundProgram* bound_ = nullptr;
   const OpContext* context_ = nullptr;
   std::array<const CallBuffer*, 2> buffers_ = {};  // input and output
-  bool is_scattered_ = false;                      // one of them has several segments (IoVec)
-  // [buffer][segment]: bytes from the buffer's beginning to the segment's end, if scattered.
+  bool is_scattered_ = false;                      // one of them has several spans (IoVec)
+  // [buffer][span]: bytes from the buffer's beginning to the span's end, if scattered.
   std::array<std::vector<std::size_t>, 2> ends_ = {};
   Pieces pieces_ = {};
   uint64_t run_ = 0;

@@ -13,17 +13,17 @@
 
 namespace pycollect::ipc {
 
-struct BufferSegment {
+struct BufferSpan {
   std::byte* base;
   std::size_t count;  // elements
 };
 
-// Input or output buffer of this rank: the elements of the segments, one after the other, cut into
+// Input or output buffer of this rank: the elements of the spans, one after the other, cut into
 // blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
 // output) has one per rank; any other (all_gather's input, both buffers of all_reduce) has one
-// block. Segments and sizes must live until the call has ended.
+// block. Spans and sizes must live until the call has ended.
 struct CallBuffer {
-  std::span<const BufferSegment> segments = {};
+  std::span<const BufferSpan> spans = {};
   std::span<const std::size_t> blocks = {};
   // Fingerprint of where tensors end within the blocks; 0 if each block is one tensor or empty.
   uint64_t cuts = 0;
@@ -34,9 +34,9 @@ inline std::size_t total(const CallBuffer& buffer) {
 
 // What a CallBuffer refers to, where nothing else has it.
 struct CallBufferMemory {
-  std::vector<BufferSegment> segments = {};
+  std::vector<BufferSpan> spans = {};
   Sizes blocks = {};
-  CallBuffer view() const { return {segments, blocks}; }
+  CallBuffer view() const { return {spans, blocks}; }
 };
 
 // The tensors of a sparse all_reduce, whose entries the ranks exchange with all_gather. Ranks agree

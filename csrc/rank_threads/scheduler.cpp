@@ -19,16 +19,16 @@ struct OwnMember {  // the calling thread's place in a launch
 thread_local OwnMember own;
 
 // Makes a thread of a launch act as a helper of another rank.
-class ActingAs {
+class HelperScope {
  public:
-  ActingAs(RankScheduler* scheduler, Rank rank)
+  HelperScope(RankScheduler* scheduler, Rank rank)
       : member_{.rank = rank, .is_main = false}, before_(own) {
     member_.state = MemberState::running;
     own = {scheduler, &member_};
   }
-  ~ActingAs() { own = before_; }
-  ActingAs(const ActingAs&) = delete;
-  ActingAs& operator=(const ActingAs&) = delete;
+  ~HelperScope() { own = before_; }
+  HelperScope(const HelperScope&) = delete;
+  HelperScope& operator=(const HelperScope&) = delete;
 
  private:
   Member member_;
@@ -37,9 +37,9 @@ class ActingAs {
 
 // A thread that no rank has started, but that waits on behalf of ranks, such as one of a thread
 // pool. The launch counts it as a helper until it ends: it may do what the ranks wait for.
-class Stranger {
+class ForeignThread {
  public:
-  ~Stranger() { leave(); }
+  ~ForeignThread() { leave(); }
 
   // Makes the calling thread a helper of the rank, until it is reset.
   void act_as(const std::shared_ptr<RankScheduler>& scheduler, Rank rank) {
@@ -67,16 +67,16 @@ class Stranger {
   std::weak_ptr<RankScheduler> scheduler_;
   OwnMember helper_;
 };
-thread_local Stranger stranger;
+thread_local ForeignThread foreign_thread;
 
-class StrangerWait {
+class ForeignWait {
  public:
-  StrangerWait(const std::shared_ptr<RankScheduler>& scheduler, Rank rank) : before_(own) {
-    stranger.act_as(scheduler, rank);
+  ForeignWait(const std::shared_ptr<RankScheduler>& scheduler, Rank rank) : before_(own) {
+    foreign_thread.act_as(scheduler, rank);
   }
-  ~StrangerWait() { own = before_; }
-  StrangerWait(const StrangerWait&) = delete;
-  StrangerWait& operator=(const StrangerWait&) = delete;
+  ~ForeignWait() { own = before_; }
+  ForeignWait(const ForeignWait&) = delete;
+  ForeignWait& operator=(const ForeignWait&) = delete;
 
  private:
   const OwnMember before_;
@@ -88,12 +88,12 @@ class OuterWait {
   explicit OuterWait(Member& member)
       : member_(member),
         condition_(member.condition),
-        gives_way_(member.gives_way),
+        yields_(member.yields),
         expired_(member.expired),
         released_(member.released) {}
   ~OuterWait() {
     member_.condition = condition_;
-    member_.gives_way = gives_way_;
+    member_.yields = yields_;
     member_.expired = expired_;
     member_.released = released_;
   }
@@ -103,7 +103,7 @@ class OuterWait {
  private:
   Member& member_;
   const ReadyCondition* const condition_;
-  const bool gives_way_, expired_, released_;
+  const bool yields_, expired_, released_;
 };
 
 // Returns the calls, but for those of locks, in which threads of the process sleep now, or slept
@@ -194,17 +194,17 @@ bool RankScheduler::wait(Rank rank, const ReadyCondition& condition) {
   return wait(rank, condition, WaitMode::until_ready);
 }
 
-bool RankScheduler::give_way(Rank rank, const ReadyCondition& condition) {
-  return wait(rank, condition, WaitMode::give_way);
+bool RankScheduler::yield_until(Rank rank, const ReadyCondition& condition) {
+  return wait(rank, condition, WaitMode::yield);
 }
 
 bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mode) {
   if (own.scheduler != this) {
-    const StrangerWait helper(shared_from_this(), rank);
+    const ForeignWait helper(shared_from_this(), rank);
     return wait(rank, condition, mode);
   }
   if (own.member->rank != rank) {
-    const ActingAs helper(this, rank);
+    const HelperScope helper(this, rank);
     return wait(rank, condition, mode);
   }
   Member& me = *own.member;
@@ -213,17 +213,17 @@ bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mo
   if ((mode != WaitMode::in_order || aborted_) && condition.ready()) return true;
   if (aborted_) throw_cause(condition.describe());
   // Without a turn, a thread need not end it for others.
-  if (mode == WaitMode::give_way && (!me.is_main || parallel_)) return false;
+  if (mode == WaitMode::yield && (!me.is_main || parallel_)) return false;
   const OuterWait outer(me);
   me.condition = &condition;
-  me.gives_way = mode == WaitMode::give_way;
+  me.yields = mode == WaitMode::yield;
   const bool holds = park(lock, me, mode);
   if (!holds && aborted_) throw_cause(condition.describe());
   return holds;
 }
 
 void RankScheduler::let_others_run(Rank rank) {
-  give_way(rank, {[] { return false; }, [] { return "other ranks"; }});
+  yield_until(rank, {[] { return false; }, [] { return "other ranks"; }});
 }
 
 void RankScheduler::align(Rank rank) {
@@ -253,7 +253,7 @@ void RankScheduler::regain_turn() {
 }
 
 // Returns whether the member's condition holds. It does not after a deadline, an abort, or if the
-// member gives way and no other can continue.
+// member yields and no other can continue.
 bool RankScheduler::park(Lock& lock, Member& me, WaitMode mode) {
   me.expired = me.released = false;
   for (;;) {
@@ -282,7 +282,7 @@ void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
   try {
     run_on_thread(rank, task);
   } catch (const std::system_error&) {  // there can be no more threads
-    const ActingAs helper(this, rank);
+    const HelperScope helper(this, rank);
     run_task(task);
   }
 }
@@ -423,7 +423,7 @@ Member* RankScheduler::next() {
   };
   if (Member* const m = find([&](const Member& m) { return can_continue(m); })) return m;
   if (running_ > 0) return nullptr;
-  if (Member* const m = find([](const Member& m) { return m.waits() && m.gives_way; })) {
+  if (Member* const m = find([](const Member& m) { return m.waits() && m.yields; })) {
     m->released = true;
     return m;
   }
@@ -438,7 +438,7 @@ Member* RankScheduler::next() {
 
 // --- the end of a launch before its ranks have ended
 
-std::exception_ptr end_error(EndKind kind, const std::string& why) {
+std::exception_ptr make_end_error(EndKind kind, const std::string& why) {
   switch (kind) {
     case EndKind::deadlock:
       return std::make_exception_ptr(Deadlock(why));
@@ -483,7 +483,7 @@ bool RankScheduler::is_aborted() {
 
 void RankScheduler::throw_cause(const std::string& operation) const {
   const std::string why = text(operation, ": ", end_.cause);
-  std::rethrow_exception(end_error(end_.kind, why));
+  std::rethrow_exception(make_end_error(end_.kind, why));
 }
 
 }  // namespace pycollect::rank_threads

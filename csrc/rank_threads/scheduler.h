@@ -54,7 +54,7 @@ struct Member {
   std::atomic<MemberState> state{MemberState::absent};  // changed with the scheduler locked
   bool sleeps = false;                                  // in `granted`
   const ReadyCondition* condition = nullptr;            // of a waiting member
-  bool gives_way = false;                               // it continues if no other member can
+  bool yields = false;                                  // it continues if no other member can
   bool expired = false;                                 // the condition's deadline is over
   bool released = false;  // granted because no other member can continue
   std::condition_variable granted = {};
@@ -72,7 +72,7 @@ struct LaunchEnd {
   std::string cause;
 };
 // Returns the exception PeerLost, Deadlock or Timeout.
-std::exception_ptr end_error(EndKind kind, const std::string& why);
+std::exception_ptr make_end_error(EndKind kind, const std::string& why);
 
 // Runs a callback. Its errors are its future's: torch keeps them there.
 void run_task(const std::function<void()>& task);
@@ -134,7 +134,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   bool wait(Rank rank, const ReadyCondition& condition);
   // Lets other ranks run until the condition holds or none of them can continue. Returns whether it
   // holds.
-  bool give_way(Rank rank, const ReadyCondition& condition);
+  bool yield_until(Rank rank, const ReadyCondition& condition);
   // Ends the turn of a rank that may wait for another one in a way that the scheduler does not
   // know.
   void let_others_run(Rank rank);
@@ -201,7 +201,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  enum class WaitMode { until_ready, give_way, in_order };
+  enum class WaitMode { until_ready, yield, in_order };
   bool wait(Rank rank, const ReadyCondition& condition, WaitMode mode);
   bool park(Lock& lock, Member& me, WaitMode mode);
   void end_turn(Lock& lock, Member& me, Rank last);

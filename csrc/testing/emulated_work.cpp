@@ -13,7 +13,7 @@ namespace {
 // --- launches and copies, on real bytes ----------------------------------------------------------
 
 // Executes one work of a launch, a fold or a copy; only the type, op and options of `how` are used.
-void fold(const LaunchWork& work, const Launch& how) {
+void fold(const KernelTask& work, const Launch& how) {
   std::vector<void*> dsts(work.dsts.begin(), work.dsts.end()),
       srcs(work.srcs.begin(), work.srcs.end());
   const bool scales = how.op != ReduceOp::avg || work.finishes;
@@ -99,7 +99,7 @@ void Emulator::require_access(Device device, const std::byte* begin, std::size_t
          device, " cannot access the memory of device ", r.device);
 }
 
-std::vector<MemoryAccess> Emulator::accesses(Device device, const LaunchWork& work,
+std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelTask& work,
                                              const Launch& how, int part) const {
   demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
          "kernel work without elements or without pointers");
@@ -205,7 +205,7 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
   for (std::size_t i = 0; i < how->works.size(); ++i) {
-    const LaunchWork& work = how->works[i];
+    const KernelTask& work = how->works[i];
     const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
     for (const auto* side : {&work.dsts, &work.srcs})
       for (const std::byte* at : *side)

@@ -207,7 +207,7 @@ void Emulator::load(Device device, DType dtype, ReduceOp op) {
 // synchronizes to do so. That is forbidden during a capture.
 void Emulator::load_at_launch(Device device, const Launch& launch) {
   const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
-                                  [](const LaunchWork& work) { return work.srcs.size() == 1; });
+                                  [](const KernelTask& work) { return work.srcs.size() == 1; });
   const int dtype = copies ? -1 : static_cast<int>(launch.dtype);
   const int op = copies ? -1 : static_cast<int>(launch.op);
   {

@@ -180,20 +180,20 @@ void check_tensor(const at::Tensor& t, AccessMode access, const ArgumentName& la
           "pycollect.autograd, or pass the primal (torch.autograd.forward_ad.unpack_dual)");
 }
 
-void check_alike(const at::Tensor& t, const ArgumentName& label, const at::Tensor& first,
-                 const ArgumentName& first_label, Alike alike, int64_t dim) {
+void check_matches(const at::Tensor& t, const ArgumentName& label, const at::Tensor& first,
+                   const ArgumentName& first_label, Match alike, int64_t dim) {
   if (t.scalar_type() != first.scalar_type())
     reject(label.call, ": ", label, " is ", dtype_name(t), " and ", first_label, " is ",
            dtype_name(first), "; all ranks must have the same dtype");
   const at::IntArrayRef sizes = t.sizes(), wanted = first.sizes();
   bool same = sizes.size() == wanted.size();
   for (std::size_t d = 0; same && d < sizes.size(); ++d)
-    same = sizes[d] == wanted[d] || (alike == Alike::all_but_dim && static_cast<int64_t>(d) == dim);
+    same = sizes[d] == wanted[d] || (alike == Match::all_but_dim && static_cast<int64_t>(d) == dim);
   require(same, label.call, ": ", label, " has shape ", sizes, " and ", first_label, " has ",
           wanted,
-          alike == Alike::all_but_dim ? "; shapes may differ along dim only"
+          alike == Match::all_but_dim ? "; shapes may differ along dim only"
                                       : "; all ranks must have the same shape");
-  if (alike == Alike::shape_and_layout && t.numel() != 0 && !same_strides(t, first))
+  if (alike == Match::shape_and_layout && t.numel() != 0 && !same_strides(t, first))
     reject(label.call, ": ", label, " has strides ", t.strides(), " and ", first_label, " has ",
            first.strides(),
            "; all ranks must have the same layout in memory, e.g. through .contiguous()");

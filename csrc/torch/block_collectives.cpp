@@ -144,9 +144,9 @@ DType check_inputs(const ListArgs& args, const Tensors& inputs, int64_t dim) {
   for (std::size_t r = 0; r < inputs.size(); ++r) {
     const ArgumentName l = label(args, inputs_name(args), r);
     check_tensor(inputs[r], AccessMode::read, l);
-    check_alike(inputs[r], l, inputs[0], first,
-                args.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
-                dim);
+    check_matches(inputs[r], l, inputs[0], first,
+                  args.collective == Collective::reduce_scatter ? Match::shape : Match::all_but_dim,
+                  dim);
   }
   if (args.collective != Collective::reduce_scatter) return moved_dtype_of(inputs[0], first);
   const DType dtype = dtype_of(inputs[0], first);

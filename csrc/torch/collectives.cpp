@@ -39,8 +39,8 @@ DtypeGroups check(const ListArgs& args) {
         reject(args.call, ": ", label, " is on ", t.device(), " and ", grid.label(args.call, 0, r),
                " on ", grid.flat[r].device(), "; all tensors of a rank must be on one device");
       if (r > 0)
-        check_alike(t, label, grid.flat[i * grid.world], grid.label(args.call, i, 0),
-                    Alike::shape_and_layout);
+        check_matches(t, label, grid.flat[i * grid.world], grid.label(args.call, i, 0),
+                      Match::shape_and_layout);
       else
         add(groups, checked_dtype(args, t, label), i, t.nbytes());
       extents.push_back(extent(t, access, label));
@@ -123,7 +123,7 @@ DType check(const Tensors& tensors) {
     const at::Tensor& t = tensors[i];
     const ArgumentName label{"tree_sum", "tensors", static_cast<int>(i)};
     check_tensor(t, AccessMode::read, label);
-    check_alike(t, label, tensors[0], first, Alike::shape);
+    check_matches(t, label, tensors[0], first, Match::shape);
     require(t.device() == tensors[0].device(), "tree_sum: ", label, " is on ", t.device(),
             " and tensors[0] on ", tensors[0].device(), "; all must be on one device");
   }

@@ -40,14 +40,14 @@ class TestBuffer {
         at = parts_.back().data();
       }
       std::copy_n(content.begin() + begin * item_, (end - begin) * item_, at);
-      buffer_.segments.push_back({at, end - begin});
+      buffer_.spans.push_back({at, end - begin});
     }
   }
   CallBuffer buffer() const { return buffer_.view(); }
   CallBufferMemory& memory() { return buffer_; }
   bool holds(const Bytes& wanted) const {
     const std::byte* at = wanted.data();
-    return std::ranges::all_of(buffer_.segments, [&](const BufferSegment& s) {
+    return std::ranges::all_of(buffer_.spans, [&](const BufferSpan& s) {
       return std::equal(s.base, s.base + s.count * item_, std::exchange(at, at + s.count * item_));
     });
   }
@@ -90,8 +90,8 @@ bool place_within(TestBuffer& in, TestBuffer& out, const CollectiveRequest& requ
   const bool is_out = output_of(request.collective, false) == BlockContent::own_block;
   CallBufferMemory &own = (is_out ? out : in).memory(), &all = (is_out ? in : out).memory();
   if (own.blocks.size() != 1 || all.blocks.size() < 2) return false;
-  std::byte*& base = own.segments[0].base;
-  base = all.segments[0].base;
+  std::byte*& base = own.spans[0].base;
+  base = all.spans[0].base;
   for (Rank before = 0; before < r; ++before)
     base += all.blocks[before] * item_bytes(request.dtype);
   if (!is_out) std::copy(input.begin(), input.end(), base);
@@ -119,8 +119,8 @@ void run_case(Member& me, const Case& c) {
                                                                             : "direct");
   const std::string what = text("rank ", r, " of ", c.world, ": ", c.describe());
   if (within)
-    return expect(std::ranges::equal(
-                      want.out[r], std::span(request.output.segments[0].base, want.out[r].size())),
+    return expect(std::ranges::equal(want.out[r],
+                                     std::span(request.output.spans[0].base, want.out[r].size())),
                   what);
   expect(in.holds(want.in[r]), what + ": the input");
   expect(c.in_place || out.holds(want.out[r]), what + ": the output");

@@ -134,13 +134,13 @@ std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
 using Addresses = std::vector<std::uintptr_t>;
 using Pitches = std::vector<std::ptrdiff_t>;
 // Destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` divides.
-using LaunchWorkTuple =
+using KernelTaskTuple =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
 // Runs the works, and returns for each launch its kind and size, and how it accessed memory.
 // `float8`: the bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2. `order`:
 // "rank" or "tree"; `widens`: the destinations are float32.
-std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
+std::vector<py::dict> emulate_launch(const std::vector<KernelTaskTuple>& works,
                                      const std::string& dtype, const std::string& op, int world,
                                      int multiprocessors, const std::array<uint8_t, 6>& float8,
                                      const std::string& order, bool widens) {

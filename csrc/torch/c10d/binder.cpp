@@ -32,7 +32,7 @@ ArgumentName label_of(const GroupCall& call, const char* list, at::TensorList al
   return {call.name, list, all.size() == 1 ? -1 : static_cast<int>(i)};
 }
 
-ipc::BufferSegment Binder::stage(const at::Tensor& t, bool reads, bool writes) {
+ipc::BufferSpan Binder::stage(const at::Tensor& t, bool reads, bool writes) {
   if (call_.written != nullptr) call_.held.push_back(t);
   return call_.staging->add_tensor(t, reads, writes);
 }
@@ -78,7 +78,7 @@ void Binder::share(const Bound& block, const Bound& all, int parts) {
   extents_.push_back({own + bytes, whole.end, false, whole.label});
 }
 
-ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
+ipc::BufferSpan Binder::compute(const at::Tensor& like, Fill fill) {
   if (call_.staging) {
     TorchRuntime& torch = call_.staging->devices().torch();
     const at::Tensor temporary = torch.empty(like.sizes(), like.scalar_type(), like.device());
@@ -92,7 +92,7 @@ ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   return keep(std::move(dense));
 }
 
-ipc::BufferSegment Binder::keep(at::Tensor t) {
+ipc::BufferSpan Binder::keep(at::Tensor t) {
   call_.held.push_back(std::move(t));
   const at::Tensor& held = call_.held.back();
   return {static_cast<std::byte*>(held.mutable_data_ptr()), static_cast<std::size_t>(held.numel())};
@@ -122,13 +122,11 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
   return i;
 }
 
-void Binder::add(Side side, std::size_t request, std::size_t block,
-                 const ipc::BufferSegment& memory) {
+void Binder::add(Side side, std::size_t request, std::size_t block, const ipc::BufferSpan& memory) {
   pieces_[static_cast<int>(side)].push_back({request, block, memory});
 }
 
-void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
-                     const Sizes& blocks) {
+void Binder::add_all(Side side, std::size_t request, ipc::BufferSpan memory, const Sizes& blocks) {
   const std::size_t item = item_bytes(call_.requests[request].dtype);
   for (std::size_t b = 0; b < blocks.size(); ++b) {
     memory.count = blocks[b];
@@ -137,12 +135,12 @@ void Binder::add_all(Side side, std::size_t request, ipc::BufferSegment memory,
   }
 }
 
-// Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
+// Concatenates the blocks of a call buffer and merges spans that are adjacent in memory.
 ipc::CallBuffer Binder::join(Side side, std::size_t request, std::size_t blocks) {
   if (blocks == 0) return {};
   const std::size_t item = item_bytes(call_.requests[request].dtype);
-  auto& [segments, sizes] = call_.memory;
-  const std::size_t first = segments.size(), block = sizes.size();
+  auto& [spans, sizes] = call_.memory;
+  const std::size_t first = spans.size(), block = sizes.size();
   sizes.resize(block + blocks);
   ipc::Hasher cuts;
   for (const Piece& piece : pieces_[static_cast<int>(side)]) {
@@ -152,12 +150,12 @@ ipc::CallBuffer Binder::join(Side side, std::size_t request, std::size_t blocks)
     cuts.add(count);
     sizes[block + piece.block] += count;
     if (count == 0) continue;
-    if (segments.size() > first && segments.back().base + segments.back().count * item == base)
-      segments.back().count += count;
+    if (spans.size() > first && spans.back().base + spans.back().count * item == base)
+      spans.back().count += count;
     else
-      segments.push_back(piece.memory);
+      spans.push_back(piece.memory);
   }
-  return {std::span(segments).subspan(first), std::span(sizes).subspan(block),
+  return {std::span(spans).subspan(first), std::span(sizes).subspan(block),
           call_.requests[request].tensors > 1 ? cuts.value() : 0};
 }
 
@@ -166,7 +164,7 @@ void Binder::finish() {
     if (!std::ranges::is_sorted(pieces, {}, &Piece::block))
       std::ranges::stable_sort(pieces, {}, &Piece::block);
   // So that the memory of one buffer does not move when the next one is added.
-  call_.memory.segments.reserve(pieces_[0].size() + pieces_[1].size());
+  call_.memory.spans.reserve(pieces_[0].size() + pieces_[1].size());
   call_.memory.blocks.reserve(call_.requests.size() * (form_.input_blocks + form_.output_blocks));
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
     call_.requests[i].input = join(Side::input, i, form_.input_blocks);
@@ -179,7 +177,7 @@ void Binder::finish() {
     if (e.written) call_.written->add(e.begin, e.end);
 }
 
-bool Binder::touches_written() const {
+bool Binder::overlaps_earlier_writes() const {
   if (call_.written == nullptr) return false;
   return std::any_of(extents_.begin(), extents_.end(),
                      [&](const ArgumentRange& e) { return call_.written->touch(e.begin, e.end); });
@@ -188,7 +186,7 @@ bool Binder::touches_written() const {
 // Copies device tensors into staging: now, or, if an earlier call of the list writes them, when
 // this call runs.
 void Binder::begin_copy_in() {
-  if (touches_written()) {
+  if (overlaps_earlier_writes()) {
     for (at::Device d : call_.staging->on())
       call_.requested_at.push_back(call_.staging->devices().record_event(d));
     return;

@@ -22,7 +22,7 @@ struct RankAndWorld {  // a rank's position in the group
 enum class Side { input, output };
 
 // Properties that all requests of a call share.
-struct RequestTemplate {
+struct RequestShape {
   std::size_t input_blocks = 0, output_blocks = 0;  // 0: this rank does not use the buffer
   ReduceOp op = ReduceOp::sum;
   Rank root = 0;
@@ -32,12 +32,12 @@ struct RequestTemplate {
 class Binder {
  public:
   // Sets `call.staging` if the first tensor is on a device; then all others must be, too.
-  Binder(GroupCall& call, RankAndWorld me, const RequestTemplate& form)
+  Binder(GroupCall& call, RankAndWorld me, const RequestShape& form)
       : call_(call), me_(me), form_(form) {}
 
   struct Bound {
-    ipc::BufferSegment memory;  // where the tensor's elements are when the call runs
-    std::size_t extent;         // number of the tensor's extent
+    ipc::BufferSpan memory;  // where the tensor's elements are when the call runs
+    std::size_t extent;      // number of the tensor's extent
     bool contiguous;
   };
   // Binds a tensor that the call reads, writes, or both.
@@ -49,14 +49,14 @@ class Binder {
   // Binds a temporary with the properties of `like`, which `fill` computes from one of the call's
   // tensors. For host tensors, `fill` runs when the call runs.
   using Fill = std::function<void(const at::Tensor& into)>;
-  ipc::BufferSegment compute(const at::Tensor& like, Fill fill);
+  ipc::BufferSpan compute(const at::Tensor& like, Fill fill);
 
   // Returns the index of the request for the tensor's dtype; requests are in order of first
   // appearance. Any dtype that can be moved is accepted.
   std::size_t request(const at::Tensor& tensor, const ArgumentName& label);
-  void add(Side side, std::size_t request, std::size_t block, const ipc::BufferSegment& memory);
+  void add(Side side, std::size_t request, std::size_t block, const ipc::BufferSpan& memory);
   // Adds a buffer that holds the blocks of all ranks, of these sizes.
-  void add_all(Side side, std::size_t request, ipc::BufferSegment memory, const Sizes& blocks);
+  void add_all(Side side, std::size_t request, ipc::BufferSpan memory, const Sizes& blocks);
 
   // Ends binding, after the last tensor. Starts the copies of device tensors into staging.
   void finish();
@@ -64,19 +64,19 @@ class Binder {
  private:
   struct Piece {  // a part of a block
     std::size_t request, block;
-    ipc::BufferSegment memory;
+    ipc::BufferSpan memory;
   };
   // Inline storage for the most common call, with one tensor and one block.
   using Pieces = c10::SmallVector<Piece, 1>;
   ipc::CallBuffer join(Side side, std::size_t request, std::size_t blocks);
-  ipc::BufferSegment stage(const at::Tensor& tensor, bool reads, bool writes);
-  ipc::BufferSegment keep(at::Tensor tensor);
-  bool touches_written() const;
+  ipc::BufferSpan stage(const at::Tensor& tensor, bool reads, bool writes);
+  ipc::BufferSpan keep(at::Tensor tensor);
+  bool overlaps_earlier_writes() const;
   void begin_copy_in();
 
   GroupCall& call_;
   const RankAndWorld me_;
-  const RequestTemplate form_;
+  const RequestShape form_;
   std::array<Pieces, 2> pieces_;  // [side]
   c10::SmallVector<ArgumentRange, 4> extents_;
 };

@@ -100,7 +100,7 @@ void bind_all(GroupCall& call, RankAndWorld me, at::TensorList tensors, const Re
     if (call.collective != Collective::broadcast) role.reduction.dtype(t, label);
     const std::size_t request = binder.request(t, label);
     const bool reads = !role.writes || (role.reads && !scales);  // else the products are read
-    const ipc::BufferSegment own = binder.bind(t, label, reads, role.writes).memory;
+    const ipc::BufferSpan own = binder.bind(t, label, reads, role.writes).memory;
     binder.add(Side::input, request, 0,
                scales ? binder.compute(t, role.reduction.scaled(t, label)) : own);
     if (scales && role.writes) binder.add(Side::output, request, 0, own);
@@ -170,7 +170,7 @@ class BlockBinder {
  public:
   // `own`: the side on which a rank has its own block. `has_all`: this rank has the other side.
   BlockBinder(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, Side own,
-              RequestTemplate form, bool has_all = true)
+              RequestShape form, bool has_all = true)
       : call_(call), me_(me), tensors_(tensors), own_(own), has_all_(has_all) {
     const std::size_t all = has_all ? me.world : 0;
     form.input_blocks = own == Side::input ? 1 : all;
@@ -307,7 +307,7 @@ void scatter(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, int6
 
 namespace {
 
-RequestTemplate all_to_all_form(RankAndWorld me) {
+RequestShape all_to_all_shape(RankAndWorld me) {
   const auto world = static_cast<std::size_t>(me.world);
   return {.input_blocks = world, .output_blocks = world, .irregular = true};
 }
@@ -317,7 +317,7 @@ RequestTemplate all_to_all_form(RankAndWorld me) {
 void all_to_all(GroupCall& call, RankAndWorld me, const Tensors& outputs, const Tensors& inputs) {
   check_list(call, me, outputs);
   check_list(call, me, inputs);
-  Binder binder(call, me, all_to_all_form(me));
+  Binder binder(call, me, all_to_all_shape(me));
   const ArgumentName first{call.name, "output_list", 0};
   const std::size_t request = binder.request(outputs[0], first);
   for (const Side side : {Side::output, Side::input})  // as BlockBinder does
@@ -369,7 +369,7 @@ void all_to_all_single(GroupCall& call, RankAndWorld me, const at::Tensor& outpu
   require(sent[me.rank] == received[me.rank], call.name, ": this rank sends ", sent[me.rank],
           " elements of ", in, " to itself and has room for ", received[me.rank], " in ", out,
           "; both must be equal");
-  Binder binder(call, me, all_to_all_form(me));
+  Binder binder(call, me, all_to_all_shape(me));
   const std::size_t request = binder.request(output, out);
   binder.add_all(Side::output, request, binder.bind(output, out, false, true).memory, received);
   binder.add_all(Side::input, request, binder.bind(input, in, true, false).memory, sent);

@@ -71,7 +71,7 @@ struct GroupCall {
   std::chrono::milliseconds timeout{};
   c10::SmallVector<ipc::CollectiveRequest, 1> requests = {};  // run in this order, one per dtype
   struct {  // to which the requests' buffers refer
-    c10::SmallVector<ipc::BufferSegment, 1> segments = {};
+    c10::SmallVector<ipc::BufferSpan, 1> spans = {};
     c10::SmallVector<std::size_t, 1> blocks = {};
   } memory = {};
   std::shared_ptr<CoalescedRequests> coalesced = {};  // null: the call is not coalesced

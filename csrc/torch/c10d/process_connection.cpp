@@ -55,7 +55,7 @@ std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
 struct Members {
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<ProcessGroupWire> wire = {};  // null: one host
-  std::shared_ptr<const CauseBoard> board = {};
+  std::shared_ptr<const AbortStore> board = {};
   std::optional<ipc::HostsLink> link = {};
 
   std::unique_ptr<ipc::CollectiveExecutor> executor() const {
@@ -120,7 +120,7 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
       options.gloo(c10::make_intrusive<c10d::PrefixStore>(group + "hosts", store), me.rank,
                    me.world, options.timeout),
       hosts.meeting_order(me.rank));
-  made.board = std::make_shared<const CauseBoard>(
+  made.board = std::make_shared<const AbortStore>(
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
   const std::vector<std::string> names = ipc::names_of(hosts, ranks);
   if (me.rank == 0) log_hosts(hosts, names, ranks);

@@ -122,7 +122,7 @@ void SparseSums::describe_form(ReduceOp op) {
 
 ipc::CollectiveRequest SparseSums::counting() {
   const auto segment = [](std::vector<int64_t>& v) {
-    return ipc::BufferSegment{reinterpret_cast<std::byte*>(v.data()), v.size()};
+    return ipc::BufferSpan{reinterpret_cast<std::byte*>(v.data()), v.size()};
   };
   own_counts_memory_ = {{segment(own_counts_)}, {own_counts_.size()}};
   counts_memory_ = {{segment(counts_)}, Sizes(me_.world, own_counts_.size())};
@@ -177,7 +177,7 @@ ipc::CollectiveRequest SparseSums::exchange() {
     const auto segment = [&](const void* base, std::size_t bytes) {
       buffer.blocks[block] += bytes;
       if (bytes > 0)
-        buffer.segments.push_back({static_cast<std::byte*>(const_cast<void*>(base)), bytes});
+        buffer.spans.push_back({static_cast<std::byte*>(const_cast<void*>(base)), bytes});
     };
     segment(list.indices, count * operand.index_bytes());
     segment(list.values, count * operand.row_bytes());

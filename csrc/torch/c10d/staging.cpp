@@ -168,7 +168,7 @@ class HostStaging final : public TensorStaging {
  public:
   explicit HostStaging(std::shared_ptr<DeviceOps> devices) : devices_(std::move(devices)) {}
 
-  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
+  ipc::BufferSpan add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override;
   void begin_copy_out() override;
@@ -199,7 +199,7 @@ HostStaging::DeviceCopies& HostStaging::copies_on(at::Device device) {
   return copies_.emplace_back();
 }
 
-ipc::BufferSegment HostStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
+ipc::BufferSpan HostStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
   DeviceCopies& copies = copies_on(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
   const CopyPair pair{tensor, devices_->new_pinned(tensor)};
@@ -267,16 +267,16 @@ void check_no_capture(const TensorStaging& staging, const char* operation) {
             " is under capture; wait before the capture begins");
 }
 
-void DirectStaging::add_device(at::Device device) {
+void StreamOrdering::add_device(at::Device device) {
   if (std::find(on_.begin(), on_.end(), device) == on_.end()) on_.push_back(device);
 }
 
-void DirectStaging::add_whole(const at::Tensor& tensor) {
+void StreamOrdering::add_whole(const at::Tensor& tensor) {
   add_device(tensor.device());
   tensors_.push_back(tensor);
 }
 
-ipc::BufferSegment DirectStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
+ipc::BufferSpan StreamOrdering::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
   const at::Device device = tensor.device();
   add_device(device);
   if (tensor.numel() == 0) return {nullptr, 0};
@@ -292,14 +292,14 @@ ipc::BufferSegment DirectStaging::add_tensor(const at::Tensor& tensor, bool read
           static_cast<std::size_t>(dense.numel())};
 }
 
-void DirectStaging::begin_copy_in() {
+void StreamOrdering::begin_copy_in() {
   for (const CopyPair& pair : in_) devices_->torch().copy(pair.dense, pair.tensor);
   in_.clear();
   inputs_.clear();
   for (at::Device d : on_) inputs_.push_back(devices_->record_event(d));
 }
 
-void DirectStaging::wait_for_inputs() {
+void StreamOrdering::wait_for_inputs() {
   for (std::size_t i = 0; i < on_.size(); ++i) {
     inputs_[i]->block_current(on_[i]);
     const cuda::Stream stream = devices_->torch().current_stream(on_[i]);
@@ -308,28 +308,28 @@ void DirectStaging::wait_for_inputs() {
   }
 }
 
-void DirectStaging::begin_copy_out() {
+void StreamOrdering::begin_copy_out() {
   for (const CopyPair& pair : out_) devices_->torch().copy(pair.tensor, pair.dense);
   out_.clear();
   for (at::Device d : on_) outputs_.push_back(devices_->record_event(d));
 }
 
-bool DirectStaging::outputs_ready() {
+bool StreamOrdering::outputs_ready() {
   return std::all_of(outputs_.begin(), outputs_.end(), [](const auto& e) { return e->reached(); });
 }
 
-void DirectStaging::wait_on_current_streams() {
+void StreamOrdering::wait_on_current_streams() {
   for (std::size_t i = 0; i < outputs_.size(); ++i) outputs_[i]->block_current(on_[i]);
 }
 
-void DirectStaging::complete(c10::function_ref<void()> act) {
+void StreamOrdering::complete(c10::function_ref<void()> act) {
   devices_->complete(on_, [&] {
     wait_on_current_streams();
     act();
   });
 }
 
-void DirectStaging::release() {
+void StreamOrdering::release() {
   tensors_.clear();
   in_.clear();
   out_.clear();

@@ -107,7 +107,7 @@ class TensorStaging {
  public:
   virtual ~TensorStaging() = default;
   // Returns where the executor finds the tensor's elements, in logical order.
-  virtual ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
+  virtual ipc::BufferSpan add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
   virtual void begin_copy_in() = 0;  // starts the copies of the inputs; call after the last tensor
   virtual bool inputs_ready() = 0;   // whether the executor may begin
   // Starts the copies of the results to the tensors, after the executor has ended.
@@ -131,11 +131,11 @@ void check_no_capture(const TensorStaging& staging, const char* operation);
 
 // Device tensors of a rank that is a thread: the ranks' common call uses them in place. Only
 // tensors that are not contiguous are copied. Events order the call after the streams of all ranks.
-class DirectStaging final : public TensorStaging {
+class StreamOrdering final : public TensorStaging {
  public:
-  explicit DirectStaging(std::shared_ptr<DeviceOps> devices) : devices_(std::move(devices)) {}
+  explicit StreamOrdering(std::shared_ptr<DeviceOps> devices) : devices_(std::move(devices)) {}
 
-  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
+  ipc::BufferSpan add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override { return true; }  // the call is ordered by streams
   // For the thread that runs the call, as wait_for_inputs(). Ends the rank's part: copies results,

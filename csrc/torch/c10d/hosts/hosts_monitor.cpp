@@ -43,7 +43,7 @@ std::optional<T> within_limit(const c10::intrusive_ptr<c10d::Store>& store, F ac
 
 }  // namespace
 
-void CauseBoard::publish(const ipc::AbortCause& cause) const {
+void AbortStore::publish(const ipc::AbortCause& cause) const {
   within_limit<bool>(store_, [cause](c10d::Store& store) -> std::optional<bool> {
     if (store.check({kKey})) return false;
     const std::string text = pycollect::text(cause.kind, " ", cause.first_call, " ", cause.text);
@@ -52,7 +52,7 @@ void CauseBoard::publish(const ipc::AbortCause& cause) const {
   });
 }
 
-std::optional<ipc::AbortCause> CauseBoard::find() const {
+std::optional<ipc::AbortCause> AbortStore::find() const {
   return within_limit<ipc::AbortCause>(store_, [](c10d::Store& store) {
     if (!store.check({kKey})) return std::optional<ipc::AbortCause>();
     const std::vector<uint8_t> value = store.get(kKey);
@@ -101,7 +101,7 @@ ipc::AbortCause decode(const LastMessage& message) {
 
 HostsMonitor::HostsMonitor(std::shared_ptr<ipc::Group> group,
                            std::shared_ptr<ProcessGroupWire> wire,
-                           std::shared_ptr<const CauseBoard> board, ipc::HostsLink link,
+                           std::shared_ptr<const AbortStore> board, ipc::HostsLink link,
                            std::function<void()> tick)
     : group_(std::move(group)),
       wire_(std::move(wire)),

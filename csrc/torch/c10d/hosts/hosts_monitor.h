@@ -16,13 +16,13 @@
 
 namespace pycollect::dist {
 
-// Cause board: where the ranks of several hosts publish why a group is aborted, in the store with
+// Abort store: where the ranks of several hosts publish why a group is aborted, in the store with
 // which it was made. Connections close at an abort, so a rank of another host knows only that one
 // closed, and looks here for the reason. The store may be gone with its host: no call blocks long,
 // and none accesses a store whose server does not answer, because torch logs that.
-class CauseBoard {
+class AbortStore {
  public:
-  explicit CauseBoard(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit AbortStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
   // Publishes the cause, unless another rank has published one.
   void publish(const ipc::AbortCause& cause) const;
   std::optional<ipc::AbortCause> find() const;
@@ -40,7 +40,7 @@ class HostsMonitor {
  public:
   // `tick` is called several times a second while the group is healthy.
   HostsMonitor(std::shared_ptr<ipc::Group> group, std::shared_ptr<ProcessGroupWire> wire,
-               std::shared_ptr<const CauseBoard> board, ipc::HostsLink link,
+               std::shared_ptr<const AbortStore> board, ipc::HostsLink link,
                std::function<void()> tick);
   ~HostsMonitor();  // closes the wire's connections
   HostsMonitor(const HostsMonitor&) = delete;
@@ -60,7 +60,7 @@ class HostsMonitor {
 
   const std::shared_ptr<ipc::Group> group_;
   const std::shared_ptr<ProcessGroupWire> wire_;
-  const std::shared_ptr<const CauseBoard> board_;
+  const std::shared_ptr<const AbortStore> board_;
   const ipc::HostsLink link_;
   const std::function<void()> tick_;
   std::mutex mutex_;

@@ -17,7 +17,7 @@ namespace pycollect::dist {
 namespace {
 
 using ipc::BlockContent;
-using ipc::BufferSegment;
+using ipc::BufferSpan;
 using ipc::CallBuffer;
 using ipc::CollectiveRequest;
 
@@ -33,7 +33,7 @@ class BlockReader {
     offset_ = has_one ? 0
                       : std::accumulate(memory.blocks.begin(), memory.blocks.begin() + block,
                                         std::size_t{0});
-    next_segment();
+    next_span();
   }
 
   const Rank rank;
@@ -41,26 +41,26 @@ class BlockReader {
   const int block;
 
   std::size_t left() const { return left_; }
-  std::byte* at() const { return memory_.segments[segment_].base + offset_ * item_; }
-  // Returns the number of elements before the next segment, or before the end of the block.
+  std::byte* at() const { return memory_.spans[span_].base + offset_ * item_; }
+  // Returns the number of elements before the next span, or before the end of the block.
   std::size_t contiguous() const {
-    return left_ == 0 ? 0 : std::min(left_, memory_.segments[segment_].count - offset_);
+    return left_ == 0 ? 0 : std::min(left_, memory_.spans[span_].count - offset_);
   }
   void advance(std::size_t count) {
     left_ -= count;
     offset_ += count;
-    next_segment();
+    next_span();
   }
 
  private:
-  void next_segment() {
-    while (left_ > 0 && offset_ >= memory_.segments[segment_].count)
-      offset_ -= memory_.segments[segment_++].count;
+  void next_span() {
+    while (left_ > 0 && offset_ >= memory_.spans[span_].count)
+      offset_ -= memory_.spans[span_++].count;
   }
 
   const CallBuffer& memory_;
   const std::size_t item_;
-  std::size_t segment_ = 0, offset_ = 0, left_ = 0;  // in elements
+  std::size_t span_ = 0, offset_ = 0, left_ = 0;  // in elements
 };
 
 // Blocks with the same number of elements, which the plan moves together: the sources and the
@@ -127,7 +127,7 @@ std::size_t JointRequest::bytes() const {
 bool JointRequest::is_contiguous() const {
   for (Rank r = 0; r < world_; ++r)
     for (const Buffer buffer : kCallBuffers)
-      if (memory(r, buffer).segments.size() > 1) return false;
+      if (memory(r, buffer).spans.size() > 1) return false;
   return true;
 }
 
@@ -179,7 +179,7 @@ RunMemory JointRequest::whole() const {
     for (const Buffer buffer : kCallBuffers) {
       const CallBuffer& m = memory(r, buffer);
       if (m.blocks.empty()) continue;
-      if (!m.segments.empty()) place(run, r, buffer, m.segments[0].base);
+      if (!m.spans.empty()) place(run, r, buffer, m.spans[0].base);
       const bool own = content(buffer) == BlockContent::own_block;
       for (std::size_t b = 0; b < m.blocks.size(); ++b) {
         const std::size_t block = own ? r : b;
@@ -247,14 +247,14 @@ void JointRequest::bind(ListCall& call) const {
 // A loop that moves more bytes takes so long that torch's threads can wake meanwhile.
 constexpr int64_t kSharedBytes = 64 << 20;
 
-DirectStaging* staging_of(const GroupCall& call) {
-  return static_cast<DirectStaging*>(call.staging.get());
+StreamOrdering* staging_of(const GroupCall& call) {
+  return static_cast<StreamOrdering*>(call.staging.get());
 }
 
 // Computes temporary inputs, and copies device tensors that could not be copied at the time of the
 // call, because an earlier call of the same list writes them.
 void fill(const GroupCall& call) {
-  if (DirectStaging* const staging = staging_of(call)) {
+  if (StreamOrdering* const staging = staging_of(call)) {
     for (std::size_t i = 0; i < call.requested_at.size(); ++i)
       call.requested_at[i]->block_current(staging->on()[i]);
     for (const auto& compute : call.fills) compute();
@@ -291,7 +291,7 @@ class RequestReader {
       return;
     }
     for (const auto& [to, from] : call().copies) copy_strided(to, from);
-    if (DirectStaging* const staging = staging_of(call())) staging->begin_copy_out();
+    if (StreamOrdering* const staging = staging_of(call())) staging->begin_copy_out();
     ++call_;
     next_ = 0;
   }
@@ -305,7 +305,7 @@ class RequestReader {
 ListCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
   ListCall joint{.name = pycollect::name(ranks.front().request(0).collective)};
   for (const RequestReader& rank : ranks) {
-    const DirectStaging* const staging = staging_of(rank.call());
+    const StreamOrdering* const staging = staging_of(rank.call());
     joint.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
     if (staging == nullptr) continue;
     require(staging->on().size() == 1, rank.call().name,

@@ -175,7 +175,7 @@ class ThreadConnection final : public Connection {
   std::shared_ptr<PointToPoint> messages() const override { return closed_ ? nullptr : messages_; }
   const std::shared_ptr<DeviceOps>& devices() const override { return devices_; }
   std::shared_ptr<TensorStaging> begin_staging() override {
-    return std::make_shared<DirectStaging>(devices_);
+    return std::make_shared<StreamOrdering>(devices_);
   }
 
   // All memory of the process is memory that all ranks can access.

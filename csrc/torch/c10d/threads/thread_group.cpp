@@ -284,12 +284,12 @@ std::string ThreadGroup::describe(CollectiveWork& work) const {
   return description;
 }
 
-void ThreadGroup::give_way(Rank rank, const GroupWait& wait) {
+void ThreadGroup::yield_until(Rank rank, const GroupWait& wait) {
   const GilRelease gil_release;
   require_own(rank, wait);
   const auto done = [&] { return wait.work.is_done(); };
   try {
-    if (scheduler_->give_way(launch_ranks_[rank], {done, wait.describe})) return;
+    if (scheduler_->yield_until(launch_ranks_[rank], {done, wait.describe})) return;
   } catch (const CollectiveError&) {  // the launch has been aborted
     scheduler_->pass_on_abort(*this);
     Lock lock(mutex());
@@ -372,7 +372,7 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
 std::exception_ptr ThreadGroup::cause(const std::string& operation) const {
   const bool is_named = operation.empty() || end_.cause.starts_with(operation);
   const std::string why = is_named ? end_.cause : text(operation, ": ", end_.cause);
-  return rank_threads::end_error(end_.kind, why);
+  return rank_threads::make_end_error(end_.kind, why);
 }
 
 }  // namespace pycollect::dist

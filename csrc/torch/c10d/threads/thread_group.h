@@ -68,7 +68,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   bool wait_until(Rank rank, const GroupWait& wait);
   // Lets other ranks run until the work is done or none can continue. Aborts the group if a needed
   // rank has left.
-  void give_way(Rank rank, const GroupWait& wait);
+  void yield_until(Rank rank, const GroupWait& wait);
   // Lets the ranks continue in their order.
   void yield_in_order(Rank rank) { scheduler_->yield_in_order(launch_ranks_[rank]); }
   // Waits for this thread's turn, and throws if the group or the launch has been aborted.
@@ -160,7 +160,7 @@ class ThreadOwner : public Base {
     return group_->wait_until(rank_, until_done(work, deadline, true));
   }
   void progress(GroupWork& work) override {
-    group_->give_way(rank_, until_done(work, ipc::Deadline::max(), false));
+    group_->yield_until(rank_, until_done(work, ipc::Deadline::max(), false));
   }
   void on_future_taken() override { group_->count_open_futures(1); }
   void abort(const std::string& why) override { group_->abort(rank_, why); }

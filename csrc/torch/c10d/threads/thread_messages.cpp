@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::chrono::microseconds kArrivalPollInterval{50};  // of a copy from a device
 
-DirectStaging* staging_of(const MessageWork& work) {
-  return static_cast<DirectStaging*>(work.staging());
+StreamOrdering* staging_of(const MessageWork& work) {
+  return static_cast<StreamOrdering*>(work.staging());
 }
 
 bool matches(const MessageWork& receive, const MessageWork& send) {
@@ -31,7 +31,7 @@ bool matches(const MessageWork& receive, const MessageWork& send) {
 void detach(MessageWork& send) {
   const at::Tensor& tensor = send.op.tensor;
   if (tensor.numel() == 0) return;
-  if (DirectStaging* const staging = staging_of(send)) {
+  if (StreamOrdering* const staging = staging_of(send)) {
     TorchRuntime& torch = staging->devices().torch();
     send.data = torch.empty(tensor.sizes(), tensor.scalar_type(), tensor.device());
     torch.copy(send.data, tensor);
@@ -113,10 +113,10 @@ void ThreadMailbox::post(const MessageWorkPtr& work) {
 // and host memory it goes through pinned memory, which torch keeps until the copy has ended.
 at::Tensor ThreadMailbox::copy(MessageWork& send, MessageWork& receive) {
   const at::Tensor into = copyable(receive.data);
-  DirectStaging* const sender = staging_of(send);
-  DirectStaging* const receiver = staging_of(receive);
+  StreamOrdering* const sender = staging_of(send);
+  StreamOrdering* const receiver = staging_of(receive);
   if (into.numel() == 0) return {};
-  for (DirectStaging* const side : {sender, receiver})
+  for (StreamOrdering* const side : {sender, receiver})
     if (side != nullptr) side->wait_for_inputs();
   const at::Tensor from = copyable(send.data).reshape(into.sizes());  // may enqueue a copy
   if (sender == nullptr && receiver == nullptr) {
@@ -219,9 +219,9 @@ WorkPtr ThreadMessages::post(const P2POp& op) {
   const GilRelease gil_release;
   const bool on_device = check(op);
   group_->require_healthy(rank_, op.name());
-  std::shared_ptr<DirectStaging> staging;
+  std::shared_ptr<StreamOrdering> staging;
   if (on_device) {
-    staging = std::make_shared<DirectStaging>(devices_);
+    staging = std::make_shared<StreamOrdering>(devices_);
     staging->add_whole(op.tensor);
     staging->begin_copy_in();
   }

@@ -93,7 +93,7 @@ int64_t ThreadStore::add(const std::string& key, int64_t value) {
 bool ThreadStore::check(const Keys& keys) {
   const GilRelease gil_release;
   if (keys_->check(keys)) return true;
-  return scheduler_->give_way(scheduler_->rank_of_thread(), written(keys));
+  return scheduler_->yield_until(scheduler_->rank_of_thread(), written(keys));
 }
 
 void ThreadStore::wait(const Keys& keys, const std::chrono::milliseconds& timeout) {

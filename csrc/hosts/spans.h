@@ -15,23 +15,21 @@ inline FoldOptions of_world(FoldOptions options, int world) {
   return options;
 }
 
-using Segments = std::vector<BufferSegment>;
+using Spans = std::vector<BufferSpan>;
 
-inline std::size_t elements(const Segments& segments) {
+inline std::size_t elements(const Spans& spans) {
   std::size_t all = 0;
-  for (const BufferSegment& s : segments) all += s.count;
+  for (const BufferSpan& s : spans) all += s.count;
   return all;
 }
 
-inline void append(Segments& to, const Segments& more) {
-  to.insert(to.end(), more.begin(), more.end());
-}
+inline void append(Spans& to, const Spans& more) { to.insert(to.end(), more.begin(), more.end()); }
 
 // Returns `count` elements of `item` bytes from element `begin` on.
-inline Segments slice(const CallBuffer& buffer, std::size_t begin, std::size_t count,
-                      std::size_t item) {
-  Segments found;
-  for (const BufferSegment& s : buffer.segments) {
+inline Spans slice(const CallBuffer& buffer, std::size_t begin, std::size_t count,
+                   std::size_t item) {
+  Spans found;
+  for (const BufferSpan& s : buffer.spans) {
     if (count == 0) break;
     if (begin >= s.count) {
       begin -= s.count;
@@ -49,18 +47,18 @@ inline Segments slice(const CallBuffer& buffer, std::size_t begin, std::size_t c
 inline std::size_t begin_of(const CallBuffer& buffer, Rank r) {
   return std::reduce(buffer.blocks.begin(), buffer.blocks.begin() + r);
 }
-inline Segments block(const CallBuffer& buffer, Rank r, std::size_t item) {
+inline Spans block(const CallBuffer& buffer, Rank r, std::size_t item) {
   return slice(buffer, begin_of(buffer, r), buffer.blocks[r], item);
 }
-inline Segments whole(const CallBuffer& buffer, std::size_t item) {
+inline Spans whole(const CallBuffer& buffer, std::size_t item) {
   return slice(buffer, 0, total(buffer), item);
 }
 
 // Copies as many elements as `from` has.
-inline void copy(const Segments& to, const Segments& from, std::size_t item) {
+inline void copy(const Spans& to, const Spans& from, std::size_t item) {
   auto into = to.begin();
   std::size_t at = 0;
-  for (const BufferSegment& s : from)
+  for (const BufferSpan& s : from)
     for (std::size_t done = 0; done < s.count;) {
       const std::size_t n = std::min(s.count - done, into->count - at);
       std::memmove(into->base + at * item, s.base + done * item, n * item);
