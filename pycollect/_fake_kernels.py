@@ -73,19 +73,24 @@ class _Blocks:
         return empty.permute([self._order.index(d) for d in range(len(sizes))])
 
 
-def _steps(tensor: Tensor) -> list[int]:
+def _strides_without_unit_dims(tensor: Tensor) -> list[int]:
     """Return the strides of all dimensions but those of size 1, whose strides mean nothing."""
     return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements lie side by side: a new tensor then has the same strides."""
-    return _steps(tensor) == _steps(torch.empty_like(tensor))
+    return _strides_without_unit_dims(tensor) == _strides_without_unit_dims(
+        torch.empty_like(tensor)
+    )
 
 
 def _alike(tensors: Tensors) -> Tensors:
     """Return dense tensors of equal strides themselves, others as contiguous tensors."""
-    if all(_steps(t) == _steps(tensors[0]) and _is_dense(t) for t in tensors):
+    if all(
+        _strides_without_unit_dims(t) == _strides_without_unit_dims(tensors[0]) and _is_dense(t)
+        for t in tensors
+    ):
         return tensors
     return [t.contiguous() for t in tensors]
 
