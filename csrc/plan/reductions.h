@@ -97,7 +97,7 @@ struct TypeList {
   static constexpr unsigned size = sizeof...(Ts);
 };
 
-// The rows, in the order of the enum, which is that of torch's ReduceOps.
+// The rows, in the order of the enum. The first ones are torch's ReduceOps, in torch's order.
 using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
 enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
 static_assert(ReduceOps::size == static_cast<unsigned>(ReduceOp::bxor) + 1);

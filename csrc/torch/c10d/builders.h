@@ -7,7 +7,7 @@
 
 namespace pycollect::dist {
 
-// torch's operations, in the order of ReduceOp.
+// torch's operations, in the order of ReduceOp, whose later ones torch does not have.
 inline constexpr std::array kTorchOps{
     c10d::ReduceOp::SUM, c10d::ReduceOp::AVG,  c10d::ReduceOp::PRODUCT, c10d::ReduceOp::MIN,
     c10d::ReduceOp::MAX, c10d::ReduceOp::BAND, c10d::ReduceOp::BOR,     c10d::ReduceOp::BXOR};

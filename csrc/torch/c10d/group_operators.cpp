@@ -39,7 +39,9 @@ void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, 
 }
 
 c10d::ReduceOp op_of(std::string_view name, const char* call) {
-  return kTorchOps[static_cast<std::size_t>(op_named(name, call))];
+  const auto op = static_cast<std::size_t>(op_named(name, call));
+  require(op < kTorchOps.size(), call, ": torch has no reduction ", name, " for groups");
+  return kTorchOps[op];
 }
 
 void all_reduce_(c10d::ProcessGroup& group, const at::Tensor& tensor, std::string_view op) {
