@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import ninja  # noqa: F401
+    import pycollect_configure as configure  # needs ninja
+    import pycollect_make as make
     from setuptools import build_meta
     from setuptools.build_meta import *  # noqa: F403  hooks that need no change
 except ImportError:
@@ -23,8 +24,6 @@ except ImportError:
         "pycollect: building without isolation needs setuptools and ninja; "
         f"install them: {sys.executable} -m pip install 'setuptools>=77' ninja"
     ) from None
-
-import pycollect_configure as configure
 
 TORCH = "torch>={}.{}".format(*configure.OLDEST_TORCH)
 
@@ -65,9 +64,14 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 get_requires_for_build_editable = get_requires_for_build_wheel
 
 
+def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
+    return []
+
+
 def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
-    for leftover in Path("build").glob("lib*"):  # setuptools would package deleted modules
-        shutil.rmtree(leftover)
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    with make.locked(Path("build", ".wheel-lock")):
+        for leftover in Path("build").glob("lib*"):  # setuptools would package deleted modules
+            shutil.rmtree(leftover)
+        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)

@@ -1,7 +1,6 @@
 """Determines the build from the machine, torch, the compilers and the environment variables.
 
-CUDA or not, the compilers and their flags, the number of jobs, the version, the build's record. The
-decisions are functions of their arguments, so that tests can call them.
+The decisions are functions of their arguments, so that tests can call them.
 """
 
 import importlib.util
@@ -26,7 +25,6 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # this machin
 RECORDED = ("PYCOLLECT_CUDA", "PYCOLLECT_BUILD_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
 RECORDED += ("TORCH_CUDA_ARCH_LIST",)  # other variables may contain a user's folders
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # commands before a compiler's name
-READ_BY_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 # Without a GPU: A100 and H100, for whose generations this code runs; the driver compiles PTX once
 # per machine for the others, from the oldest supported one on. An architecture costs a minute.
 USUAL_TARGETS = ("sm_80", "sm_90", "compute_75", "compute_90")
@@ -62,8 +60,7 @@ def version(root: Path, labelled: bool) -> str:
     import torch
 
     no_cuda = why_no_cuda(os.environ, torch.version.cuda, find_toolkit(os.environ))
-    cuda = None if no_cuda else torch.version.cuda
-    return f"{public}+{local_version(torch.__version__, cuda)}"
+    return f"{public}+{local_version(torch.__version__, None if no_cuda else torch.version.cuda)}"
 
 
 def local_version(torch: str, cuda: str | None) -> str:
@@ -75,10 +72,7 @@ def local_version(torch: str, cuda: str | None) -> str:
 
 
 def configure(root: Path, testing: bool) -> ninja.Build:
-    """Return the build; stop with one sentence if it is impossible.
-
-    `testing` adds the module of test doubles and probes, which only the tests of a checkout use.
-    """
+    """Return the build; stop with one sentence if it is impossible."""
     if not torch_is_importable():
         stop(f"building needs torch; install it first: {sys.executable} -m pip install torch")
     import torch
@@ -91,21 +85,22 @@ def configure(root: Path, testing: bool) -> ninja.Build:
     targets = [flag.rpartition("code=")[2] for flag in architectures]  # sm_, or compute_ for PTX
     cuda = f"CUDA for {', '.join(targets)}" if targets else f"without CUDA: {no_cuda}"
     old_abi = [] if torch.compiled_with_cxx11_abi() else ["-D_GLIBCXX_USE_CXX11_ABI=0"]
+    nvcc_variables = sorted(item for item in environ.items() if item[0].startswith("NVCC_"))
     source = (torch.version.git_version or "")[:8]  # distinguishes nightlies and local builds
     return ninja.Build(
         root=root,
         title=f"torch {torch.__version__} ({cuda})",
         record=make_record(root, torch, compiler, targets),
-        compiler=words(environ, "CXX") or ["c++"],
+        compiler=shlex.split(environ.get("CXX", "")) or ["c++"],
         compiler_version=compiler,
         flags=compiler_flags(environ) + old_abi,
-        link_flags=words(environ, "CXXFLAGS") + words(environ, "LDFLAGS"),  # as --coverage needs
+        link_flags=shlex.split(f"{environ.get('CXXFLAGS', '')} {environ.get('LDFLAGS', '')}"),
         torch=Path(str(torch.__file__)).parent,
         torch_name=f"torch{torch.__version__}-{source}",
         python=str(sys.implementation.cache_tag),
         python_include=sysconfig.get_path("include"),
         nvcc=nvcc_command(environ, toolkit, architectures) if toolkit and targets else [],
-        nvcc_version=f"{nvcc_release(toolkit)} {[environ.get(name) for name in READ_BY_NVCC]}",
+        nvcc_version=str([nvcc_release(toolkit), *nvcc_variables]) if targets else "",
         toolkit=toolkit,
         unity=switch(environ, "PYCOLLECT_UNITY", "1"),
         jobs=limit_jobs(environ, len(os.sched_getaffinity(0)), MEMORY),
@@ -128,14 +123,6 @@ def make_record(root: Path, torch: ModuleType, compiler: str, targets: list[str]
     }
 
 
-def words(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return the words of a variable with the syntax of a shell."""
-    try:
-        return shlex.split(environ.get(name) or "")
-    except ValueError as error:
-        stop(f"{name} is {environ[name]!r}: {str(error).lower()}.")
-
-
 def switch(environ: Mapping[str, str], name: str, default: str) -> bool:
     """Return whether a switch is on; its value is 0, 1 or missing."""
     value = environ.get(name) or default
@@ -146,7 +133,7 @@ def switch(environ: Mapping[str, str], name: str, default: str) -> bool:
 
 def require_compiler(environ: Mapping[str, str]) -> str:
     """Stop the build unless the C++ compiler passes a test; return the compiler's name."""
-    command = words(environ, "CXX") or ["c++"]
+    command = shlex.split(environ.get("CXX", "")) or ["c++"]
     probe = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
     probe += ["-isystem", sysconfig.get_path("include")]
     try:
@@ -166,12 +153,15 @@ def require_compiler(environ: Mapping[str, str]) -> str:
 
 
 def compiler_flags(environ: Mapping[str, str]) -> list[str]:
-    """Return the C++ compiler's flags. An FMA would change results' bits: contraction is off.
-
-    Python's own flags are omitted, because they differ between Pythons.
-    """
-    flags = [*words(environ, "CPPFLAGS"), *words(environ, "CXXFLAGS"), "-std=c++20", "-fPIC"]
-    flags += ["-fwrapv", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    """Return the C++ compiler's flags, without Python's own: those differ between Pythons."""
+    flags = [
+        *shlex.split(environ.get("CPPFLAGS", "")),
+        *shlex.split(environ.get("CXXFLAGS", "")),
+        "-std=c++20",
+        "-fPIC",
+    ]
+    flags += ["-ffp-contract=off"]  # an FMA would change results' bits
+    flags += ["-fwrapv", "-fvisibility=hidden", "-Wall", "-Wextra"]
     if switch(environ, "PYCOLLECT_BUILD_DEBUG", "0"):
         flags += ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
     else:
@@ -196,7 +186,7 @@ def find_toolkit(environ: Mapping[str, str]) -> Path | None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if environ.get(name) and Path(environ[name], "bin", "nvcc").exists():
             return Path(environ[name])
-    nvcc = shutil.which("nvcc", path=f"{environ.get('PATH')}{os.pathsep}/usr/local/cuda/bin")
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     if nvcc is None:
         return None
     done = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True)
@@ -213,10 +203,7 @@ def nvcc_release(toolkit: Path | None) -> str | None:
 
 
 def why_no_cuda(environ: Mapping[str, str], cuda: str | None, toolkit: Path | None) -> str | None:
-    """Return why the CUDA part is left out, or None if it is built; a GPU is not needed for it.
-
-    `cuda` is the CUDA version of the installed torch, None for a CPU-only torch.
-    """
+    """Return why the CUDA part is left out, or None if it is built; a GPU is not needed for it."""
     if not switch(environ, "PYCOLLECT_CUDA", "1"):
         return "PYCOLLECT_CUDA is 0"
     missing = None
@@ -224,7 +211,9 @@ def why_no_cuda(environ: Mapping[str, str], cuda: str | None, toolkit: Path | No
         missing = "the installed torch is a CPU-only torch"
     elif toolkit is None:
         missing = "no CUDA toolkit was found (put nvcc on PATH or set CUDA_HOME)"
-    elif (release := nvcc_release(toolkit) or "").partition(".")[0] != cuda.partition(".")[0]:
+    elif (release := nvcc_release(toolkit) or "unknown").partition(".")[0] != cuda.partition(".")[
+        0
+    ]:
         stop(
             f"torch is for CUDA {cuda} and the CUDA toolkit is {release}; set CUDA_HOME "
             "to a matching toolkit, or omit the CUDA part with PYCOLLECT_CUDA=0."
@@ -254,7 +243,9 @@ def nvcc_command(environ: Mapping[str, str], toolkit: Path, architectures: list[
     debug = switch(environ, "PYCOLLECT_BUILD_DEBUG", "0")
     command += ["-O0", "-g"] if debug else ["-O3", "-DNDEBUG"]
     command += ["-Werror=all-warnings"] * switch(environ, "PYCOLLECT_WERROR", "0")
-    compiler = [word for word in words(environ, "CXX") if Path(word).name not in LAUNCHERS]
+    compiler = [
+        word for word in shlex.split(environ.get("CXX", "")) if Path(word).name not in LAUNCHERS
+    ]
     if compiler:
         command += [f"-ccbin={compiler[0]}", *(f"-Xcompiler={word}" for word in compiler[1:])]
     empty = [*command, "-E", "-x", "cu", os.devnull]
@@ -263,16 +254,13 @@ def nvcc_command(environ: Mapping[str, str], toolkit: Path, architectures: list[
         output = " ".join((done.stderr or done.stdout).split())
         stop(
             f"nvcc cannot compile an empty file ({output[:500]}); repair it, choose another C++ "
-            "compiler with CXX, or omit the CUDA part with PYCOLLECT_CUDA=0."
+            "compiler with CXX or GPUs with TORCH_CUDA_ARCH_LIST, or set PYCOLLECT_CUDA=0."
         )
     return command
 
 
 def limit_jobs(environ: Mapping[str, str], cores: int, memory: int) -> tuple[int, int]:
-    """Return the number of parallel compilers, and how many of them may compile files with torch.
-
-    The first is MAX_JOBS or one per core, the second is limited by `memory`, in bytes.
-    """
+    """Return the number of parallel compilers, and of those that may compile files with torch."""
     most = environ.get("MAX_JOBS") or str(cores)
     if not most.isdecimal() or int(most) == 0:
         stop(f"MAX_JOBS is {most!r}; set it to a whole number of at least 1.")

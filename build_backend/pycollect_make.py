@@ -13,29 +13,37 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pycollect_ninja as ninja
 from pycollect_configure import stop
 
-SHORT = 10  # compilers in turn; a build of fewer is not announced
+SLOW_FILES = 3  # with torch or kernels, 10 to 40 s each: a build of fewer is not announced
 
 
 def make(build: ninja.Build, module: Path) -> None:
     """Build what is missing with ninja, and put the module and its record in their places."""
-    (build.root / "build").mkdir(exist_ok=True)
-    with open(build.root / "build" / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            notify(f"another build is running in {build.root}; this one waits until it has ended")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            notify(f"{build.root} cannot be locked ({error.strerror}); run one build at a time")
+    with locked(build.root / "build" / ".lock"):
         build.write()
         announce(build)
         run(build)
         install(build, module)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold this file's lock, after waiting for a build that holds it."""
+    file.parent.mkdir(exist_ok=True)
+    with open(file, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            notify("another build is running in this checkout; this one waits until it has ended")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            notify(f"{file} cannot be locked ({error.strerror}); run one build at a time")
+        yield
 
 
 def notify(sentence: str) -> None:
@@ -48,12 +56,13 @@ def notify(sentence: str) -> None:
 
 def announce(build: ninja.Build) -> None:
     """Say what is compiled, unless that is short."""
-    pipes = {"capture_output": True, "text": True, "env": os.environ | {"NINJA_STATUS": "[%f]"}}
-    dry = subprocess.run([*build.ninja(), "-n"], cwd=build.root, **pipes)
-    todo = sum(line.startswith("[") for line in dry.stdout.splitlines())
-    if todo < SHORT * build.jobs[0]:
+    environ = os.environ | {"NINJA_STATUS": "[0]"}
+    dry = subprocess.check_output([*build.ninja(), "-n"], cwd=build.root, text=True, env=environ)
+    todo = [line for line in dry.splitlines() if line.startswith("[")]
+    slow = sum(line.startswith(("[0]torch", "[0]kernels")) for line in todo)
+    if slow < SLOW_FILES:
         return
-    line = f"compiling {todo} files, for {build.title}, with MAX_JOBS={build.jobs[0]} takes minutes"
+    line = f"compiling {len(todo)} files for {build.title} takes minutes (MAX_JOBS={build.jobs[0]})"
     less = "; PYCOLLECT_CUDA=0 leaves the kernels out, TORCH_CUDA_ARCH_LIST=9.0 selects their GPUs"
     notify(line + (less if build.nvcc else ""))
 
@@ -91,7 +100,7 @@ def install(build: ninja.Build, module: Path) -> None:
         places = {folder / "_testing.so": doubles} | places
     if all(there.exists() and filecmp.cmp(made, there, False) for made, there in places.items()):
         return
-    new = {there: there.with_name(f"{there.name}.new") for there in places.values()}
+    new = {there: there.with_name(f"{there.stem}.new{there.suffix}") for there in places.values()}
     try:
         for built, there in places.items():
             there.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,10 @@ from pathlib import Path
 
 from ninja import BIN_DIR, Writer, escape
 
-NINJA = os.path.join(BIN_DIR, "ninja")  # another release on PATH would distrust this one's log
+# Another release would distrust this one's log, so PATH is searched last.
+NINJA = shutil.which("ninja", path=os.pathsep.join([BIN_DIR, os.environ.get("PATH", os.defpath)]))
+if NINJA is None:
+    raise ImportError("the package ninja has no program")
 # Files that register with Python and torch, once in a process.
 ONLY_IN_MODULE = ("module.cpp", "ops.cpp", "group_operators.cpp")
 TORCH_PARTS = 3  # each takes 9 s for torch's headers and a third of 60 s for our own code
@@ -26,9 +29,8 @@ TORCH_PARTS = 3  # each takes 9 s for torch's headers and a third of 60 s for ou
 def kind_of(source: Path) -> str:
     """Return the part of the build to which a source file, a path that begins with csrc, belongs.
 
-    "core" files and "kernels" include no torch. "registers" are in the module alone; the test
-    "doubles", with torch or without, only in the module of test doubles and probes. One of
-    "torch-cuda" and "no-cuda" is compiled.
+    "core" files and "kernels" include no torch. "registers" are in the module alone, the "doubles"
+    only in that of test doubles and probes. One of "torch-cuda" and "no-cuda" is compiled.
     """
     folders = source.parts[1:-1]
     if source.suffix == ".cu":
@@ -50,7 +52,7 @@ def sources(root: Path, *kinds: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Build:
-    """One configuration: its ninja file, and the paths of its objects and modules."""
+    """One configuration: the folders of its objects, and its ninja file in that of the modules."""
 
     root: Path
     title: str  # names torch and CUDA
@@ -68,32 +70,26 @@ class Build:
     toolkit: Path | None = None  # of CUDA
     unity: bool = True
     jobs: tuple[int, int] = (1, 1)  # compilers at the same time, and those of files with torch
-    testing: bool = False  # also build the module of test doubles and probes
+    testing: bool = False  # also build the module of test doubles, for a checkout's tests
 
     @property
-    def core(self) -> Path:
-        """The folder of objects without torch."""
+    def core_folder(self) -> Path:
         return Path("build", f"core-{_key(self.compiler_version, *self.compiler, *self.flags)}")
 
     @property
-    def fatbins(self) -> Path:
-        """The folder of the kernels' objects."""
+    def kernel_folder(self) -> Path:
         key = _key(self.compiler_version, self.nvcc_version, *self.nvcc)
         return Path("build", f"kernels-{key}")
 
     @property
     def folder(self) -> Path:
-        """The folder of objects with torch, of the modules and of the ninja file."""
-        rest = [self.fatbins.name] if self.nvcc else []
-        key = _key(self.core.name, *rest, *self.torch_flags(), *self.torch_link_flags())
+        rest = [self.kernel_folder.name] if self.nvcc else []
+        key = _key(self.core_folder.name, *rest, *self.torch_flags(), *self.torch_link_flags())
         return Path("build", f"{self.torch_name}-{self.python}-{key}")
 
     def torch_flags(self) -> list[str]:
-        """Return the flags of files that include torch; foreign headers raise no warnings.
-
-        Without OpenMP at::parallel_for, a template in torch's headers, silently runs serially. The
-        linker does not get the flag: threads must come from the one library that torch has loaded.
-        """
+        # Without OpenMP at::parallel_for, a template in torch's headers, silently runs serially. No
+        # linker's flag: threads must come from the one library that torch has loaded.
         include = f"build/{self.torch_name}/include"
         folders = [include, f"{include}/torch/csrc/api/include", self.python_include]
         if self.nvcc and self.toolkit != Path("/usr"):  # searched by default
@@ -122,7 +118,7 @@ class Build:
             link.unlink(missing_ok=True)
             link.symlink_to(self.torch)
         text = io.StringIO()
-        self._write_rules(Writer(text))
+        self._write_rules(Writer(text, width=1_000_000))
         self._write(self.folder / "build.ninja", text.getvalue())
 
     def _write_rules(self, writer: Writer) -> None:
@@ -133,7 +129,9 @@ class Build:
         _write_compiler(writer, "core", cxx)
         _write_compiler(writer, "kernels", self.nvcc)
         link, flags = (escape(shlex.join(w)) for w in (self.compiler, self.torch_link_flags()))
-        writer.rule("link", f"{link} -shared $in {flags} -o $out", "link $out")
+        writer.rule(
+            "link", f"{link} -shared $in {flags} -o $out.new && mv $out.new $out", "link $out"
+        )
         made: dict[str, list[str]] = {}
         for kind, (rule, folder) in self._kinds().items():
             base, compiled = Path("csrc"), sources(self.root, kind)
@@ -158,8 +156,8 @@ class Build:
             ["core"] + ["doubles"] * self.testing,
         )
         kinds = dict.fromkeys(torch, ("torch", self.folder))
-        kinds |= {"kernels": ("kernels", self.fatbins)} if self.nvcc else {}
-        return kinds | dict.fromkeys(core, ("core", self.core))
+        kinds |= {"kernels": ("kernels", self.kernel_folder)} if self.nvcc else {}
+        return kinds | dict.fromkeys(core, ("core", self.core_folder))
 
     def _join(self, kind: str, files: list[Path]) -> list[Path]:
         """Write files that include those with torch, and return their paths."""

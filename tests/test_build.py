@@ -142,7 +142,6 @@ STOPS = {
     "PYCOLLECT_WERROR is 'on'; set": lambda *_: configure.compiler_flags(
         {"PYCOLLECT_WERROR": "on"}
     ),
-    'CXXFLAGS is "\'": no closing quot': lambda *_: configure.compiler_flags({"CXXFLAGS": "'"}),
     "MAX_JOBS is '-1'; set it to": lambda *_: configure.limit_jobs({"MAX_JOBS": "-1"}, 8, 0),
     r"torch 2\.11 or newer is needed and 2\.9\.1": lambda *_: configure.require_torch("2.9.1"),
     r"no C\+\+ compiler was found under the name 'no-such'": no_compiler,

@@ -159,13 +159,13 @@ def test_only_what_changed_is_compiled(build, what):
 
 def test_a_build_announces_its_target(build, capsys, monkeypatch):
     monkeypatch.setenv("NINJA_STATUS", "%p ")
-    monkeypatch.setattr(make, "SHORT", 4)
     with_cuda = with_kernels(emptied(build))
     compile_all(with_cuda)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pycollect: compiling 8 files, for a test, with MAX_JOBS=2")
+    assert line.startswith("pycollect: compiling 8 files for a test takes minutes (MAX_JOBS=2)")
     assert "PYCOLLECT_CUDA=0 leaves the kernels out" in line
     compile_all(with_cuda)
+    compile_all(edited(with_cuda))  # one file with torch, and one without it
     assert capsys.readouterr().err == ""
 
 
@@ -234,6 +234,19 @@ def test_the_next_build_completes_an_interrupted_one(build, how, before):
     compile_all(build)
     assert answer(build) == 42
     assert compile_all(build) == {}
+
+
+def test_a_killed_link_is_not_taken_for_complete(build):
+    """Both kinds of builds link the same file, each with a command that ninja has noted."""
+    per_file = replace(build, unity=False)
+    assert compile_all(per_file)["link"] == compile_all(build)["link"] == 1
+    (build.root / "pause").touch()
+    with building(per_file) as child:
+        wait_until_paused(build)
+        kill(child.pid)
+    (build.root / "pause").unlink()
+    compile_all(build)
+    assert answer(build) == 42
 
 
 def test_concurrent_builds_run_one_after_the_other(build):

@@ -4,6 +4,7 @@ The wheel is made of the objects of the tested build: nothing is compiled. .ci/r
 installs from nothing.
 """
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -53,6 +54,7 @@ def test_torch_is_required_only_if_the_target_has_none(monkeypatch, tmp_path):
     assert backend.get_requires_for_build_editable() == [backend.TORCH]
     (tmp_path / "torch" / "__init__.py").touch()
     assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == []
+    assert backend.get_requires_for_build_sdist() == []
     assert sys.path[0] == "/first"  # packages of the isolated environment still come first
 
 
@@ -90,6 +92,20 @@ def wheel(tmp_path_factory):
     assert "ninja: no work to do." in run(["-c", code], copy, PYTHONNOUSERSITE="1")
     (found,) = copy.glob("build/*.whl")
     return found
+
+
+def test_wheels_are_made_one_after_the_other(tmp_path):
+    """They share folders of setuptools, and the first step of one empties them."""
+    (tmp_path / "build").mkdir()
+    (tmp_path / "setup.py").write_text("raise SystemExit('begun')")
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'build_backend')!r})\n"
+    code += "import pycollect_backend as backend; backend.build_wheel('build')"
+    with open(tmp_path / "build" / ".wheel-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes)
+        assert "another build is running" in child.stdout.readline()
+    assert "begun" in child.communicate(timeout=60)[0]
 
 
 def test_a_wheels_name_has_torch_cuda_and_python(wheel):
