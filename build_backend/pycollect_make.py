@@ -91,7 +91,7 @@ def install(build: ninja.Build, module: Path) -> None:
     folder = build.root / build.folder
     # Each Python has its own module here, _C.cpython-312-x86_64-linux-gnu.so, and its own record.
     record = module.with_name(f"_build_info_{module.name.split('.')[1].replace('-', '_')}.py")
-    text = folder / "record.py"
+    text = folder / "record"
     head = '"""The record of this build; written by setup.py, read by pycollect._build_check."""'
     text.write_text(f"{head}\n\nBUILD = {dict(build.record)}\n")
     places = {folder / "_C.so": module, text: record}
