@@ -19,9 +19,9 @@ try:
     import pycollect_make as make
     from setuptools import build_meta
     from setuptools.build_meta import *  # noqa: F403  hooks that need no change
-except ImportError:
+except ImportError as error:
     raise SystemExit(
-        "pycollect: building without isolation needs setuptools and ninja; "
+        f"pycollect: building without isolation needs setuptools and ninja ({error}); "
         f"install them: {sys.executable} -m pip install 'setuptools>=77' ninja"
     ) from None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -87,7 +88,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     includes = [Path(torch.__file__).parent / "include", toolkit / "include"]
     flags = ["-std=c++20", "-fPIC", "-shared", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
     flags += ["-Wl,-Bsymbolic"]  # not the CUDA that torch has loaded
-    command = [os.environ.get("CXX", "g++"), *flags, *(f"-isystem{path}" for path in includes)]
+    command = [
+        *shlex.split(os.environ.get("CXX", "g++")),
+        *flags,
+        *(f"-isystem{path}" for path in includes),
+    ]
     subprocess.run([*command, "-o", "probe.so", "probe.cpp"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "probe.so"), mode=os.RTLD_LAZY)
 

@@ -26,7 +26,10 @@ def files_of(place: str) -> list[Path]:
     return [
         path
         for path in found
-        if path.is_file() and path.suffix in SUFFIXES and not {*hidden} & {*path.parts}
+        if path.is_file()
+        and path.suffix in SUFFIXES
+        and "_build_info" not in path.name
+        and not {*hidden} & {*path.parts}
     ]
 
 

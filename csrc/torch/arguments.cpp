@@ -181,19 +181,19 @@ void check_tensor(const at::Tensor& t, AccessMode access, const ArgumentName& la
 }
 
 void check_matches(const at::Tensor& t, const ArgumentName& label, const at::Tensor& first,
-                   const ArgumentName& first_label, Match alike, int64_t dim) {
+                   const ArgumentName& first_label, Match match, int64_t dim) {
   if (t.scalar_type() != first.scalar_type())
     reject(label.call, ": ", label, " is ", dtype_name(t), " and ", first_label, " is ",
            dtype_name(first), "; all ranks must have the same dtype");
   const at::IntArrayRef sizes = t.sizes(), wanted = first.sizes();
   bool same = sizes.size() == wanted.size();
   for (std::size_t d = 0; same && d < sizes.size(); ++d)
-    same = sizes[d] == wanted[d] || (alike == Match::all_but_dim && static_cast<int64_t>(d) == dim);
+    same = sizes[d] == wanted[d] || (match == Match::all_but_dim && static_cast<int64_t>(d) == dim);
   require(same, label.call, ": ", label, " has shape ", sizes, " and ", first_label, " has ",
           wanted,
-          alike == Match::all_but_dim ? "; shapes may differ along dim only"
+          match == Match::all_but_dim ? "; shapes may differ along dim only"
                                       : "; all ranks must have the same shape");
-  if (alike == Match::shape_and_layout && t.numel() != 0 && !same_strides(t, first))
+  if (match == Match::shape_and_layout && t.numel() != 0 && !same_strides(t, first))
     reject(label.call, ": ", label, " has strides ", t.strides(), " and ", first_label, " has ",
            first.strides(),
            "; all ranks must have the same layout in memory, e.g. through .contiguous()");

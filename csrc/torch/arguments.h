@@ -45,11 +45,11 @@ void check_memory(const at::Tensor& tensor, AccessMode access, const ArgumentNam
 // the tensor.
 void check_tensor(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 
-// Checks that the tensor has the dtype of the first one and, as `alike` requires, the same shape
+// Checks that the tensor has the dtype of the first one and, as `match` requires, the same shape
 // and strides, the same shape, or the same size in every dimension but `dim`.
 enum class Match { shape_and_layout, shape, all_but_dim };
 void check_matches(const at::Tensor& tensor, const ArgumentName& label, const at::Tensor& first,
-                   const ArgumentName& first_label, Match alike, int64_t dim = 0);
+                   const ArgumentName& first_label, Match match, int64_t dim = 0);
 
 // The range of addresses from a tensor's first element to its last.
 struct ArgumentRange {

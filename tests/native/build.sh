@@ -26,12 +26,12 @@ compile() {
   objects+=("$object")
   is_current "$object" "${object%.o}.d" && return
   while (($(jobs -rp | wc -l) >= ${MAX_JOBS:-$(nproc)})); do wait -n; done
-  "${CXX:-g++}" "${flags[@]}" -MMD -MF "${object%.o}.d" -c "$1" -o "$object.new" &&
+  ${CXX:-g++} "${flags[@]}" -MMD -MF "${object%.o}.d" -c "$1" -o "$object.new" &&
     mv "$object.new" "$object" &
 }
 for source in "${sources[@]}"; do compile "$source"; done
 wait
 
 program=$folder/$(basename "$main" .cpp)
-"${CXX:-g++}" "${flags[@]}" "${objects[@]}" -o "$program"
+${CXX:-g++} "${flags[@]}" "${objects[@]}" -o "$program"
 echo "$program"

@@ -108,14 +108,14 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
     added.collective = call_.collective;
     added.dtype = dtype;
     added.moved_dtype = number;
-    added.op = form_.op;
-    added.root = form_.root;
+    added.op = shape_.op;
+    added.root = shape_.root;
     added.algorithm = call_.algorithm;
     added.options.world = me_.world;
     added.options.order = call_.order;
     if (item_bytes(dtype) == 1) added.options.float8 = float8_specials();
-    added.in_place = form_.in_place;
-    added.irregular = form_.irregular;
+    added.in_place = shape_.in_place;
+    added.irregular = shape_.irregular;
     added.tensors = 0;
   }
   ++call_.requests[i].tensors;
@@ -165,10 +165,10 @@ void Binder::finish() {
       std::ranges::stable_sort(pieces, {}, &Piece::block);
   // So that the memory of one buffer does not move when the next one is added.
   call_.memory.spans.reserve(pieces_[0].size() + pieces_[1].size());
-  call_.memory.blocks.reserve(call_.requests.size() * (form_.input_blocks + form_.output_blocks));
+  call_.memory.blocks.reserve(call_.requests.size() * (shape_.input_blocks + shape_.output_blocks));
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
-    call_.requests[i].input = join(Side::input, i, form_.input_blocks);
-    call_.requests[i].output = join(Side::output, i, form_.output_blocks);
+    call_.requests[i].input = join(Side::input, i, shape_.input_blocks);
+    call_.requests[i].output = join(Side::output, i, shape_.output_blocks);
   }
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();

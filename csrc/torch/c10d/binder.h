@@ -32,8 +32,8 @@ struct RequestShape {
 class Binder {
  public:
   // Sets `call.staging` if the first tensor is on a device; then all others must be, too.
-  Binder(GroupCall& call, RankAndWorld me, const RequestShape& form)
-      : call_(call), me_(me), form_(form) {}
+  Binder(GroupCall& call, RankAndWorld me, const RequestShape& shape)
+      : call_(call), me_(me), shape_(shape) {}
 
   struct Bound {
     ipc::BufferSpan memory;  // where the tensor's elements are when the call runs
@@ -76,7 +76,7 @@ class Binder {
 
   GroupCall& call_;
   const RankAndWorld me_;
-  const RequestShape form_;
+  const RequestShape shape_;
   std::array<Pieces, 2> pieces_;  // [side]
   c10::SmallVector<ArgumentRange, 4> extents_;
 };

@@ -170,12 +170,12 @@ class BlockBinder {
  public:
   // `own`: the side on which a rank has its own block. `has_all`: this rank has the other side.
   BlockBinder(GroupCall& call, RankAndWorld me, const BlockTensors& tensors, Side own,
-              RequestShape form, bool has_all = true)
+              RequestShape shape, bool has_all = true)
       : call_(call), me_(me), tensors_(tensors), own_(own), has_all_(has_all) {
     const std::size_t all = has_all ? me.world : 0;
-    form.input_blocks = own == Side::input ? 1 : all;
-    form.output_blocks = own == Side::output ? 1 : all;
-    binder_.emplace(call, me, form);
+    shape.input_blocks = own == Side::input ? 1 : all;
+    shape.output_blocks = own == Side::output ? 1 : all;
+    binder_.emplace(call, me, shape);
     if (has_all) check_numbers();
   }
 

@@ -55,7 +55,7 @@ std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
 struct Members {
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<ProcessGroupWire> wire = {};  // null: one host
-  std::shared_ptr<const AbortStore> board = {};
+  std::shared_ptr<const AbortStore> abort_store = {};
   std::optional<ipc::HostsLink> link = {};
 
   std::unique_ptr<ipc::CollectiveExecutor> executor() const {
@@ -120,12 +120,13 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
       options.gloo(c10::make_intrusive<c10d::PrefixStore>(group + "hosts", store), me.rank,
                    me.world, options.timeout),
       hosts.meeting_order(me.rank));
-  made.board = std::make_shared<const AbortStore>(
+  made.abort_store = std::make_shared<const AbortStore>(
       c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
   const std::vector<std::string> names = ipc::names_of(hosts, ranks);
   if (me.rank == 0) log_hosts(hosts, names, ranks);
-  made.link.emplace(ipc::HostsLink{std::make_shared<const Hosts>(hosts), names, made.wire,
-                                   [board = made.board] { return board->find(); }});
+  made.link.emplace(
+      ipc::HostsLink{std::make_shared<const Hosts>(hosts), names, made.wire,
+                     [abort_store = made.abort_store] { return abort_store->find(); }});
   return made;
 }
 
@@ -152,9 +153,9 @@ class ProcessConnection final : public Connection {
             std::make_shared<CallRunner>(group_, members_.executor()))) {
     if (options.is_default) server_.emplace(store);
     if (members_.wire)
-      monitor_ =
-          std::make_unique<HostsMonitor>(group_, members_.wire, members_.board, *members_.link,
-                                         [remote = remote_] { remote->answer_hellos(); });
+      monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.abort_store,
+                                                *members_.link,
+                                                [remote = remote_] { remote->answer_hellos(); });
   }
 
   CallQueue& queue() override { return *queue_; }

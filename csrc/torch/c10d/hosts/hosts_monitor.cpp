@@ -101,11 +101,11 @@ ipc::AbortCause decode(const LastMessage& message) {
 
 HostsMonitor::HostsMonitor(std::shared_ptr<ipc::Group> group,
                            std::shared_ptr<ProcessGroupWire> wire,
-                           std::shared_ptr<const AbortStore> board, ipc::HostsLink link,
+                           std::shared_ptr<const AbortStore> abort_store, ipc::HostsLink link,
                            std::function<void()> tick)
     : group_(std::move(group)),
       wire_(std::move(wire)),
-      board_(std::move(board)),
+      abort_store_(std::move(abort_store)),
       link_(std::move(link)),
       tick_(std::move(tick)) {
   try {
@@ -164,7 +164,7 @@ void HostsMonitor::tell(const ipc::AbortCause& cause) {
 void HostsMonitor::end() {
   const ipc::AbortCause cause = group_->abort_cause();
   tell(cause);
-  board_->publish(cause);
+  abort_store_->publish(cause);
   wire_->abort();
 }
 

@@ -40,7 +40,7 @@ class HostsMonitor {
  public:
   // `tick` is called several times a second while the group is healthy.
   HostsMonitor(std::shared_ptr<ipc::Group> group, std::shared_ptr<ProcessGroupWire> wire,
-               std::shared_ptr<const AbortStore> board, ipc::HostsLink link,
+               std::shared_ptr<const AbortStore> abort_store, ipc::HostsLink link,
                std::function<void()> tick);
   ~HostsMonitor();  // closes the wire's connections
   HostsMonitor(const HostsMonitor&) = delete;
@@ -60,7 +60,7 @@ class HostsMonitor {
 
   const std::shared_ptr<ipc::Group> group_;
   const std::shared_ptr<ProcessGroupWire> wire_;
-  const std::shared_ptr<const AbortStore> board_;
+  const std::shared_ptr<const AbortStore> abort_store_;
   const ipc::HostsLink link_;
   const std::function<void()> tick_;
   std::mutex mutex_;
