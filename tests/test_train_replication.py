@@ -264,11 +264,10 @@ def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
             super().__init__()
             self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
             self.layers = [self.norm, nn.BatchNorm1d(6, affine=False)]
-            self.holder = Holder(self.linear)
-            self.holder.last = nn.BatchNorm1d(4, affine=False)
+            self.holder = Holder(self.linear.forward)
 
         def forward(self, x: Tensor) -> Tensor:
-            for layer in (*self.layers, self.holder, self.holder.last):
+            for layer in (*self.layers, self.holder):
                 x = layer(x)
             return x
 
@@ -279,10 +278,9 @@ def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
     converted = trained_ranks(lambda: module, 2, data)[1]
     for name, value in whole.modules[0].state_dict().items():
         torch.testing.assert_close(converted.state_dict()[name], value, rtol=0, atol=1e-5)
-    layers = (*converted.layers, converted.holder.last)
-    assert all(isinstance(layer, SyncBatchNorm) for layer in layers)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in converted.layers)
     assert converted.layers[0] is converted.norm
-    assert converted.holder.function is converted.linear
+    assert converted.holder.function.__self__ is converted.linear
     fresh = Listed()
     fresh.norm.forward = Holder(fresh.norm.forward)
     with pytest.raises(ValueError, match="norm is a BatchNorm1d with another forward"):
