@@ -198,9 +198,9 @@ def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda to=terminal: to)
         monkeypatch.setattr(sys, "stderr", stream)
-        with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as bar:
+        with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as advance:
             time.sleep(0.11)  # the bar is drawn at most ten times a second
-            bar.step(32, lambda: 2.345)
+            advance(32, lambda: 2.345)
         for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
             assert (text in stream.getvalue()) == (terminal and not quiet)
 

@@ -22,9 +22,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -93,34 +94,6 @@ class Log:
         self.write("epoch", epoch=fields.pop("number"), **fields)
 
 
-class Bar:
-    """The progress of an epoch: images per second and the loss; disappears at its end.
-
-    >>> with Bar(None) as bar:  # without a terminal
-    ...     bar.step(64, lambda: 2.3)
-    """
-
-    def __init__(self, tqdm: Any | None) -> None:
-        self._tqdm = tqdm
-        self._next = 0.0
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._tqdm is not None:
-            self._tqdm.close()
-
-    def step(self, examples: int, loss: Callable[[], float]) -> None:
-        """Advance by `examples` images; call `loss` at most every _READ_INTERVAL seconds."""
-        if self._tqdm is None:
-            return
-        if time.monotonic() >= self._next:
-            self._tqdm.set_postfix_str(f"loss {loss():.3f}", refresh=False)
-            self._next = time.monotonic() + _READ_INTERVAL
-        self._tqdm.update(examples)
-
-
 @dataclass(frozen=True)
 class ProgressPrinter:
     """Prints the lines of a run, and shows a progress bar on a terminal.
@@ -152,15 +125,34 @@ class ProgressPrinter:
         if not self.quiet:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def bar(self, label: str, images: int, done: int = 0) -> Bar:
-        """Return a progress bar over `images` images, which starts at `done`."""
-        if self.quiet or not sys.stderr.isatty():
-            return Bar(None)
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return Bar(None)
-        return Bar(tqdm(total=images, initial=done, desc=label, leave=False, unit=" images"))
+    @contextmanager
+    def bar(
+        self, label: str, images: int, done: int = 0
+    ) -> Iterator[Callable[[int, Callable[[], float]], None]]:
+        """Show a progress bar over `images` images, which starts at `done` and disappears.
+
+        The context is a function that advances by a number of images, and calls its second argument
+        for the loss at most every _READ_INTERVAL seconds.
+
+        >>> with ProgressPrinter().bar("epoch 1", images=64) as advance:  # without a terminal
+        ...     advance(64, lambda: 2.3)
+        """
+        if self.quiet or not sys.stderr.isatty() or find_spec("tqdm") is None:
+            yield lambda examples, loss: None
+            return
+        from tqdm import tqdm
+
+        next_read = 0.0
+
+        def advance(examples: int, loss: Callable[[], float]) -> None:
+            nonlocal next_read
+            if time.monotonic() >= next_read:
+                bar.set_postfix_str(f"loss {loss():.3f}", refresh=False)
+                next_read = time.monotonic() + _READ_INTERVAL
+            bar.update(examples)
+
+        with tqdm(total=images, initial=done, desc=label, leave=False, unit=" images") as bar:
+            yield advance
 
 
 # --- plots --------------------------------------------------------------------------------------

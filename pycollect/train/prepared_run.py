@@ -85,12 +85,6 @@ class PreparedRun:
         """Whether every rank must be a thread of this process: layers exchange statistics."""
         return self.backend is None and needs_group(self.options)
 
-    def step_options(self) -> dict[str, Any]:
-        """Return the options of a training step, by the names that they have there."""
-        names = ("shards", "microbatch", "sync_batchnorm", "strict", "exact_times", "compile")
-        chosen = {name: getattr(self.options, name) for name in names}
-        return {"overlap": self.options.overlap is not False, **chosen}
-
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for equal bits, as plain numbers and strings."""
         kinds = [device.type for device in self.options.devices]

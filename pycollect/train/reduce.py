@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -102,30 +102,9 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
     return gradients
 
 
-class Pending(Protocol):
-    """A sum that has been started."""
-
-    def wait(self) -> object:
-        """Wait until the gradients hold the sum; for GPUs, until the current streams will."""
-
-
-class BucketSum(Protocol):
-    """Sums the gradients of some parameters over all ranks."""
-
-    def start(
-        self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
-    ) -> Pending | None:
-        """Start the sum for `parameters[replica][i]`, the replicas being those of this process.
-
-        Returns None if it has already finished, as it may without `async_op`. A gradient that only
-        other ranks have counts as zeros; what no rank has stays None. Raises ValueError for sparse
-        gradients.
-        """
-
-
 @dataclass(frozen=True)
 class ListSum:
-    """The `BucketSum` of ranks that are all replicas of this process.
+    """Sums the gradients of some parameters over ranks that are all replicas of this process.
 
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> a.sum().backward(); ListSum(reduce_gradients_coalesced).start([[a], [b]]).wait(); b.grad
@@ -136,8 +115,14 @@ class ListSum:
 
     def start(
         self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
-    ) -> Pending | None:
-        """Start the reduction; see `BucketSum`."""
+    ) -> pc.Work | None:
+        """Start the sum for `parameters[replica][i]`, the replicas being those of this process.
+
+        The result has a method `wait`, after which the gradients hold the sum (for GPUs, for the
+        current streams); it is None if the sum has already finished, as it may without `async_op`.
+        A gradient that only other ranks have counts as zeros; what no rank has stays None. Raises
+        ValueError for sparse gradients.
+        """
         gradients = matching_gradients(parameters)
         if not gradients[0]:
             return None
@@ -149,7 +134,7 @@ class ListSum:
 
 @dataclass(frozen=True)
 class GroupSum:
-    """The `BucketSum` of ranks that are processes, or threads, of a torch.distributed group.
+    """As `ListSum`, over ranks that are processes, or threads, of a torch.distributed group.
 
     Each process calls it with the same parameters in the same order. The gradients of one dtype are
     one message, which begins with the number of ranks that have each of them.
@@ -159,8 +144,8 @@ class GroupSum:
 
     def start(
         self, parameters: Sequence[Sequence[Tensor]], *, async_op: bool = True
-    ) -> Pending | None:
-        """Start an all-reduce for every dtype; see `BucketSum`."""
+    ) -> "_Messages":
+        """Start an all-reduce for every dtype; see `ListSum`."""
         (mine,) = parameters
         trained = [param for param in mine if param.requires_grad]
         messages = []
@@ -194,6 +179,10 @@ class _Messages:
                 param.grad = part.view_as(param)
                 if not param.is_contiguous():  # optimizers rely on equal strides
                     param.grad = torch.empty_like(param).copy_(param.grad)
+
+
+BucketSum: TypeAlias = ListSum | GroupSum
+Pending: TypeAlias = pc.Work | _Messages
 
 
 # --- overlap with the backward pass ---------------------------------------------------------------
