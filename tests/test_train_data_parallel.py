@@ -232,25 +232,6 @@ def test_frozen_parameters_stay_frozen_and_buffers_differentiable() -> None:
     assert module.count == 2
 
 
-def test_a_backward_pass_that_reads_its_module() -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-            ctx.module = module
-            return x * module.weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            used.append(ctx.module.weight)
-            return grad * ctx.module.weight, None
-
-    used: list[Tensor] = []
-    parallel, x = calling(lambda self, x: Scale.apply(x, self)), torch.ones(4, requires_grad=True)
-    parallel(x).sum().backward()
-    assert len({weight.data_ptr() for weight in [*used, parallel.module.weight]}) == 3
-    assert x.grad.tolist() == [2, 2, 2, 2]
-
-
 def test_parameters_that_forward_changes() -> None:
     def clamping(self: Calls, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -165,9 +165,10 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
         module: Any = nn.Sequential(layer, nn.Linear(2, 2), layer)
         state, weight, called = list(module.state_dict()), layer.weight, []
         layer.register_forward_hook(lambda *_: called.append(1))
-        module.names = {"norm": layer}
+        module.names, module.others = {"norm": layer}, [nn.BatchNorm1d(2, affine=False)]
         assert convert_sync_batchnorm(module, dist.group.WORLD) is module
         assert isinstance(layer, SyncBatchNorm)
+        assert isinstance(module.others[0], SyncBatchNorm), "a layer that is not registered"
         assert module[0] is module[2] is module.names["norm"] is layer
         assert module[0].weight is weight
         module(torch.randn(3, 2))
@@ -184,9 +185,16 @@ class Own(nn.BatchNorm1d):
         return input
 
 
+def with_another_forward() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].forward = lambda input: input
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "X", "message"),
     [
+        (with_another_forward(), None, "0 is a BatchNorm1d with another forward; only"),
         (nn.Sequential(Own(2)), None, "0 is a Own; only nn.BatchNorm1d"),
         (nn.SyncBatchNorm(2), None, "the module is a SyncBatchNorm"),
         (nn.LazyBatchNorm1d(), None, "LazyBatchNorm1d"),
