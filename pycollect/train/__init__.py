@@ -19,7 +19,7 @@ from .datasets import ImageFolder, digits, image_folder, load_dataset
 from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, train_batch
 from .gluon import GluonTrainer
 from .graph import GraphedStep
-from .loader import Batch, Loader, LoaderOptions
+from .loader import Batch, Loader
 from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
@@ -53,7 +53,6 @@ __all__ = [
     "ImageFolder",
     "LeNet",
     "Loader",
-    "LoaderOptions",
     "Options",
     "OutputError",
     "ReductionComparison",

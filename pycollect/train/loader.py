@@ -16,72 +16,40 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pycollect import _C
-
 from .data import Examples, count, fetch
 from .generators import mixed_seed
+from .options import Options
 
 # Largest number of loader threads. A thread prepares whole batches; more threads than cores would
 # only wait for each other.
 _MOST_WORKERS = os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class LoaderOptions:
-    """Options for the batches of an epoch, for `Loader`.
+def batch_indices(options: Options, examples: int, epoch: int = 1) -> list[Tensor]:
+    """Return the indices of every batch of one epoch; the last may be smaller, or is dropped.
 
-    `batch_size` is the number of examples of a batch, of all ranks together. The examples are
-    shuffled by `seed` (any integer, default 0) and the number of the epoch, or with `shuffle=False`
-    taken in order. With `drop_last` (default False) a last batch that is smaller is left out.
-    `prefetch` is the number of batches prepared ahead in threads; 0, the default, prepares each
-    batch on demand. Raises ValueError for a batch size below 1, a prefetch below 0, and for either
-    beyond 64 bits.
+    The indices are int64 tensors [k] of numbers from 0 to `examples` - 1; `epoch` counts from 1.
+    The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises ValueError
+    if `drop_last` leaves none.
 
-    >>> LoaderOptions(batch_size=0)
-    Traceback (most recent call last):
-    ValueError: the batch size must be at least 1, not 0
+    >>> [len(indices) for indices in batch_indices(Options(batch_size=4).resolved(None), 11)]
+    [4, 4, 3]
     """
-
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    drop_last: bool = False
-    prefetch: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "prefetch"):
-            number = _C.int_from(getattr(self, name), "LoaderOptions", name)
-            object.__setattr__(self, name, number)  # a frozen class
-        if self.batch_size < 1:
-            raise ValueError(f"the batch size must be at least 1, not {self.batch_size}")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
-
-    def batches(self, examples: int, epoch: int = 1) -> list[Tensor]:
-        """Return the indices of every batch of one epoch; the last may be smaller, or is dropped.
-
-        The indices are int64 tensors [k] of numbers from 0 to `examples` - 1; `epoch` counts
-        from 1. The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises
-        ValueError if dropping the last batch leaves none.
-
-        >>> [len(indices) for indices in LoaderOptions(batch_size=4).batches(11)]
-        [4, 4, 3]
-        """
-        if self.shuffle:
-            # All epochs and neighbouring seeds get different orders.
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(examples, generator=generator)
-        else:
-            order = torch.arange(examples)
-        batches = list(torch.split(order, self.batch_size))
-        if self.drop_last and len(batches[-1]) < self.batch_size:
-            batches.pop()
-        if not batches:
-            raise ValueError(
-                f"drop_last leaves no batch: there are {examples} examples and a batch has "
-                f"{self.batch_size}; make the batch smaller"
-            )
-        return batches
+    if options.shuffle:
+        # All epochs and neighbouring seeds get different orders.
+        generator = torch.Generator().manual_seed(mixed_seed(options.seed, epoch))
+        order = torch.randperm(examples, generator=generator)
+    else:
+        order = torch.arange(examples)
+    batches = list(torch.split(order, options.batch_size))
+    if options.drop_last and len(batches[-1]) < options.batch_size:
+        batches.pop()
+    if not batches:
+        raise ValueError(
+            f"drop_last leaves no batch: there are {examples} examples and a batch has "
+            f"{options.batch_size}; make the batch smaller"
+        )
+    return batches
 
 
 Shards: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # images and labels of every rank
@@ -111,9 +79,9 @@ class Loader:
     """Yields the batches of an epoch, with some of them prepared ahead.
 
     `examples` is a pair of tensors, images [n, C, H, W] and labels [n], or a map-style data set,
-    and `loading` are the `LoaderOptions`. `devices` are those of the ranks of this process
-    (default: none). If there are GPUs among them, a batch that is prepared ahead is in pinned
-    memory.
+    and `options` are those of a run, filled in, of which it takes batch size, seed, shuffle,
+    drop_last and prefetch. `devices` are those of the ranks of this process (default: none). If
+    there are GPUs among them, a batch that is prepared ahead is in pinned memory.
 
     If `shares` is given, a function from the number of examples of a batch to that of every rank,
     the shards of a batch that is prepared ahead are also copied to their GPUs, on side streams
@@ -124,7 +92,8 @@ class Loader:
     the iteration ends, in any way, no thread is left.
 
     >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
-    >>> loader = Loader(examples, LoaderOptions(batch_size=2, shuffle=False, prefetch=2))
+    >>> options = Options(batch_size=2, shuffle=False, prefetch=2).resolved(None)
+    >>> loader = Loader(examples, options)
     >>> [batch.y.tolist() for batch in loader.epoch(1)]
     [[0, 1], [2, 3], [4]]
     """
@@ -132,13 +101,13 @@ class Loader:
     def __init__(
         self,
         examples: Examples,
-        loading: LoaderOptions,
+        options: Options,
         *,
         devices: Sequence[torch.device] = (),
         shares: Callable[[int], Sequence[int]] | None = None,
         part: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        self._examples, self.loading = examples, loading
+        self._examples, self._options = examples, options
         self._devices, self._shares = tuple(devices), shares
         self._part = part or (lambda indices, steps: indices)
         self._gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
@@ -146,11 +115,14 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches of one epoch."""
-        return len(self.loading.batches(count(self._examples)))
+        return len(self.examples())
 
     def examples(self, number: int = 1) -> list[int]:
         """Return the sizes of the whole batches of an epoch, over all ranks."""
-        return [len(indices) for indices in self.loading.batches(count(self._examples), number)]
+        return [len(indices) for indices in self._batches(number)]
+
+    def _batches(self, number: int) -> list[Tensor]:
+        return batch_indices(self._options, count(self._examples), number)
 
     def epoch(self, number: int = 1, start: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of epoch `number`, from 1, beginning with batch `start`, from 0.
@@ -158,8 +130,8 @@ class Loader:
         Raises ValueError if `drop_last` leaves no batch, or images of a batch differ in shape, and
         TypeError for images that are not tensors.
         """
-        order = self.loading.batches(count(self._examples), number)[start:]
-        prefetch = min(self.loading.prefetch, len(order))
+        order = self._batches(number)[start:]
+        prefetch = min(self._options.prefetch, len(order))
         # Examples in memory need one thread; decoding files benefits from several.
         workers = 1 if isinstance(self._examples, tuple) else min(max(1, prefetch), _MOST_WORKERS)
         if prefetch and self._shares is not None and not self._sides:
@@ -186,7 +158,7 @@ class Loader:
             X, y = fetch(self._examples, mine)
         else:  # an empty part gets its shape from the batch's first example
             X, y = (tensor[:0] for tensor in fetch(self._examples, indices[:1]))
-        if not self._gpus or not self.loading.prefetch:
+        if not self._gpus or not self._options.prefetch:
             return Batch(X, y, len(indices)), []
         X, y = X.pin_memory(), y.pin_memory()
         if self._shares is None:

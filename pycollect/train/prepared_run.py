@@ -15,7 +15,7 @@ from .._version import __version__
 from . import checkpoint, datasets
 from .compiled_step import check_graph
 from .data import Data, count
-from .loader import LoaderOptions
+from .loader import batch_indices
 from .models import MODELS, SIZE, LeNet
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
@@ -55,21 +55,14 @@ class PreparedRun:
         if options.strict:
             check_strict(options.batch_size, world, options.microbatch, shards)
         single = SingleValueCheck(self.module, sync_batchnorm=options.sync_batchnorm)
-        # `batches` also raises ValueError if drop_last leaves no batch.
-        for size in sorted({len(b) for b in self.loading.batches(count(self.data.train))}):
+        # `batch_indices` also raises ValueError if drop_last leaves no batch.
+        for size in sorted({len(b) for b in batch_indices(options, count(self.data.train))}):
             if options.strict:
                 check_strict(size, world, options.microbatch, shards)
             if options.weights != "auto":  # measured shares are not known before the run
                 shares = tuple(shares_of(size, options.weights or [1.0] * (shards or world)))
                 parts = microbatches(shares, options.microbatch or size)
                 single.check(parts, torch.zeros(0, *shape))
-
-    @property
-    def loading(self) -> LoaderOptions:
-        """The batch options of training."""
-        names = ("seed", "shuffle", "drop_last", "prefetch")
-        chosen = {name: getattr(self.options, name) for name in names}
-        return LoaderOptions(self.options.batch_size, **chosen)
 
     def __str__(self) -> str:
         model = str(self.options.model)

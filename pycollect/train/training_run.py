@@ -23,7 +23,7 @@ from .data import Examples
 from .generators import generators, mixed_seed, set_generators
 from .graph import GraphedStep
 from .interrupt import Interrupt, StopConsensus
-from .loader import Batch, Loader, LoaderOptions
+from .loader import Batch, Loader
 from .losses import sgd_factory
 from .options import Options
 from .output import Log, ProgressPrinter, plot
@@ -57,8 +57,7 @@ class TrainingRun:
     def __init__(self, prepared: PreparedRun, printer: ProgressPrinter, log: Log) -> None:
         self._started = time.perf_counter()  # before the replicas are created
         self._prepared, self._printer, self._log = prepared, printer, log
-        options, loading = prepared.options, prepared.loading
-        devices = options.devices
+        options, devices = prepared.options, prepared.options.devices
         self.group = None if prepared.backend is None else dist.group.WORLD
         self.replicas = ReplicaTrainer(
             prepared.module,
@@ -71,7 +70,7 @@ class TrainingRun:
             **{name: getattr(options, name) for name in _OF_STEPS},
         )
         # The loader of a process takes its part of a batch ahead of the steps before.
-        delay = 0 if self.group is None else loading.prefetch
+        delay = 0 if self.group is None else options.prefetch
         self.auto = AutoShares(len(devices), delay) if options.weights == "auto" else None
         even = [1.0] * (options.shards or len(devices))
         self._weights: Any = even if self.auto else options.weights or even
@@ -82,11 +81,11 @@ class TrainingRun:
         self.epochs: list[EpochRecord] = []
         self.first_batch: float | None = None  # seconds from the start to the end of the first step
         self._unread: list[tuple[StepRecord, Sequence[Tensor]]] = []
-        self._train = self._loader(prepared.data.train, loading)
+        self._train = self._loader(prepared.data.train, options)
         # Images from files may be large: a batch size that fits for training fits here, too.
         small = _TEST_BATCH if isinstance(prepared.data.test, tuple) else 0
         test_size = max(small, options.batch_size)
-        in_order = LoaderOptions(test_size, shuffle=False, prefetch=loading.prefetch)
+        in_order = replace(options, batch_size=test_size, shuffle=False, drop_last=False)
         self._test = self._loader(prepared.data.test, in_order, ahead=False)
         if prepared.stored is not None:
             self.load_state_dict(prepared.stored["run"])
@@ -159,7 +158,7 @@ class TrainingRun:
         """
         return self.auto.shares_ahead(n, steps) if self.auto else shares_of(n, self._weights)
 
-    def _loader(self, examples: Examples, loading: LoaderOptions, *, ahead: bool = True) -> Loader:
+    def _loader(self, examples: Examples, options: Options, *, ahead: bool = True) -> Loader:
         """Return a loader of this process's part of every batch.
 
         With `ahead`, for training, it copies shards to the GPUs ahead if the shares are known.
@@ -172,10 +171,10 @@ class TrainingRun:
 
         if self.group is not None:
             own = (lambda n: [n]) if ahead else None
-            return Loader(examples, loading, devices=devices, shares=own, part=part)
+            return Loader(examples, options, devices=devices, shares=own, part=part)
         unknown = not ahead or self.auto is not None or self._prepared.options.graph
         shares = None if unknown else lambda n: of_ranks(self._parts(n), world)
-        return Loader(examples, loading, devices=devices, shares=shares)
+        return Loader(examples, options, devices=devices, shares=shares)
 
     def _measure(self) -> None:
         """Take the times of all ranks for the next measured shares."""

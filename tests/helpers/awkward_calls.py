@@ -31,7 +31,6 @@ from pycollect import autograd
 from pycollect.train import (
     CheckpointError,
     GluonTrainer,
-    LoaderOptions,
     OutputError,
     ReplicaTrainer,
     sgd_factory,
@@ -249,8 +248,6 @@ def cases() -> Iterator[Case]:
     numbers = {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
     yield "train.GluonTrainer", trained, lambda: dict(numbers)
     yield "train.train", briefly, lambda: dict(TRAINING)
-    loading = {"batch_size": 2, "seed": 0, "shuffle": True, "drop_last": False, "prefetch": 1}
-    yield "train.LoaderOptions", LoaderOptions, lambda: dict(loading)
 
 
 def missing() -> list[str]:
