@@ -76,7 +76,7 @@ def test_prefetching_changes_nothing(examples: Any, prefetch: int) -> None:
         )
         assert labels(plain) == labels(ahead)
         assert all(torch.equal(a.X, b.X) for a, b in zip(plain, ahead, strict=True))
-        assert len(plain) == max(0, len(Loader(examples, of_size(4))) - start)
+        assert len(plain) == max(0, len(Loader(examples, of_size(4)).examples()) - start)
     assert not workers()
 
 

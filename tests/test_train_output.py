@@ -233,6 +233,7 @@ def test_a_comparison_trains_both_on_the_same_batches(
     assert str(comparison).splitlines()[-1] == verdict
     with pytest.raises(ValueError, match="the runs have 3 and 2 ranks, which cannot be compared"):
         ours.difference(replace(ours, modules=ours.modules[:2]))
-    for name, value in (("resume", "no/where.pt"), ("shards", 2)):
+    others = {"resume": "a.pt", "shards": 2, "reduce": "naive", "compile": True}
+    for name, value in others.items():
         with pytest.raises(ValueError, match=f"a comparison does not support {name}"):
             compare_reductions(data="digits", **{name: value})

@@ -268,7 +268,7 @@ class _Replicas:
         self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
         moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
         self._shared = [t for t in tensors if not t.requires_grad]
-        self._watched = [*tensors, *_of_objects(held)]
+        self._watched = [*self._shared, *_of_objects(held)]
         self._copies = autograd.replicate(self._differentiated, ranks)
         self._versions = [_versions(copies) for copies in self._copies]
         self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)

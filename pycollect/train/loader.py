@@ -113,10 +113,6 @@ class Loader:
         self._gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
         self._sides: dict[torch.device, Any] = {}
 
-    def __len__(self) -> int:
-        """Return the number of batches of one epoch."""
-        return len(self.examples())
-
     def examples(self, number: int = 1) -> list[int]:
         """Return the sizes of the whole batches of an epoch, over all ranks."""
         return [len(indices) for indices in self._batches(number)]

@@ -15,12 +15,12 @@ from .._version import __version__
 from . import checkpoint, datasets
 from .compiled_step import check_graph
 from .data import Data, count
+from .fixed_shards import check_shards
 from .loader import batch_indices
 from .models import MODELS, SIZE, LeNet
 from .module_check import SingleValueCheck
 from .module_replication import replicate_module
 from .options import Options, device_list
-from .shards import check_shards
 from .shares import check_strict, microbatches, shares_of
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}

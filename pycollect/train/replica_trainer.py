@@ -23,6 +23,12 @@ import pycollect as pc
 from pycollect.devices import DeviceSpec
 
 from .compiled_step import CompiledStep, check_graph
+from .fixed_shards import (
+    OwnShards,
+    check_shards,
+    in_tree_order,
+    reduce_gradients_in_tree_order,
+)
 from .generators import RankGenerators
 from .losses import (
     Loss,
@@ -46,12 +52,6 @@ from .reduce import (
     reduce_gradients_coalesced,
     send_from_rank_0,
 )
-from .shards import (
-    OwnShards,
-    check_shards,
-    in_tree_order,
-    reduce_gradients_in_tree_order,
-)
 from .shares import Examples, check_strict, microbatches, parts_of, scatter, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 
@@ -72,8 +72,8 @@ class ReplicaTrainer:
     takes rank 0's.
 
     With `shards`, a batch is always divided into that many parts, and a step has the same bits on
-    any number of ranks: see `pycollect.train.shards`. Each rank has equally many, a power of two
-    (one rank: any number), which it computes one after the other, before their gradients are
+    any number of ranks: see `pycollect.train.fixed_shards`. Each rank has equally many, a power of
+    two (one rank: any number), which it computes one after the other, before their gradients are
     reduced. `shares` are then those of all shards; a rank's loss is the sum of its shards', in
     float64; buffers, and with a `seed` random states, belong to a shard, and what else a module
     remembers to its rank. `group` becomes another one, in tree order. Excludes `microbatch`,

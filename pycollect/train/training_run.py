@@ -20,6 +20,7 @@ from pycollect.devices import DeviceSpec
 from .._command import Stopped
 from . import checkpoint, records
 from .data import Examples
+from .fixed_shards import of_ranks, total_loss
 from .generators import generators, mixed_seed, set_generators
 from .graph import GraphedStep
 from .interrupt import Interrupt, StopConsensus
@@ -31,7 +32,6 @@ from .prepared_run import PreparedRun, prepare
 from .records import EpochRecord, RunResult, StepRecord, StepSeconds, wait_for
 from .reduce import GRADIENT_REDUCTIONS, gathered
 from .replica_trainer import ReplicaTrainer
-from .shards import of_ranks, total_loss
 from .shares import AutoShares, shares_of
 
 _dist: Any = dist  # torch's type stubs lack exports
