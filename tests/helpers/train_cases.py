@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pycollect import threads
 from pycollect.train import Data, ReplicaTrainer
+from pycollect.train.records import same_bits as same_tensors
 from pycollect.train.shares import shares_of
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
     """Whether all parameters and buffers of two modules are equal bit by bit."""
     mine, theirs = a.state_dict(), b.state_dict()
     return mine.keys() == theirs.keys() and all(
-        torch.equal(_bytes(mine[name]), _bytes(theirs[name])) for name in mine
+        same_tensors(mine[name], theirs[name]) for name in mine
     )
 
 
@@ -133,7 +134,3 @@ def graphs_round_alike() -> bool:
 def same_in_graphs(mine: nn.Module, theirs: nn.Module) -> bool:
     """Whether all tensors of two modules are equal, if one of them was trained in graphs."""
     return same_bits(mine, theirs) if graphs_round_alike() else difference(mine, theirs) < 1e-6
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
