@@ -194,13 +194,15 @@ def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
 
 
 def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "_READ_INTERVAL", 60.0)
     for terminal, quiet in ((True, False), (True, True), (False, False)):
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda to=terminal: to)
         monkeypatch.setattr(sys, "stderr", stream)
         with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as advance:
+            advance(16, lambda: 2.345)
             time.sleep(0.11)  # the bar is drawn at most ten times a second
-            advance(32, lambda: 2.345)
+            advance(16, lambda: pytest.fail("each read of a loss waits for the GPU"))
         for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
             assert (text in stream.getvalue()) == (terminal and not quiet)
 
