@@ -20,17 +20,11 @@ def clones(tensors):
 
 def test_scatter_accepts_chunk_sizes_devices_and_out():
     tensor = torch.arange(24.0).view(6, 4)
-    wanted = list(tensor.split([1, 0, 5]))
-    assert_same(pc.scatter(tensor, "cpu*3", chunk_sizes=[1, 0, 5]), wanted)
-    assert_same(pc.scatter(tensor, pc.devices("cpu*3"), chunk_sizes=(1, 0, 5)), wanted)
-    out = [torch.zeros_like(w) for w in wanted]
-    got = pc.scatter(tensor, "cpu*3", chunk_sizes=[1, 0, 5], out=out)
+    out = [torch.zeros_like(part) for part in tensor.split([1, 0, 5])]
+    got = pc.scatter(tensor, pc.devices("cpu*3"), chunk_sizes=(1, 0, 5), out=out)
     assert all(g is o for g, o in zip(got, out, strict=True))
-    assert_same(out, wanted)
-    columns = tensor.split([3, 1], 1)
-    assert_same(pc.scatter(tensor, "cpu*2", dim=1, chunk_sizes=[3, 1]), columns)
-    one = pc.scatter(tensor, ["cpu"])[0]
-    one.zero_()
+    assert_same(out, list(tensor.split([1, 0, 5])))
+    pc.scatter(tensor, ["cpu"])[0].zero_()
     assert tensor.sum() == 276, "scatter to one rank aliases its input"
 
 

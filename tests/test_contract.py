@@ -1,6 +1,7 @@
 """The contract over the product of all parameters, drawn by hypothesis.
 
-These are the matrix's checks with any shape and root, any sizes of splits, and any lists.
+These are the matrix's checks with any shape and root, any sizes of splits, and any lists; and with
+the sizes and worlds from which on kernels change their method.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import matrix
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -28,6 +30,8 @@ from reference import (
 import pycollect as pc
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
+I16, I32, U8 = torch.int16, torch.int32, torch.uint8
+MIB = 2**20
 WORLDS = (*range(1, 10), 16)
 
 
@@ -87,6 +91,41 @@ def cases(draw):
 )
 def test_any_case_keeps_the_contract(drawn):
     assert Lists().differs(*drawn) == []
+
+
+def large(collective, dtype, *dims, world=3, **more):
+    return AnyCase(collective, "sum", dtype, dims=dims, **more), world
+
+
+# Of several threads, of stores past the caches (results of more than 16 MiB in all), of several
+# pieces, and of more ranks than one fold of a kernel has.
+LARGE = [
+    *[
+        large(collective, t, 9 * MIB * blocks // t.itemsize + 13, world=2, into=into)
+        for collective, blocks in (("reduce_scatter", 2), ("all_to_all", 2), ("all_gather", 1))
+        for t in (F32, BF16, U8)
+        for into in ("", "contiguous", "misaligned")
+    ],
+    *[
+        large(c, I32, 5, MIB + 1, dim=d)
+        for c in ("scatter", "gather", "all_gather")
+        for d in (0, 1)
+    ],
+    large("copy_", I32, 5, MIB + 1, into="contiguous"),
+    large("replicate", I32, 5, MIB + 1),
+    *[large(c, I32, 6 * MIB + 1, root_rank=r) for c in ("broadcast", "reduce") for r in range(3)],
+    *[large(c, F32, n) for c in ("all_reduce", "reduce_scatter") for n in (300_001, 2_000_003)],
+    *[
+        large("all_reduce", t, count, world=world, layout="misaligned", algorithm=algorithm)
+        for algorithm in (None, *pc.algorithms())
+        for t, count, world in ((I32, 4 * MIB + 11, 3), (I16, 130, 65))
+    ],
+]
+
+
+@pytest.mark.parametrize(("case", "world"), LARGE, ids=str)
+def test_large_cases_keep_the_contract(case, world):
+    assert Lists().differs(case, world) == []
 
 
 @st.composite
