@@ -5,7 +5,6 @@ The other ranks get their data, or in time an error that names the rank.
 
 from __future__ import annotations
 
-import datetime
 import time
 from typing import Any
 
@@ -173,58 +172,21 @@ def test_every_failing_cuda_call(pools):
     )
 
 
-# --- ends that are late, or leave -----------------------------------------------------------------
-
-
-def wait_with_timeout(me: RankContext) -> tuple[Caught, bool]:
-    """An expired timeout of one wait() fails only that wait; the message may still complete."""
+def destroyed(me: RankContext) -> tuple[float, Caught, bool]:
+    """Destroy the group without waiting for a send that its stream does not reach."""
     y = torch.zeros(LARGE)
-    work = send(me, True) if me.rank == 0 else dist.irecv(y, 0)
-    error = caught(work.wait, datetime.timedelta(seconds=0.3))
-    time.sleep(0.3)
-    me.fake.resume()
-    work.wait()
-    return error, me.rank == 0 or torch.equal(y, values(LARGE, 1))
-
-
-@pytest.mark.parametrize("site", ["late", "eager"])
-def test_the_timeout_of_one_wait(site, pools):
-    with pools.fresh(2, site=site) as pool:
-        for error, right in pool.run(wait_with_timeout):
-            assert error.kinds, error
-            assert "0.3" in error.text or "300" in error.text, error
-            assert right
-
-
-def destroyed(me: RankContext, how: str) -> tuple[float, Caught, bool]:
-    """Destroy the group without waiting for the send: rank 0 gives its peer some time."""
-    y, work = torch.zeros(LARGE), None
-    if me.rank == 0:
-        work = send(me, how == "stalled")
-    elif how == "received":
-        time.sleep(0.5)
-        dist.recv(y, 0)
-    elif how == "stalled":
-        work = dist.irecv(y, 0)
+    work = send(me, stalled=True) if me.rank == 0 else dist.irecv(y, 0)
     start = time.monotonic()
     dist.destroy_process_group()
     took = time.monotonic() - start
-    return took, caught(work.wait) if work else caught(print), bool(y.any())
+    return took, caught(work.wait), bool(y.any())
 
 
-# Limits in seconds for destroying the group: up to one or two shutdown timeouts.
-DESTROY_LIMITS = {"received": 3.0, "unmatched": 12.0, "stalled": 12.0}
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["received", *(pytest.param(how, marks=pytest.mark.slow) for how in list(DESTROY_LIMITS)[1:])],
-)
-def test_destroy_with_messages_in_flight(how, pools):
+@pytest.mark.slow
+def test_destroy_with_a_stalled_message(pools):
+    """In one or two shutdown timeouts."""
     with pools.fresh(2, site="late") as pool:
-        (first, sender, _), (second, receiver, right) = pool.run(destroyed, how, seconds=60.0)
-    assert max(first, second if how != "received" else 0) < DESTROY_LIMITS[how]
-    assert right == (how == "received")
-    if how == "stalled":
-        assert "CollectiveError" in sender.kinds, sender
-        assert "CollectiveError" in receiver.kinds, receiver
+        for took, error, written in pool.run(destroyed, seconds=60.0):
+            assert took < 12
+            assert "CollectiveError" in error.kinds, error
+            assert not written

@@ -11,8 +11,7 @@ import pytest
 import test_dist_p2p as on_host
 import torch
 import torch.distributed as dist
-from devices import until
-from dist_pool import OURS, Caught, RankContext, caught
+from dist_pool import OURS, RankContext
 from sites import EMULATED, REAL, THREADS, not_on, site_worlds, sites
 from torch import Tensor
 
@@ -75,44 +74,15 @@ def ends_in_different_memory(me: RankContext) -> list[int]:
     return wrong
 
 
-def futures(me: RankContext) -> list[int]:
-    wrong = []
-    for count in (50, LARGE):
-        x, y = values(count, me.rank), torch.zeros(count)
-        works = [dist.irecv(y, 1 - me.rank), dist.isend(x, 1 - me.rank)]
-        future = works[0].get_future()
-        future.wait()
-        works[1].wait()
-        assert all(until(work.is_completed) for work in works)
-        wrong += [] if torch.equal(future.value()[0], values(count, 1 - me.rank)) else [count]
-    return wrong
-
-
-def without_waiting_threads(me: RankContext) -> list[int]:
-    """The group's thread sends a message after its device copy, without any waiting thread."""
-    wrong = []
-    for count in (100, LARGE):
-        x, y = values(count, me.rank), torch.zeros(count)
-        if me.rank == 0:
-            work = dist.isend(x, 1)
-            dist.recv(y, 1)  # rank 1 sends it only after the message from rank 0 has arrived
-            work.wait()
-        else:
-            dist.recv(y, 0)
-            dist.send(x, 0)
-        wrong += [] if torch.equal(y, values(count, 1 - me.rank)) else [count]
-    return wrong
-
-
-JOBS = (ends_in_different_memory, futures, without_waiting_threads)
-JOBS_OF_HOSTS = (*on_host.ALSO_ALONE, on_host.from_any_source, on_host.collectives_past_messages)
+JOBS_OF_HOSTS = (*on_host.ALSO_ALONE, on_host.from_any_source)
+JOBS_OF_HOSTS += (on_host.collectives_past_messages, on_host.messages_past_collectives)
 
 
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
 @pytest.mark.parametrize(
     "job",
     [
-        *(pytest.param(job, id=job.__name__) for job in JOBS + JOBS_OF_HOSTS),
+        *(pytest.param(j, id=j.__name__) for j in (ends_in_different_memory, *JOBS_OF_HOSTS)),
         pytest.param(
             on_host.dtypes,
             id="dtypes",
@@ -121,40 +91,12 @@ JOBS_OF_HOSTS = (*on_host.ALSO_ALONE, on_host.from_any_source, on_host.collectiv
     ],
 )
 def test_messages(pools, site, job):
-    assert pools(2, site=site).run(job) == [[] if job in JOBS else None] * 2
+    assert not any(pools(2, site=site).run(job))
 
 
-# --- messages that do not match -------------------------------------------------------------------
-
-
-def mismatched_message(me: RankContext, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
-    x, out = torch.ones(LARGE), torch.zeros(size, dtype=dtype)
-    error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, out, 0)
-    for turn in range(8):  # more than the buffers, in case refused messages leaked them
-        x, y = values(LARGE, turn), torch.zeros(LARGE)
-        if me.rank == 0:
-            caught(dist.send, x, 1)
-        else:
-            caught(dist.recv, y[1:] if turn < 6 else y, 0)
-    return error, not out.any() and (me.rank == 0 or torch.equal(y, x))
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [
-        (LARGE - 1, torch.float32),
-        (LARGE + 1, torch.float32),
-        (3, torch.float32),
-        (LARGE, torch.int32),
-    ],
-)
-def test_mismatched_messages_raise(pools, size, dtype):
-    (sender, kept), (receiver, untouched) = pools(2, site="late").run(
-        mismatched_message, size, dtype
-    )
-    assert (sender.kind, receiver.kind) == ("ValueError", "ValueError"), (sender, receiver)
-    assert sender.text == receiver.text
-    start = f"rank 0 sent {4 * LARGE} bytes of float32 with tag 0 to rank 1"
-    assert receiver.text.startswith(start)
-    assert kept
-    assert untouched
+@pytest.mark.parametrize("kind", on_host.MISMATCHES)
+def test_mismatched_messages_raise(pools, kind):
+    sent, out = on_host.MISMATCHES[kind]
+    _, (receiver,) = pools(2, site="late").run(on_host.mismatched, sent, out, False)
+    assert receiver.kind == "ValueError"
+    assert receiver.text.startswith(f"rank 0 sent {sent.nbytes} bytes of "), receiver

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from devices import until
 from dist_pool import OURS, RankContext
-from faults import publish, wait_published
 from sites import EMULATED, REAL, THREADS, not_on, sites
 from test_cuda_dist_p2p import LARGE, finish, values
 
@@ -69,7 +68,7 @@ def behind_the_stream(me: RankContext) -> list[bool]:
     return [bool((y == 5.0).all())]
 
 
-def behind_the_current_stream(me: RankContext) -> bool:
+def behind_the_current_stream(me: RankContext) -> list[bool]:
     """Messages are ordered behind the current stream of the calling thread, not the default one."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     me.site.synchronize()
@@ -85,7 +84,7 @@ def behind_the_current_stream(me: RankContext) -> bool:
             dist.recv(y, 0)
     me.site.resume()
     me.site.synchronize()
-    return me.rank == 0 or bool((y == 5.0).all())
+    return [me.rank == 0 or bool((y == 5.0).all())]
 
 
 def completed(me: RankContext) -> list[bool]:
@@ -129,34 +128,13 @@ LATE = (*sites("late", *REAL, stands_in=False),
         pytest.param("eager", marks=not_on(THREADS, "late streams expose more")))  # fmt: skip
 
 
-@pytest.mark.parametrize("job", [behind_the_stream, completed, reused_on_another_stream],
-                         ids=lambda job: job.__name__)  # fmt: skip
+JOBS = (behind_the_stream, behind_the_current_stream, completed, reused_on_another_stream)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("site", LATE)
 def test_works_of_messages_follow_their_streams(pools, site, job):
     assert all(map(all, pools(2, site=site).run(job)))
-
-
-def to_the_host(me: RankContext) -> bool:
-    """The call that sends from a late stream returns at once, also if the receiver is a host."""
-    x, y = values(LARGE, 3), me.site.host(torch.zeros(LARGE))
-    if me.rank == 0:
-        dist.barrier()
-        with me.site.stalled():
-            me.site.fill_later(x, 5.0)
-            work = dist.isend(x, 1)
-        work.wait()
-        return True
-    work = dist.irecv(y, 0)
-    dist.barrier()
-    work.wait()
-    return bool((y == 5.0).all())
-
-
-@pytest.mark.parametrize("site", sites(*EMULATED, *REAL, stands_in=False))
-@pytest.mark.parametrize("job", [behind_the_current_stream, to_the_host],
-                         ids=lambda job: job.__name__)  # fmt: skip
-def test_messages_of_late_streams(pools, site, job):
-    assert pools(2, site=site).run(job) == [True, True]
 
 
 def late_receiving_stream(me: RankContext) -> bool:
@@ -178,31 +156,3 @@ def late_receiving_stream(me: RankContext) -> bool:
 @pytest.mark.parametrize("site", sites("late", *REAL, stands_in=False))
 def test_a_late_receiving_stream_blocks_no_host(pools, site):
     assert pools(2, site=site).run(late_receiving_stream) == [True, True]
-
-
-def beside_a_collective(me: RankContext) -> bool:
-    """Messages complete while a collective waits for a late rank."""
-    x, y = values(LARGE, 3), torch.zeros(LARGE)
-    dist.all_reduce(torch.ones(1000))
-    dist.barrier()
-    if me.rank == 2:
-        me.site.stall()
-    work = dist.all_reduce(torch.ones(1000), async_op=True)
-    if me.rank != 2:
-        message = dist.isend(x, 1) if me.rank == 0 else dist.irecv(y, 0)
-        message.wait()
-        assert until(message.is_completed)
-        publish(me, "message")
-    early = work.is_completed()
-    if me.rank == 2:
-        wait_published(me, "message", [0, 1])
-        me.site.resume()
-    assert until(work.is_completed)
-    return not early and (me.rank != 1 or torch.equal(y, x))
-
-
-@not_on(THREADS, "the stream of one rank is stalled")
-@pytest.mark.parametrize("site", EMULATED)
-def test_a_message_waits_for_no_collective(site, pools):
-    with pools.fresh(3, site=site) as pool:
-        assert pool.run(beside_a_collective) == [True] * 3

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from devices import cpu_by_default
-from dist_pool import OURS, RankContext, fresh
-from sites import EMULATED, REAL, sites
+from dist_pool import OURS, RankContext
+from sites import EMULATED, PROCESSES, REAL, only_on, sites
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,61 +43,53 @@ def train(net: nn.Module, me: RankContext, ranks: Sequence[int]) -> None:
         optimizer.step()
 
 
-def parameters(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).cpu()
-
-
 @cpu_by_default
 def train_alone(me: RankContext) -> Tensor:
     """Train with the rows of all ranks in one process, adding gradients rank by rank."""
     net = perceptron().to(me.site.device)
     train(net, me, range(me.world))
-    return parameters(net)
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).cpu()
 
 
-@cpu_by_default
-def train_with_ddp(me: RankContext, bucket_mb: float, views: bool) -> Tensor:
-    net = perceptron().to(me.site.device)
-    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=views)
-    train(ddp, me, [me.rank])
-    return parameters(net)
+def in_ddp(net: nn.Module, me: RankContext, bucket_mb: float) -> nn.Module:
+    return DistributedDataParallel(
+        net, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=bucket_mb < 1
+    )
 
 
-@pytest.mark.parametrize("bucket_mb", [0.01, 25.0])
-@pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
-def test_ddp_equals_one_process(pools, site, bucket_mb):
-    for world in (2, 4) if site in REAL else (2,):
-        pool = pools(world, site=site)
-        wanted = pool.run(train_alone)[0]
-        for views in (False, True):
-            found = pool.run(train_with_ddp, bucket_mb, views)
-            assert all(torch.equal(found[0], other) for other in found)
-            assert site in REAL or torch.equal(found[0], wanted)
-            torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
-
-
-@cpu_by_default
-def train_with_fsdp2(me: RankContext, reshard: bool) -> Tensor:
+def in_fsdp2(net: nn.Sequential, me: RankContext, reshard: bool) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(torch.device(me.site.device).type, (me.world,))
-    net = perceptron().to(me.site.device)
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(net, mesh=mesh)
-    train(net, me, [me.rank])
-    whole = [p.full_tensor().detach().reshape(-1) for p in net.parameters()]  # type: ignore[attr-defined]
-    return torch.cat(whole).cpu()
+    return fully_shard(net, mesh=mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("site", sites("late", *REAL))
-def test_fsdp2_equals_one_process(site: str) -> None:
-    """FSDP2 gives the parameters of a single process, with and without resharding."""
-    with fresh(4, site=site) as pool:
-        wanted = pool.run(train_alone)[0]
-        for reshard in (True, False):
-            for found in pool.run(train_with_fsdp2, reshard, seconds=180.0):
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+@cpu_by_default
+def train_together(me: RankContext, wrap: Callable[..., nn.Module], how: float | bool) -> Tensor:
+    net = perceptron().to(me.site.device)
+    train(wrap(net, me, how), me, [me.rank])
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in net.parameters()]
+    return torch.cat([t.reshape(-1) for t in whole]).cpu()
+
+
+WRAPPED = [(in_ddp, 0.01), (in_ddp, 25.0)]
+WRAPPED += [
+    pytest.param(in_fsdp2, how, marks=[pytest.mark.slow, only_on(PROCESSES, "as in torchrun")])
+    for how in (True, False)
+]
+
+
+@pytest.mark.parametrize(("wrap", "how"), WRAPPED)
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
+def test_models_train_as_in_one_process(pools, site, wrap, how):
+    """DDP and FSDP2, with and without resharding."""
+    pool = pools(4 if wrap is in_fsdp2 or site in REAL else 2, site=site)
+    wanted = pool.run(train_alone)[0]
+    first, *others = pool.run(train_together, wrap, how, seconds=180.0)
+    assert all(torch.equal(first, other) for other in others)
+    assert site in REAL or wrap is in_fsdp2 or torch.equal(first, wanted)
+    torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)

@@ -50,21 +50,19 @@ def test_ranks_that_run_at_once_follow_their_streams(site, job):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("site", ["", *sites(*REAL, stands_in=False)])
 @pytest.mark.parametrize(
-    ("job", "options"),
+    ("wrap", "how"),
     [
-        (training.train_with_ddp, (0.01, True)),
+        (training.in_ddp, 0.01),
         pytest.param(
-            training.train_with_fsdp2,
-            (True,),
+            *(training.in_fsdp2, True),
             marks=pytest.mark.skipif(OLD_TORCH, reason="FSDP2 of this torch mixes dtypes"),
         ),
     ],
-    ids=lambda job: getattr(job, "__name__", ""),
 )
-def test_ranks_that_run_at_once_train_as_one_process(site, job, options):
+def test_ranks_that_run_at_once_train_as_one_process(site, wrap, how):
     with fresh(4, site=site, ranks_as="threads") as pool:
         wanted = pool.run(training.train_alone)[0]
-        for found in pool.run(job, *options, seconds=100):
+        for found in pool.run(training.train_together, wrap, how, seconds=100):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
