@@ -161,6 +161,14 @@ def test_an_asynchronous_call_uses_one_event_per_stream(gpus: Gpus) -> None:
     assert gpus.torch.recorded() - before == len(tensors)
 
 
+def test_events_are_created_once_and_reused(gpus: Gpus) -> None:
+    tensors = on_ranks(gpus, values(8), 2)
+    gpus.all_reduce(tensors, algorithm="two_shot")
+    counted = gpus.count(lambda: gpus.all_reduce(tensors, algorithm="two_shot"))
+    assert counted["record"] > 2
+    assert counted["create_event"] == counted["create_stream"] == 0
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "two_shot"])
 def test_a_call_that_returns_its_memory_records_no_stream(gpus: Gpus, algorithm: str) -> None:
     gpus.all_reduce(on_ranks(gpus, values(8), 2), algorithm=algorithm)

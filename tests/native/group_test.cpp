@@ -5,13 +5,12 @@
 #include <optional>
 
 #include "../../csrc/group/fd_server.h"
+#include "../../csrc/group/placement.h"
 #include "../../csrc/group/rendezvous.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {
 namespace {
-
-const uint64_t kGoal = at_run(5) + 1;
 
 // In one mapping, where ThreadSanitizer sees all accesses. Each rank is late in turn, so that the
 // others go through all stages of waiting. An abort by another thread ends the last wait.
@@ -26,10 +25,6 @@ void threads_exchange() {
   });
   expect_each(ends,
               "PeerLost: all_reduce #17 of group 'default': rank 1 aborted the group: the end");
-}
-
-void processes_exchange() {
-  for (const int world : {1, 2, 8}) expect_each(run(world, quick_settings(), join), "right");
 }
 
 Falsify with_record(const std::function<void(PeerInfo&)>& change) {
@@ -90,38 +85,30 @@ void names_rank_without_memory() {
   expect_each_part(ends, "cannot share memory; rank 0: shared memory of 1 MiB exceeds the limit");
 }
 
-// Rank 1 is killed; the others wait for its counter, and rank 2 for a condition.
-void detects_a_death() {
-  const auto ends = run(3, quick_settings(), [](RankContext& me) {
-    Group group(me.store, me.rank, me.world, me.settings);
-    group.advance(at_run(5));
-    for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.context(10s));
-    if (me.rank == 1) kill(getpid(), SIGKILL);
-    const std::string message = refusal([&] {
-      if (me.rank == 0) return group.await(1, kGoal, me.context(10s));
-      group.await([] { return false; }, {.missing = [] { return std::vector<Rank>{1}; }},
-                  me.context(10s));
-    });
-    expect_part(refusal([&] { group.require_healthy({"broadcast", 18, Clock::now()}); }),
-                "broadcast #18 of group 'default': broken since all_reduce #17: rank 1");
-    return message;
-  });
-  expect_each_part(ends, "PeerLost: all_reduce #17 of group 'default': rank 1 (pid ");
-  expect_each_part(ends, ") died; ranks 0, 2 are alive");
+CoreSet cores(int begin, int end) {
+  CoreSet set = {};
+  for (int core = begin; core < end; ++core) set.set(core);
+  return set;
 }
 
-// A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
-void rejects_forked_children() {
-  const auto ends = run(2, quick_settings(), [](RankContext& me) {
-    auto group = std::make_unique<Group>(me.store, me.rank, me.world, me.settings);
-    expect_in_child([&] {
-      expect_part(refusal([&] { group->require_healthy(me.context(1s)); }), "forked child of rank");
-      group->abort("not mine");
-      group.reset();
-    });
-    return exchange(*group);
-  });
-  expect_each(ends, "right");
+// The cores of which each rank may use a share, on a made-up machine of two NUMA nodes.
+void shares_cores() {
+  const NumaNodes nodes{{0, cores(0, 32)}, {1, cores(32, 64)}};
+  const CoreSet left = cores(0, 32), right = cores(32, 64), all = cores(0, 64), unknown = {};
+  const auto shares = [&](const std::vector<CoreSet>& ranks) {
+    std::string all_shares;
+    for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r)
+      all_shares += text(core_share(nodes, ranks, r), " ");
+    return all_shares;
+  };
+  expect_equal(shares({all, all, all, all}), "16 16 16 16 ");            // not bound
+  expect_equal(shares({left, left, right, right}), "16 16 16 16 ");      // bound
+  expect_equal(shares({left, right, right, right}), "32 10 10 10 ");     // unevenly
+  expect_equal(shares({all, right, right}), "42 10 10 ");                // partly: 32 + 32 / 3
+  expect_equal(shares({cores(0, 1), cores(1, 2), right}), "16 16 32 ");  // main threads only
+  expect_equal(shares({unknown, left}), "0 32 ");
+  expect_equal(shares(std::vector<CoreSet>(40, left)).substr(0, 4), "1 1 ");  // crowded
+  expect(core_share({}, {all}, 0) == 0, "no nodes");
 }
 
 }  // namespace
@@ -129,11 +116,8 @@ void rejects_forked_children() {
 
 int main() {
   using namespace pycollect::ipc;
-  pycollect::run_tests({{"threads exchange", threads_exchange}});
+  pycollect::run_tests({{"threads exchange", threads_exchange}, {"shares cores", shares_cores}});
   if (pycollect::forks())
-    pycollect::run_tests({{"processes exchange", processes_exchange},
-                          {"refuses other records", refuses_other_records},
-                          {"names rank without memory", names_rank_without_memory},
-                          {"detects a death", detects_a_death},
-                          {"rejects forked children", rejects_forked_children}});
+    pycollect::run_tests({{"refuses other records", refuses_other_records},
+                          {"names rank without memory", names_rank_without_memory}});
 }

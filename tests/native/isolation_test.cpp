@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "../../csrc/group/fd_server.h"
 #include "ranks.h"
 
 namespace pycollect::ipc {
@@ -102,21 +101,6 @@ void detects_deaths_across_pid_namespaces() {
   }
 }
 
-// The fd server of a process whose real user is not its effective user, and that of another user.
-void fetches_from_own_user_only() {
-  expect_in_child([] {
-    expect(setresuid(kNobody, 0, 0) == 0, "cannot become another user");
-    const FdServer fd_server(STDERR_FILENO);
-    fetch(fd_server.id(), deadline_after(10s));
-  });
-  const FdServer fd_server(STDERR_FILENO);
-  expect_in_child([&] {
-    expect(switch_user(kNobody), "cannot become another user");
-    expect_part(refusal([&] { fetch(fd_server.id(), deadline_after(10s)); }),
-                "is run by another user");
-  });
-}
-
 }  // namespace
 }  // namespace pycollect::ipc
 
@@ -126,6 +110,5 @@ int main() {
     return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
   pycollect::run_tests(
       {{"works or names the obstacle", works_or_names_the_obstacle},
-       {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
-       {"fetches from own user only", fetches_from_own_user_only}});
+       {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces}});
 }

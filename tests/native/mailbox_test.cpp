@@ -1,5 +1,5 @@
-// Sends and receives between ranks: matching, progress, waits, many mismatches, departed peers,
-// invalid records, and random programs of messages: mailbox_test [number of programs].
+// Sends and receives between ranks: matching, progress, waits, many mismatches, departed peers, and
+// random programs of messages: mailbox_test [number of programs].
 #include <sys/resource.h>
 
 #include "../../csrc/send_recv/mail_area.h"
@@ -197,44 +197,6 @@ void message_deep_in_the_ring(const Member& m) {
   expect(got == word(1), "another word");
 }
 
-// Rank 1 writes invalid records: they cause no access outside rings and buffers, the rank that
-// reads one throws, and the group is aborted.
-void expect_aborted(const Member& m, const TransferPtr& transfer) {
-  expect_part(refusal([&] { m.wait(transfer); }), "Error: ");
-  expect(m.box.idle(), "a transfer is still pending");
-  expect(!m.group.is_healthy(), "the group is not aborted");
-}
-
-void invalid_message(const Member& m, uint32_t payload) {
-  const Record record{.number = 1, .bytes = 64, .payload = payload};
-  const RingMemory ring = MailArea(m.group).rings(1, 0).messages;
-  if (m.rank == 1) {
-    std::memcpy(ring.data, &record, sizeof record);
-    return ring.counters->written.store(detail::record_bytes(0));
-  }
-  Bytes into(record.bytes);
-  expect_aborted(m, m.post(1, {record.bytes, 0, 0}, into.data(), true));
-}
-
-// A fragment beyond the end of its message is an error; a fragment of an unknown message has no
-// effect.
-void invalid_fragment(const Member& m) {
-  constexpr uint32_t kBytes = 1 << 17, kHalf = kBytes / 2;
-  const MailArea area(m.group);
-  Bytes payload(kHalf + 1), into(kBytes);
-  if (m.rank == 0) {
-    const auto received = m.post(1, {kBytes - 1, 0, 0}, into.data(), true);
-    expect_aborted(m, received);
-    return expect(received->moved() == kHalf, "another fragment was taken");
-  }
-  RingWriter(area.rings(1, 0).messages)
-      .push(Record{.number = 1, .bytes = kBytes - 1, .kind = Record::rts});
-  RingWriter fragments(area.rings(1, 0).fragments);
-  for (const auto& [number, bytes] : {std::pair{2u, kHalf}, {1u, kHalf}, {1u, kHalf}})
-    fragments.push(Record{.number = number, .payload = bytes, .kind = Record::fragment},
-                   payload.data());
-}
-
 void run_case(const char* name, int world, const std::function<void(const Member&)>& body) {
   GroupSettings settings = quick_settings(60s);
   settings.mailbox_bytes = MailArea::bytes(world);
@@ -265,9 +227,6 @@ int main(int argc, char** argv) {
   run_case("several threads", 2, several_threads);
   run_case("wakes receiver", 2, wakes_receiver);
   run_case("any source despite departed", 3, any_source_despite_departed);
-  for (const uint32_t payload : {1 << 30, 4096})
-    run_case("invalid message", 2, [=](const Member& m) { invalid_message(m, payload); });
-  run_case("invalid fragment", 2, invalid_fragment);
   for (int i = 0; i < 10; ++i) run_case("message deep in the ring", 2, message_deep_in_the_ring);
   for (int seed = 0; seed < programs; ++seed)
     run_case("random program", 1 + seed % 5, [=](const Member& m) { run_program(m, seed); });
