@@ -8,16 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import pytest
 import torch
-from emulated_calls import all_reduce, emulate_calls
-from plan_cases import random_plan
+from emulated_calls import all_reduce, emulate_calls, stream_layouts
+from plan_cases import Case, cases, each_algorithm, random_plan
 
 from pycollect import _C, _testing
 
 PINNED, PAGEABLE = -1, -2
 RINGS = ((64, 1), (64, 2), (96, 3), (256, 2), (512, 3), (4096, 4))  # bytes of a piece, pieces
+
+
+def mixed(case: Case, seed: int) -> list[int]:
+    """Some ranks on one or two devices, the others on the host, pinned or not; one is pageable."""
+    pick = random.Random(seed)
+    devices = [pick.choice((0, 1, PINNED, PAGEABLE, PAGEABLE)) for _ in range(case.world)]
+    devices[pick.randrange(case.world)] = PAGEABLE
+    if max(devices) < 0:
+        devices[devices.index(PAGEABLE) - 1] = 0
+    if PAGEABLE not in devices:
+        devices[0 if devices[0] < 0 else -1] = PAGEABLE
+    return devices
+
+
+@each_algorithm
+def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
+    layout, moved = stream_layouts(), 0
+    for seed, case in enumerate(cases(algorithm, range(2, 9))):
+        devices = mixed(case, seed)
+        options: dict[str, Any] = next(layout) | {"peers": seed % 2 == 0, "bindings": 1 + seed % 2}
+        emulated_run = emulate_calls(case.plan, case.in_place, devices, runs=2, **options)
+        for order in (-1, seed, seed + 1):
+            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {options}"
+        moved += emulated_run.counts["host_copy"]
+    assert moved > 0 or algorithm.collective == "barrier"
 
 
 def test_random_plans_on_pageable_memory() -> None:
@@ -107,6 +133,16 @@ def test_the_host_waits_for_pinned_ranks() -> None:
     assert emulated_run.counts["synchronize"] == 2
 
 
+def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
+    for host_waits in (False, True):
+        emulated_run = _testing.EmulatedRun(
+            all_reduce("leader", 2), True, [0, PAGEABLE], host_waits=host_waits
+        )
+        with pytest.raises(ValueError, match="not pinned cannot be read or written while a CUDA"):
+            emulated_run.run(capture=True)
+        assert emulated_run.counts["launch"] == emulated_run.counts["host_copy"] == 0
+
+
 def test_a_failure_leaves_the_ring_usable() -> None:
     """After a failure of any CUDA call, the next run gets pieces that are not in use."""
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
@@ -122,6 +158,16 @@ def test_a_failure_leaves_the_ring_usable() -> None:
             assert emulated_run.counts["host_copy"] - before == 2 * healthy, f"after {after}"
             assert emulated_run.race is None, f"after {after}: {emulated_run.race}"
             assert emulated_run.mismatch(after) is None
+
+
+def test_concurrent_runs_have_their_own_rings() -> None:
+    first = _testing.EmulatedRun(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
+    second = _testing.EmulatedRun(all_reduce("chain", 3), True, [0, PAGEABLE, 1], machine_of=first)
+    for _ in range(3):
+        for emulated_run in (first, second):
+            emulated_run.run(2)
+            assert emulated_run.race is None
+            assert emulated_run.mismatch() is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

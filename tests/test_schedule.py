@@ -7,12 +7,14 @@ gives the same bits as the plan as written.
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
-from emulated_calls import all_reduce, calls, emulate_calls, stream_layouts
-from plan_cases import each_algorithm, random_plan
+from emulated_calls import all_reduce, calls, emulate_calls, placements, stream_layouts
+from plan_cases import REGISTRY, each_algorithm, random_plan
 
 from pycollect import _C, _testing
 
@@ -25,6 +27,21 @@ def test_no_algorithm_races_and_every_wait_is_needed(algorithm: _C.Algorithm) ->
         assert emulated_run.redundant_waits() == [], f"{case} on {devices}, {layout}"
         waits += emulated_run.waits
     assert waits > 1000
+
+
+@each_algorithm
+def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -> None:
+    for seed, (case, devices, layout) in enumerate(calls(algorithm, (2, 3, 5, 8))):
+        if algorithm.order != "exact" or seed % 2:
+            types: dict[str, Any] = {"dtype": "float32", "op": "avg"}
+        else:
+            types = {"dtype": "bfloat16", "op": "sum"}
+        emulated_run = emulate_calls(
+            case.plan, case.in_place, devices, runs=2, bindings=2, **types, **layout
+        )
+        # -1 is the order of issue, the only one with CUDA_LAUNCH_BLOCKING=1.
+        for order in (-1, seed, seed + 1):
+            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {layout}"
 
 
 def random_call(seed: int) -> tuple[_testing.EmulatedRun, str]:
@@ -83,6 +100,21 @@ def test_a_dropped_wait_changes_the_bits(name: str) -> None:
         assert emulated_run.race is not None
 
 
+def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
+    """One for each level, which has the works of its steps on all tensors."""
+    for name, world in itertools.product(("leader", "two_shot", "chain"), range(1, 17)):
+        plan = all_reduce(name, world)
+        emulated_run = emulate_calls(plan, True, [0] * world, workers="callers", bindings=8)
+        launches = emulated_run.levels - 2  # the first and the last level only begin and end ranks
+        works = 8 * len(emulated_run.plan.steps)
+        done = Counter({"capture_id": 1, "load": 1, "launch": launches, "works": works})
+        if world == 1:  # a single rank in place has nothing to do
+            del done["launch"], done["works"]
+        apart = Counter({"create_stream": 1, "streams": 1, "current_device": 99})
+        assert emulated_run.counts - apart == done, (name, world)
+        assert emulated_run.mismatch(world) is None
+
+
 @pytest.mark.parametrize(
     ("name", "level_policy", "join_stream", "want"),
     [  # launches, copies, records, waits
@@ -114,6 +146,40 @@ def test_the_numbers_of_cuda_calls(
     )
     counts = emulated_run.counts
     assert tuple(counts[k] for k in ("launch", "copy", "record", "wait")) == want
+
+
+def test_a_hub_needs_no_more_waits_than_all_pairs() -> None:
+    for algorithm in REGISTRY:
+        for devices in placements(8):
+            with_hub, without = (
+                emulate_calls(
+                    algorithm.plan(8), algorithm.in_place, devices, join_stream=join_stream
+                ).waits
+                for join_stream in (True, False)
+            )
+            assert with_hub <= without, (algorithm.name, devices)
+
+
+def test_schedules_are_cached_by_plan_and_placement() -> None:
+    one = emulate_calls(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    two = _testing.EmulatedRun(all_reduce("chain", 4), True, [0, 1, 2, 3], machine_of=one)
+    for workers in ("devices", "callers", "ranks", "devices"):
+        for emulated_run in (one, two):
+            emulated_run.replace_streams(workers, workers == "ranks")
+            emulated_run.run(2)
+            assert emulated_run.race is None
+            assert emulated_run.mismatch(3) is None
+
+
+def test_events_are_created_once_and_reused() -> None:
+    emulated_run = _testing.EmulatedRun(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    emulated_run.run()
+    made = emulated_run.counts["create_event"]
+    for _ in range(10):
+        emulated_run.run(5)
+        assert emulated_run.race is None
+    assert emulated_run.counts["create_event"] == emulated_run.counts["events"] == made
+    assert emulated_run.counts["record"] == 51 * made
 
 
 @pytest.mark.parametrize("capture", [False, True])
@@ -154,6 +220,24 @@ def test_a_capture_has_its_own_events(devices: list[int]) -> None:
             assert emulated_run.race is None, layout
 
 
+def test_a_capture_of_some_callers_streams_is_refused() -> None:
+    emulated_run = _testing.EmulatedRun(all_reduce("fused", 3), True, [0, 1, 2])
+    with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
+        emulated_run.run_half_captured()
+    assert emulated_run.counts["launch"] == emulated_run.counts["record"] == 0
+
+
+def test_the_host_waits_for_ranks_in_its_memory() -> None:
+    for name in ("leader", "two_shot", "chain"):
+        for devices in ([0, -1], [-1, 0, 0, -1], [1, -1, 0]):
+            for peers in (True, False):
+                emulated_run = emulate_calls(
+                    all_reduce(name, len(devices)), True, devices, runs=2, peers=peers
+                )
+                assert emulated_run.counts["synchronize"] == 2  # 1 per run: hosts share a stream
+                assert all(emulated_run.mismatch(seed) is None for seed in range(4))
+
+
 def test_a_capture_with_a_host_wait_is_refused() -> None:
     emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1])
     with pytest.raises(ValueError, match="the host cannot wait"):
@@ -166,6 +250,12 @@ def test_a_capture_with_a_host_wait_is_refused() -> None:
 
 def test_invalid_stream_maps_are_refused() -> None:
     plan, ids = all_reduce("leader", 2), (0, 1, 1, 1)
+    schedule = _testing.schedule(plan, True, "any", [ids, ids], 2)
+    assert [(stream, after, recorded) for stream, _, after, recorded in schedule] == [
+        (0, [], True),
+        (1, [0], True),
+        (0, [1], False),
+    ]
     for stream_ids, join_stream, why in [
         ([ids], -1, "a stream map of 1 ranks does not fit a plan of 2"),
         ([ids, (0, 2, 1, 1)], -1, "rank 1 uses stream 2; streams are numbered 0 to 1"),
