@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import IN_PLACE, assert_same, expected, left_fold, randoms
+from reference import IN_PLACE, assert_same, expected, randoms
 from sites import GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
 from test_threads import run_concurrently
 from torch import Tensor
@@ -33,8 +33,10 @@ POISON = -77
 class Rank:
     """A rank's stream and tensors. Input k is `base + k`, so results are affine in the round k."""
 
-    def __init__(self, device: torch.device, base: Tensor, results: Sequence[Tensor]) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(
+        self, device: torch.device, stream: Any, base: Tensor, results: Sequence[Tensor]
+    ) -> None:
+        self.stream = stream
         self.base = base.to(device)
         self.input = torch.full_like(self.base, POISON)
         first, second = (r.to(device) for r in results)
@@ -79,27 +81,40 @@ def wrong_elements(
     count: int = 5_003,
     rounds: int = 30,
     seed: int = 0,
+    named: bool = True,
 ) -> int:
-    """Run all rounds and return the total number of wrong elements."""
+    """Run all rounds and return the total number of wrong elements. The call gets the ranks'
+    streams; or, if they are not named, they are the current ones, one for each device."""
     values = randoms(len(devices), (count,), torch.int32, seed=seed)
     results = [expected(collective, [v + k for v in values]) for k in (0, 1)]
     rng = random.Random(seed)
     pairs = list(zip(*results, strict=True))
-    ranks = [Rank(d, v, r) for d, v, r in zip(devices, values, pairs, strict=True)]
+    streams = [new_stream(device) for device in devices]
+    if not named:
+        shared = dict(zip(devices, streams, strict=True))
+        streams = [shared[device] for device in devices]
+    of_ranks = zip(devices, streams, values, pairs, strict=True)
+    ranks = [Rank(*of_rank) for of_rank in of_ranks]
     if collective in IN_PLACE:
         for rank in ranks:
             rank.result = rank.input
-    streams = [rank.stream for rank in ranks]
+    given = streams if named and any(s is not None for s in streams) else None
     synchronize(devices)
     for k in range(rounds):
         for rank in rng.sample(ranks, len(ranks)):
             rank.produce(k, rng)
-        given = streams if any(s is not None for s in streams) else None
-        issue([rank.input for rank in ranks], [rank.result for rank in ranks], given)
+        with contextlib.ExitStack() as current:
+            for stream in [] if named else shared.values():
+                current.enter_context(torch.cuda.stream(stream))
+            issue([rank.input for rank in ranks], [rank.result for rank in ranks], given)
         for rank in rng.sample(ranks, len(ranks)):
             rank.consume(k, rng)
     synchronize(devices)
     return sum(int(rank.wrong) for rank in ranks)
+
+
+def new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
@@ -185,33 +200,8 @@ def test_the_delays_expose_a_missing_event(broken):
 @pytest.mark.parametrize("placement", [VIRTUAL, SEVERAL], ids=lambda h: h.label)
 @pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
 def test_the_current_stream_is_the_ranks_stream(placement, algorithm):
-    devices = placement.devices(4)
-    values = randoms(4, (200_003,), torch.int32)
-    wanted = left_fold(values, "sum")
-    sides = {d: torch.cuda.Stream(d) for d in set(devices)}
-    base = [v.to(d) for v, d in zip(values, devices, strict=True)]
-    tensors = [torch.zeros_like(b) for b in base]
-    copies = [torch.zeros_like(b) for b in base]
-    synchronize(devices)
-    before = {d: torch.cuda.current_stream(d) for d in sides}
-    try:
-        for side in sides.values():
-            torch.cuda.set_stream(side)  # also makes the stream's device the current one
-            torch.cuda._sleep(2_000_000)
-        for t, b in zip(tensors, base, strict=True):
-            t.copy_(b)
-        pc.all_reduce(tensors, algorithm=algorithm)
-        for t, c in zip(tensors, copies, strict=True):
-            c.copy_(t)
-            t.fill_(0)
-        pc.all_reduce(tensors, algorithm=algorithm)
-    finally:
-        for stream in before.values():
-            torch.cuda.set_stream(stream)
-        torch.cuda.set_device(devices[0])
-    synchronize(devices)
-    assert_same([c.cpu() for c in copies], [wanted] * 4)
-    assert all(int(t.count_nonzero()) == 0 for t in tensors)
+    call = functools.partial(issue, pc, "all_reduce", algorithm)
+    assert wrong_elements("all_reduce", placement.devices(4), call, 200_003, named=False) == 0
 
 
 @pytest.mark.cuda
@@ -282,11 +272,6 @@ def test_a_stream_of_another_gpu_is_refused():
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", marks=pytest.mark.cuda, id="gpu")]
 
 
-def new_stream(device):
-    """A context whose current stream is a new one; on the CPU, an empty context."""
-    return contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
-
-
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("peer_access", [None, False])
 @pytest.mark.parametrize("shared", [False, True])
@@ -300,7 +285,7 @@ def test_threads_with_streams_and_communicators(device, peer_access, shared):
         if not shared:
             mine = pc.Communicator([device] * 3, peer_access=peer_access)
         values = randoms(3, (30_000 + i,), torch.int32, seed=i)
-        with torch.cuda.stream(stream) if stream else new_stream(device):
+        with torch.cuda.stream(stream or new_stream(torch.device(device))):  # None: as it is
             tensors = [v.to(device, copy=True) for v in values]
             for algorithm in [None, *pc.algorithms("reduce_scatter")] * 3:
                 got = mine.reduce_scatter(tensors, algorithm=algorithm)
