@@ -20,7 +20,6 @@ from devices import cpu_by_default
 from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, backend_of, caught
 from matrix import LARGE, Case, difference, drawn, every, every_fold, modelled, zeros
 from matrix_sites import EmulatedLists, Lists, Rank, differs_from_gloo, rank_differs
-from placed_api import PlacedApi
 from reference import COMPLEX, DTYPES, MOVED, NARROW, as_bits, left_fold, short
 from sites import PLACEMENTS, PROCESSES, only_on, sites
 
@@ -41,7 +40,7 @@ LIST_SITES = [
     pytest.param(lambda: EmulatedLists(1), "emulated lists", id="emulated"),
     pytest.param(lambda: EmulatedLists(2), "emulated lists", id="2-emulated"),
     *[
-        pytest.param(lambda p=p: Lists(PlacedApi(p.values[0])), "lists", id=p.id, marks=p.marks)
+        pytest.param(lambda p=p: Lists(p.values[0]), "lists", id=p.id, marks=p.marks)
         for p in PLACEMENTS
     ],
 ]

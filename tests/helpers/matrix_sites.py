@@ -35,24 +35,43 @@ from reference import (
     viewed_as,
     whole_memory,
 )
+from sites import Placement
 from torch import Tensor
 
 import pycollect as pc
 
+Tensors = list[Tensor]
+
 # --- lists: a tensor of every rank in one process -------------------------------------------------
+
+# The results; and those of further tensors, each with the wanted one.
+Found = tuple[list[Tensor], list[tuple[Tensor, Tensor]]]
 
 
 class Lists:
-    """Calls of pycollect on lists of tensors, in host memory or, with a PlacedApi, on GPUs."""
+    """Calls of pycollect on lists of tensors, in host memory or on the GPUs of a placement."""
 
-    def __init__(self, api: Any = pc) -> None:
-        self.api = api
+    def __init__(self, placement: Placement | None = None) -> None:
+        self.placement = placement or Placement("host", ("cpu",))
+        self.copies = placement is not None
+
+    def call(self, name: str, world: int) -> Callable[..., Any]:
+        if name in ("scatter", "replicate"):
+            return self.placement.bound(name, world)
+        return getattr(self.placement.api(world), name, None) or getattr(pc, name)
 
     def put(self, on_host: Tensor, rank: int) -> Tensor:
-        return on_host
+        """A copy of the tensor's whole memory, and the same view of it, on the rank's device."""
+        if not self.copies:
+            return on_host
+        device = self.placement.devices(rank + 1)[rank]
+        return viewed_as(whole_memory(on_host).to(device, copy=True), on_host)
 
     def read(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return viewed_as(whole_memory(tensor).cpu(), tensor) if tensor.is_cuda else tensor
+
+    def is_placed(self, tensor: Tensor, rank: int) -> bool:
+        return tensor.device == self.placement.devices(rank + 1)[rank]
 
     def end(self) -> None:
         """End the work of a case, before its values are compared."""
@@ -65,12 +84,14 @@ class Lists:
         around = [surrounding_bytes(t) for t in on_host]
         watched = [self.put(t, r % world) for r, t in enumerate(on_host)]
         tensors, out = watched[:world], watched[world:]
-        found, extras = LIST_CALLS.get(case.collective, _in_place)(self, case, inputs, tensors, out)
+        run = RUNS.get(case.collective, Lists.in_place)
+        found, extras = run(self, case, inputs, tensors, out)
         in_place = found is tensors
         assert all(f is o for f, o in zip(found, out, strict=False)), f"{case}: not in its out"
         if not in_place and not out:
             new = [*found, *(t for t, _ in extras), *tensors]
             assert share_no_memory(new), f"{case}: results share memory"
+            assert all(map(self.is_placed, found, range(world))), f"{case}: on another device"
         pairs = list(zip(found, results, strict=True)) + extras
         pairs += [] if in_place else list(zip(tensors, inputs, strict=True))
         got, after = [self.read(t) for t, _ in pairs], [self.read(t) for t in watched]
@@ -86,19 +107,109 @@ class Lists:
     def close(self) -> None:
         """End the site, of which no tensor may exist any more."""
 
+    # --- the calls: with a case, the inputs, and copies of them and outputs on the site ---
+
+    def in_place(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        more = options(case, out, "async_op", "algorithm", *["op", "order"] * case.reduces)
+        if case.collective in ROOT_NAMES:
+            more[ROOT_NAMES[case.collective]] = case.root_of(len(tensors))
+        result = self.call(case.collective, len(tensors))(tensors, **more)
+        assert (result.wait() if case.async_op else result) is None
+        return tensors, []
+
+    def coalesced(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        """Together with tensors of another dtype: several elements, one, and none."""
+        world, root = len(tensors), case.root_of(len(tensors))
+        columns = [[torch.arange(3) * (r + 2) for r in range(world)]]
+        columns += [[column[r].sum() for r in range(world)] for column in columns]
+        columns += [[torch.zeros(0, 3, dtype=torch.int64)] * world]
+        placed_columns = [[self.put(t.clone(), r) for r, t in enumerate(c)] for c in columns]
+        lists = [list(row) for row in zip(tensors, *placed_columns, strict=True)]
+        call = self.call(case.collective, world)
+        if case.collective == "broadcast_coalesced":
+            assert call(lists, root) is None
+            wanted = [expected("broadcast", c, root=root) for c in columns]
+        else:
+            result = call(lists, **options(case, out, "op", "order", "async_op", "algorithm"))
+            assert (result.wait() if case.async_op else result) is None
+            wanted = [expected("all_reduce", c, case.op) for c in columns]
+        pairs = [zip(p, w, strict=True) for p, w in zip(placed_columns, wanted, strict=True)]
+        return tensors, [pair for column in pairs for pair in column]
+
+    def out_of_place(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        more = options(case, out, "dim", "async_op", *["op", "order"] * case.reduces)
+        if case.collective != "all_to_all":
+            more["algorithm"] = case.passed_algorithm
+        result = self.call(case.collective, len(tensors))(tensors, **more)
+        result = result.wait() if case.async_op else result
+        assert isinstance(result, list)
+        return result, []
+
+    def scatter(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        call = self.call("scatter", len(tensors))
+        result = call(tensors[0], **options(case, out, "dim", "async_op"))
+        return result.wait() if case.async_op else result, []
+
+    def gather(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        call = self.call("gather", len(tensors))
+        return [call(tensors, dim=case.dim, **({"out": out[0]} if out else {}))], []
+
+    def replicate(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        pairs = self.call("replicate", len(tensors))([tensors[0], tensors[0][:1]])
+        return [t for t, _ in pairs], [(first, inputs[0][:1]) for _, first in pairs]
+
+    def copy(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        for copy in out:
+            result = self.call("copy_", len(tensors))(copy, tensors[0], async_op=case.async_op)
+            assert (result.wait() if case.async_op else result) is None
+        return out, []
+
+    def tree_sum(self, case: Case, inputs: Tensors, tensors: Tensors, out: Tensors) -> Found:
+        """Also without rounding, and of the sums of aligned parts, which is the same."""
+        mine = [self.put(placed(t, case.layout), 0) for t in inputs]
+        call = self.call("tree_sum", len(tensors))
+        result = call(mine)
+        if case.dtype not in NARROW:
+            parts = [call(mine[i : i + 2]) for i in range(0, len(mine), 2)]
+            return [result], [(call(parts), fold(inputs, "sum", "tree"))]
+        total = call(mine, dtype=torch.float32)
+        return [result], [(total, fold([t.float() for t in inputs], "sum", "tree"))]
+
+
+ROOT_NAMES = {"reduce": "dst", "broadcast": "src"}
+RUNS: dict[str, Callable[..., Found]] = {
+    "all_reduce_coalesced": Lists.coalesced,
+    "broadcast_coalesced": Lists.coalesced,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), Lists.out_of_place),
+    "tree_sum": Lists.tree_sum,
+    "scatter": Lists.scatter,
+    "gather": Lists.gather,
+    "replicate": Lists.replicate,
+    "copy_": Lists.copy,
+}
+
 
 def share_no_memory(tensors: Sequence[Tensor]) -> bool:
     filled = [t for t in tensors if t.numel()]
     return len({t.untyped_storage().data_ptr() for t in filled}) == len(filled)
 
 
+def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
+    """The arguments of these names, and `out` if the case passes it."""
+    given = {"async_op": case.async_op, "algorithm": case.passed_algorithm, "dim": case.dim}
+    given |= {"op": case.op, "order": case.order}
+    return {n: given[n] for n in names} | ({"out": out} if out else {})
+
+
 class EmulatedLists(Lists):
     """Calls on tensors of emulated GPUs, whose work runs in a random order that events allow."""
 
     def __init__(self, devices: int) -> None:
-        super().__init__(Gpus(devices))
-        self.gpus, self.devices, self.seed = self.api, devices, 0
+        self.gpus, self.devices, self.seed = Gpus(devices), devices, 0
         self._whole: dict[int, Tensor] = {}  # address of a view -> the memory around it
+
+    def call(self, name: str, world: int) -> Callable[..., Any]:
+        return getattr(self.gpus, name)
 
     def put(self, on_host: Tensor, rank: int) -> Tensor:
         device, values = rank % self.devices, whole_memory(on_host)
@@ -117,6 +228,9 @@ class EmulatedLists(Lists):
             on_host = self.gpus.torch.read(whole)
         return on_host if whole is tensor else viewed_as(on_host, tensor)
 
+    def is_placed(self, tensor: Tensor, rank: int) -> bool:
+        return tensor.device.index == rank % self.devices
+
     def end(self) -> None:
         self.seed += 1
         self.gpus.check(self.seed)
@@ -126,117 +240,6 @@ class EmulatedLists(Lists):
         gc.collect()
         self.gpus.close()
 
-
-def options(case: Case, out: list[Tensor], *names: str) -> dict[str, Any]:
-    """The arguments of these names, and `out` if the case passes it."""
-    given = {"async_op": case.async_op, "algorithm": case.passed_algorithm, "dim": case.dim}
-    given |= {"op": case.op, "order": case.order}
-    return {n: given[n] for n in names} | ({"out": out} if out else {})
-
-
-# The results; and those of further tensors, each with the wanted one.
-Found = tuple[list[Tensor], list[tuple[Tensor, Tensor]]]
-
-
-def _in_place(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    more = options(case, out, "async_op", "algorithm", *["op", "order"] * case.reduces)
-    if case.collective in ROOT_NAMES:
-        more[ROOT_NAMES[case.collective]] = case.root_of(len(tensors))
-    result = getattr(site.api, case.collective)(tensors, **more)
-    assert (result.wait() if case.async_op else result) is None
-    return tensors, []
-
-
-def _coalesced(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    """Together with tensors of another dtype: several elements, one, and none."""
-    world, root = len(tensors), case.root_of(len(tensors))
-    columns = [[torch.arange(3) * (r + 2) for r in range(world)]]
-    columns += [[column[r].sum() for r in range(world)] for column in columns]
-    columns += [[torch.zeros(0, 3, dtype=torch.int64)] * world]
-    placed_columns = [[site.put(t.clone(), r) for r, t in enumerate(c)] for c in columns]
-    lists = [list(row) for row in zip(tensors, *placed_columns, strict=True)]
-    if case.collective == "broadcast_coalesced":
-        assert site.api.broadcast_coalesced(lists, root) is None
-        wanted = [expected("broadcast", c, root=root) for c in columns]
-    else:
-        more = options(case, out, "op", "order", "async_op", "algorithm")
-        result = site.api.all_reduce_coalesced(lists, **more)
-        assert (result.wait() if case.async_op else result) is None
-        wanted = [expected("all_reduce", c, case.op) for c in columns]
-    pairs = [zip(p, w, strict=True) for p, w in zip(placed_columns, wanted, strict=True)]
-    return tensors, [pair for column in pairs for pair in column]
-
-
-def _out_of_place(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    more = options(case, out, "dim", "async_op", *["op", "order"] * case.reduces)
-    if case.collective != "all_to_all":
-        more["algorithm"] = case.passed_algorithm
-    result = getattr(site.api, case.collective)(tensors, **more)
-    result = result.wait() if case.async_op else result
-    assert isinstance(result, list)
-    return result, []
-
-
-def _scatter(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    devices = f"cpu*{len(tensors)}"
-    result = site.api.scatter(tensors[0], devices, **options(case, out, "dim", "async_op"))
-    return result.wait() if case.async_op else result, []
-
-
-def _gather(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    return [site.api.gather(tensors, dim=case.dim, **({"out": out[0]} if out else {}))], []
-
-
-def _replicate(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    pairs = site.api.replicate([tensors[0], tensors[0][:1]], f"cpu*{len(tensors)}")
-    return [t for t, _ in pairs], [(first, inputs[0][:1]) for _, first in pairs]
-
-
-def _copy(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    for copy in out:
-        result = site.api.copy_(copy, tensors[0], async_op=case.async_op)
-        assert (result.wait() if case.async_op else result) is None
-    return out, []
-
-
-def _tree_sum(
-    site: Lists, case: Case, inputs: list[Tensor], tensors: list[Tensor], out: list[Tensor]
-) -> Found:
-    """Also without rounding, and of the sums of aligned parts, which is the same."""
-    mine = [site.put(placed(t, case.layout), 0) for t in inputs]
-    result = site.api.tree_sum(mine)
-    if case.dtype not in NARROW:
-        parts = [site.api.tree_sum(mine[i : i + 2]) for i in range(0, len(mine), 2)]
-        return [result], [(site.api.tree_sum(parts), fold(inputs, "sum", "tree"))]
-    total = site.api.tree_sum(mine, dtype=torch.float32)
-    return [result], [(total, fold([t.float() for t in inputs], "sum", "tree"))]
-
-
-ROOT_NAMES = {"reduce": "dst", "broadcast": "src"}
-LIST_CALLS: dict[str, Callable[..., Found]] = {
-    "all_reduce_coalesced": _coalesced,
-    "broadcast_coalesced": _coalesced,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _out_of_place),
-    "tree_sum": _tree_sum,
-    "scatter": _scatter,
-    "gather": _gather,
-    "replicate": _replicate,
-    "copy_": _copy,
-}
 
 # --- ranks: a thread or a process each, through torch.distributed ---------------------------------
 
