@@ -8,7 +8,6 @@
 #include "../../csrc/plan/registry.h"
 #include "../../csrc/plan/verify.h"
 #include "expect.h"
-#include "random_plans.h"
 
 namespace pycollect {
 namespace {
@@ -105,51 +104,6 @@ void check_registry(int most) {
   std::printf("%d plans of the registry: right\n", plans);
 }
 
-// Final value of every cell of the call buffers, which depends on all values that went into it.
-std::vector<uint64_t> outcome(const Plan& plan, bool in_place) {
-  std::vector<uint64_t> memory(cells(plan));
-  const auto cell = [&](const Slice& s, int i) {
-    int at = 0;
-    each_cell(plan, in_place, {s.rank, s.buffer, s.first + i}, [&](int c) { at = c; });
-    return at;
-  };
-  for (std::size_t c = 0; c < memory.size(); ++c) memory[c] = 2 * c + 1;
-  for (const Step& step : plan.steps)
-    for (int i = 0; i < step.dsts[0].count; ++i) {
-      uint64_t value = step.srcs.size() > 1 ? 12345 : 0;
-      for (const Slice& s : step.srcs)
-        value = step.srcs.size() == 1 ? memory[cell(s, i)]
-                                      : (value ^ memory[cell(s, i)]) * 0x9e3779b97f4a7c15U + 1;
-      for (const Slice& d : step.dsts) memory[cell(d, i)] = value;
-    }
-  std::vector<uint64_t> buffers;
-  for (Rank r = 0; r < plan.world; ++r)
-    for (int c = 0; c < plan.chunks; ++c) {
-      buffers.push_back(memory[cell(in(r, c), 0)]);
-      buffers.push_back(memory[cell(out(r, c), 0)]);
-    }
-  return buffers;
-}
-
-void check_random(int most) {
-  int made_plans = 0;
-  for (int seed = 0; seed < most; ++seed)
-    for (const bool in_place : {false, true})
-      for (const Open& open : kOpens) {
-        if (in_place && open.input != open.output) continue;
-        const Plan plain = random_plan(1 + seed % 5, seed);
-        const std::string what = text("random plan ", seed, in_place ? " in place" : "");
-        const auto made = plan_for_processes(plain, in_place, open.input, open.output);
-        if (!made) continue;
-        ++made_plans;
-        expect(outcome(plain, in_place) == outcome(*made, in_place), what + ": another outcome");
-        check_reach(*made, open, what);
-        check_runs(*made, in_place, what);
-      }
-  expect(made_plans > most, "most random plans were refused");
-  std::printf("%d random plans: the same outcome\n", made_plans);
-}
-
 // Numbers of each rank's steps, as a rank needs them: copies into its staging buffer, folds with
 // all their destinations, copies out of staging buffers.
 void check_steps(const char* name, Open open, const std::function<std::string(int)>& wanted) {
@@ -177,7 +131,6 @@ void test(bool quick) {
   check_steps("one_shot", kShut, [](int) { return "1 1 1 0"; });
   check_steps("fused", {true, true}, [](int w) { return text("0 1 ", w, " 0"); });
   check_registry(quick ? 5 : 9);
-  check_random(quick ? 200 : 3000);
 }
 
 }  // namespace pycollect
