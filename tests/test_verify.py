@@ -178,24 +178,6 @@ def test_a_barrier_needs_a_signal_of_every_rank() -> None:
     assert "rank 0: can leave the barrier before rank 2 has entered" in defect
 
 
-@pytest.mark.parametrize(
-    ("folds", "order"),
-    [
-        ([((0, 1, 2, 3), 0)], "exact"),
-        ([((0, 1), 0), ((0, 2, 3), 0)], "native"),
-        ([((0, 1), 0), ((2, 3), 2), ((0, 2), 0)], "other"),
-        ([((1, 0, 2, 3), 0)], "other"),
-        ([((1, 2, 3), 1), ((0, 1), 0)], "other"),
-    ],
-)
-def test_orders_are_classified(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
-    steps = [
-        (((to, "in", 0, 1),), tuple((r, "in", 0, 1) for r in ranks), -1) for ranks, to in folds
-    ]
-    steps.append((tuple((r, "out", 0, 1) for r in range(4)), ((0, "in", 0, 1),), -1))
-    assert _C.verify("all_reduce", _C.Plan(4, 1, steps), 0, True) == (None, order)
-
-
 @each_of([a for a in REGISTRY if a.collective in REDUCING])
 def test_algorithms_in_tree_order(algorithm: _C.Algorithm) -> None:
     """A single fold has any order; of several steps, those of 'tree' are the tree."""
@@ -209,26 +191,35 @@ def test_algorithms_in_tree_order(algorithm: _C.Algorithm) -> None:
             assert order == ("native" if algorithm.name == "tree" else "other"), case
 
 
-@pytest.mark.parametrize(
-    ("folds", "order"),
-    [
-        ([((0, 1, 2, 3, 4, 5, 6), 0)], "exact"),
-        ([((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2, 4), 0)], "other"),
-        ([((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2), 0), ((0, 4), 0)], "native"),
-        ([((0, 1), 0), ((2, 3), 2), ((4, 5), 4), ((0, 2, 4, 6), 0)], "native"),
-        ([((0, 1, 2, 3), 0), ((4, 5, 6), 4), ((0, 4), 0)], "native"),
-        ([((0, 1, 2), 0), ((3, 4, 5), 3), ((0, 3, 6), 0)], "other"),
-        ([((1, 2), 1), ((0, 1, 3, 4, 5, 6), 0)], "other"),
-        ([((0, 1), 0), ((0, 2, 3, 4, 5, 6), 0)], "other"),
-    ],
-)
-def test_trees_are_recognized(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
-    """A tree of sums is that of all: equal powers of two of ranks, and a last sum of no more."""
+# The order that is wanted, the folds of ranks (into a rank), and the order that they have.
+RANKS_FOLDED = [
+    ("rank", [((0, 1, 2, 3), 0)], "exact"),
+    ("rank", [((0, 1), 0), ((0, 2, 3), 0)], "native"),
+    ("rank", [((0, 1), 0), ((2, 3), 2), ((0, 2), 0)], "other"),
+    ("rank", [((1, 0, 2, 3), 0)], "other"),
+    ("rank", [((1, 2, 3), 1), ((0, 1), 0)], "other"),
+    # A tree of sums is that of all: equal powers of two of ranks, and a last sum of no more.
+    ("tree", [((0, 1, 2, 3, 4, 5, 6), 0)], "exact"),
+    ("tree", [((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2, 4), 0)], "other"),
+    ("tree", [((0, 1), 0), ((2, 3), 2), ((4, 5, 6), 4), ((0, 2), 0), ((0, 4), 0)], "native"),
+    ("tree", [((0, 1), 0), ((2, 3), 2), ((4, 5), 4), ((0, 2, 4, 6), 0)], "native"),
+    ("tree", [((0, 1, 2, 3), 0), ((4, 5, 6), 4), ((0, 4), 0)], "native"),
+    ("tree", [((0, 1, 2), 0), ((3, 4, 5), 3), ((0, 3, 6), 0)], "other"),
+    ("tree", [((1, 2), 1), ((0, 1, 3, 4, 5, 6), 0)], "other"),
+    ("tree", [((0, 1), 0), ((0, 2, 3, 4, 5, 6), 0)], "other"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "folds", "order"), RANKS_FOLDED)
+def test_orders_are_classified(
+    wanted: str, folds: list[tuple[tuple[int, ...], int]], order: str
+) -> None:
+    world = 1 + max(max(ranks) for ranks, _ in folds)
     steps = [
         (((to, "in", 0, 1),), tuple((r, "in", 0, 1) for r in ranks), -1) for ranks, to in folds
     ]
-    steps.append((tuple((r, "out", 0, 1) for r in range(7)), ((0, "in", 0, 1),), -1))
-    assert _C.verify("all_reduce", _C.Plan(7, 1, steps), 0, True, "tree") == (None, order)
+    steps.append((tuple((r, "out", 0, 1) for r in range(world)), ((0, "in", 0, 1),), -1))
+    assert _C.verify("all_reduce", _C.Plan(world, 1, steps), 0, True, wanted) == (None, order)
 
 
 def test_verify_refuses_an_invalid_root() -> None:
