@@ -1,4 +1,4 @@
-"""async_op=True on GPUs: when a Work's results may be used, and how long memory stays allocated.
+"""async_op=True on GPUs: when a Work completes, and how long memory stays allocated.
 
 The caching allocator reuses freed memory at once, so these tests overwrite memory that was freed
 too early before the GPU reaches it.
@@ -10,7 +10,7 @@ import gc
 
 import pytest
 import torch
-from reference import COLLECTIVES, IN_PLACE, assert_same, expected, randoms
+from reference import assert_same, expected, randoms
 from sites import PLACEMENTS
 
 import pycollect as pc
@@ -29,24 +29,6 @@ def delay_streams(devices, cycles=20_000_000):
 
 def on_devices(values, devices):
     return [v.to(d, copy=True) for v, d in zip(values, devices, strict=True)]
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_results_are_ready_after_wait(placement, collective):
-    for world in (1, 2, 5):
-        devices, api = placement.devices(world), placement.api(world)
-        values = randoms(world, (COUNT,), torch.int32, seed=world)
-        for _ in range(3):
-            tensors = on_devices(values, devices)
-            delay_streams(devices)
-            work = getattr(api, collective)(tensors, async_op=True)
-            got = work.wait()
-            assert (got is None) is (collective in IN_PLACE)
-            got = tensors if got is None else got
-            # On the current streams, which wait() has ordered behind the work.
-            copies = [g.clone() for g in got]
-            assert_same([c.cpu() for c in copies], expected(collective, values))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

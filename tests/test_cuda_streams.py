@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from reference import IN_PLACE, assert_same, expected, randoms
-from sites import GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
+from sites import GPU, PLACEMENTS, STANDS_IN, VIRTUAL, several_gpus
 from test_threads import run_concurrently
 from torch import Tensor
 
@@ -137,13 +137,15 @@ EFFORTS = [
 ]
 
 
-def issue(api, collective, algorithm, inputs, results, streams):
-    options = {"streams": streams}
+def issue(api, collective, algorithm, inputs, results, streams, async_op=False):
+    options = {"streams": streams, "async_op": async_op}
     if algorithm is not None:
         options["algorithm"] = algorithm
     if collective not in IN_PLACE:
         options["out"] = results
-    getattr(api, collective)(inputs, **options)
+    work = getattr(api, collective)(inputs, **options)
+    if async_op:
+        work.wait()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -196,12 +198,19 @@ def test_the_delays_expose_a_missing_event(broken):
 # --- the current stream ---------------------------------------------------------------------------
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("placement", [VIRTUAL, SEVERAL], ids=lambda h: h.label)
-@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
-def test_the_current_stream_is_the_ranks_stream(placement, algorithm):
-    call = functools.partial(issue, pc, "all_reduce", algorithm)
-    assert wrong_elements("all_reduce", placement.devices(4), call, 200_003, named=False) == 0
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("collective", "algorithm"), [c for c in CALLS if c[0] == "all_reduce" or c[1] is None]
+)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_current_streams_are_the_ranks_streams(placement, collective, algorithm, async_op):
+    """Also in wait(), after which the results of an asynchronous call may be used."""
+    count, rounds = (5_003, 3) if STANDS_IN else (200_003, 30)
+    for world in (1, 4):
+        api = placement.api(world)
+        call = functools.partial(issue, api, collective, algorithm, async_op=async_op)
+        devices = placement.devices(world)
+        assert wrong_elements(collective, devices, call, count, rounds, named=False) == 0
 
 
 @pytest.mark.cuda
