@@ -28,7 +28,7 @@ run mailbox_test "$programs"
 run group_test  # under ThreadSanitizer only its ranks that are threads
 run failure_detector_test
 if [[ $kind != thread ]]; then  # these tests fork
-  for test in symmetric_heap rendezvous fd_server limits isolation; do run "${test}_test"; done
+  for test in symmetric_heap fd_server limits isolation; do run "${test}_test"; done
 fi
 run scheduler_test
 echo "sanitize.sh $kind $length: passed"
