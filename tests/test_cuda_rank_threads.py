@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from dist_pool import OLD_TORCH, OURS, RankContext, fresh
 from sites import EMULATED, REAL, sites
-from test_cuda_dist_p2p_order import completed
 
 import pycollect as pc
 from pycollect import _testing, threads
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
-JOBS = (streams.earlier_stream_work, streams.on_a_side_stream, p2p.around_a_ring, completed)
+JOBS = (streams.earlier_stream_work, streams.on_a_side_stream, p2p.around_a_ring, p2p.completed)
 
 
 @pytest.fixture

@@ -1,11 +1,18 @@
-"""The arithmetic of the GPU kernels, run on the host, gives the bits of the contract."""
+"""The GPU kernels, run on the host: the bits of the contract, copies, lines, arguments, grids."""
 
 from __future__ import annotations
 
+import itertools
+
+import hypothesis.strategies as st
 import pytest
 import reference as ref
 import torch
-from emulation import Row, launch, lines, reals, shifted
+from emulation import ARGS_BYTES, Row, float8_bytes, launch, lines, reals, shifted
+from hypothesis import given, settings
+from torch import Tensor
+
+from pycollect import _testing
 
 ALLOWED = [(dtype, op) for dtype in ref.DTYPES for op in ref.OPS if ref.allowed(dtype, op)]
 
@@ -169,3 +176,181 @@ def test_only_finishing_folds_divide_by_the_world():
         assert one["works"] == 2
         ref.assert_same([total[0]], [ref.left_fold(tensors, "sum")])
         ref.assert_same([mean[0]], [ref.left_fold(tensors, "avg")])
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex128])
+def test_the_width_of_copies_is_the_common_alignment(dtype: torch.dtype):
+    item = dtype.itemsize
+    for count, to, source in itertools.product((1, 15, 16, 10_007), (0, 1, 2), (0, 1, 3, 4)):
+        values = torch.arange(count * item).to(torch.uint8).view(dtype)
+        src, dst = shifted(values, source), shifted(torch.zeros_like(values), to)
+        (one,) = launch([Row([dst], [src])])
+        assert one["kind"] == "copy"
+        assert torch.equal(dst.view(torch.uint8), src.view(torch.uint8))
+        assert one["loaded"] == one["stored"] == count * item
+        assert one["loaded_twice"] == 0
+        if count > 100:
+            apart = abs(to - source) * item
+            assert one["widest_load"] == (apart & -apart if apart % 16 else 16)
+
+
+def test_copies_keep_every_bit():
+    for dtype in (*ref.NARROW, torch.float32, torch.bool):
+        codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+        src, dsts = codes.clone(), [torch.zeros_like(codes) for _ in range(3)]
+        launch([Row([lines(d.view(dtype)) for d in dsts], [lines(src.view(dtype))])], world=4)
+        assert all(torch.equal(d, codes) for d in dsts)
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_lines(data: st.DataObject):
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64]))
+    world, n_dsts = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    height, width = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    multiprocessors = draw(st.sampled_from([1, 100]))
+
+    def view(values: Tensor) -> Tensor:
+        gap, first = draw(st.sampled_from([0, 0, 1, 2, 7, 8, 16])), draw(st.integers(0, 5))
+        base = torch.zeros(height * (width + gap) + first + 64, dtype=dtype)
+        return base[first:].as_strided([height, width], [width + gap, 1]).copy_(values)
+
+    tensors = ref.randoms(world, [height, width], dtype)
+    srcs = [view(t) for t in tensors]
+    in_place = draw(st.booleans())
+    dsts = srcs if in_place else [view(tensors[0] * 0) for _ in range(n_dsts)]
+    launches = launch([Row(dsts, srcs)], multiprocessors=multiprocessors)
+    wanted = ref.left_fold(tensors, "sum") if world > 1 else tensors[0]
+    ref.assert_same(dsts, [wanted] * len(dsts))
+    assert sum(one["loaded"] for one in launches) == world * reals(wanted)
+    assert sum(one["loaded_twice"] for one in launches) == 0
+
+
+def test_lines_without_gaps_are_merged():
+    srcs = [torch.arange(64.0).view(16, 4) + r for r in range(2)]
+    (one,) = launch([Row(srcs, srcs)])
+    assert one["widest_load"] == 16
+    assert len(one["accesses"]) == 1
+    assert torch.equal(srcs[1], torch.arange(64.0).view(16, 4) * 2 + 1)
+
+
+# --- arguments and grids --------------------------------------------------------------------------
+
+
+def test_works_that_exceed_the_arguments_take_several_launches():
+    counts = [1 + 37 * i % 300 for i in range(700)]
+    tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
+    rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]
+    launches = launch(rows)
+    assert len(launches) == -(-700 // ((ARGS_BYTES - 32) // 64))
+    assert sum(one["works"] for one in launches) == 700
+    for four, row in zip(tensors, rows, strict=True):
+        ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)
+
+
+def test_copies_and_folds_are_launched_separately():
+    fold = Row([lines(torch.zeros(9))], [lines(torch.ones(9))] * 2)
+    copies = [Row([lines(torch.zeros(9))], [lines(torch.ones(9))]) for _ in range(2)]
+    launches = launch([copies[0], fold, copies[1]])
+    assert [(one["kind"], one["works"]) for one in launches] == [("fold", 1), ("copy", 2)]
+    assert bool((fold.dsts[0] == 2).all())
+    assert all(bool((copy.dsts[0] == 1).all()) for copy in copies)
+
+
+@pytest.mark.parametrize("world", [64, 503, 504])
+def test_worlds_that_fill_the_arguments(world: int):
+    rows = []
+    for _ in range(3):
+        srcs = [torch.full((1, 17), float(r)) for r in range(world)]
+        rows.append(Row(srcs, srcs))
+    launches = launch(rows)
+    assert sum(one["works"] for one in launches) == 3
+    wanted = ref.left_fold([torch.full((1, 17), float(r)) for r in range(world)], "sum")
+    for row in rows:
+        ref.assert_same(row.srcs, [wanted] * world)
+
+
+@pytest.mark.parametrize("height", [1, 6])
+@pytest.mark.parametrize("world", [1, 2, 100])
+def test_destinations_that_exceed_the_arguments_are_copied_from_the_first(world: int, height: int):
+    tensors = ref.randoms(world, [height, 19], torch.bfloat16)
+    base = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
+    dsts = [r[:, :19] for r in base]
+    launches = launch([Row(dsts, tensors)], "avg")
+    wanted = ref.left_fold(tensors, "avg") if world > 1 else tensors[0]
+    ref.assert_same(dsts, [wanted] * 1300)
+    assert [one["kind"] for one in launches] == sorted((o["kind"] for o in launches), reverse=True)
+    assert sum(one["stored"] for one in launches) == 1300 * reals(wanted)
+
+
+def test_sources_that_exceed_a_table_are_refused():
+    srcs = [torch.ones(1, 4)] * 600
+    with pytest.raises(ValueError, match="folds up to 503 sources at once; there are 600"):
+        launch([Row([torch.zeros(1, 4)], srcs)])
+
+
+def test_misaligned_addresses_are_refused():
+    odd = torch.zeros(65, dtype=torch.uint8)[1:].data_ptr()
+    even = torch.zeros(64, dtype=torch.uint8).data_ptr()
+    row = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
+    with pytest.raises(ValueError, match="float32 at multiples of 4 bytes"):
+        _testing.emulate_launch([row], "float32", "sum", 2, 1, float8_bytes())
+
+
+def test_undefined_reductions_are_refused():
+    with pytest.raises(TypeError, match="band is not defined for float32"):
+        launch([Row([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
+
+
+def test_empty_rows_are_not_launched():
+    empty, some = torch.zeros(1, 0), torch.ones(1, 4)
+    assert launch([Row([empty], [empty, empty]), Row([empty], [empty])]) == []
+    out = torch.zeros(1, 4)
+    (one,) = launch([Row([empty], [empty] * 2), Row([out], [some, some])])
+    assert one["works"] == 1
+
+
+def in_place(count: int) -> Row:
+    srcs = [lines(torch.ones(count)) for _ in range(2)]
+    return Row(srcs, srcs)
+
+
+# Counts of rows -> least and largest number of blocks on one multiprocessor, of which 12 run at
+# once. One block more than whole waves would run alone, while the rest of the GPU waits for it.
+BLOCKS = [
+    *[(counts, 12, 12) for counts in ([90_000], [30_000] * 5, [50_000] * 12, [70_001, 20_002])],
+    ([90_000, *[64] * 5], 12, 12 + 5),  # a row smaller than a block adds one
+    ([*[64] * 5, 90_000], 12, 12 + 5),
+]
+
+
+@pytest.mark.parametrize(("counts", "least", "most"), BLOCKS)
+def test_rows_share_the_blocks_of_whole_waves(counts: list[int], least: int, most: int):
+    rows = [in_place(count) for count in counts]
+    (one,) = launch(rows, multiprocessors=1)
+    assert least <= len(one["accesses"]) <= most
+    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
+
+
+def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
+    rows = [in_place(400_000), *(in_place(64) for _ in range(80))]
+    (one,) = launch(rows, multiprocessors=4)
+    assert len(one["accesses"]) <= 4 * 12 + 80
+    assert max(one["accesses"]) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
+
+
+def test_small_rows_have_a_thread_for_every_packet():
+    srcs = [lines(torch.ones(61_706)) for _ in range(4)]
+    (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+    assert len(one["accesses"]) == -(-(61_706 // 4 + 2) // 256)
+    for count in (1, 2, 3, 5, 256):
+        srcs = [shifted(torch.ones(count), 1) for _ in range(2)]
+        (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+        assert len(one["accesses"]) == 1
