@@ -172,21 +172,24 @@ def test_every_failing_cuda_call(pools):
     )
 
 
-def destroyed(me: RankContext) -> tuple[float, Caught, bool]:
-    """Destroy the group without waiting for a send that its stream does not reach."""
+def destroyed(me: RankContext, stalled: bool) -> tuple[float, Caught, bool]:
+    """Destroy the group without waiting for a message that is received late, or that is stalled."""
     y = torch.zeros(LARGE)
-    work = send(me, stalled=True) if me.rank == 0 else dist.irecv(y, 0)
+    if me.rank == 1 and not stalled:
+        time.sleep(0.5)
+    work = send(me, stalled) if me.rank == 0 else dist.irecv(y, 0)
     start = time.monotonic()
     dist.destroy_process_group()
     took = time.monotonic() - start
-    return took, caught(work.wait), bool(y.any())
+    return took, caught(work.wait), torch.equal(y, values(LARGE, 1))
 
 
-@pytest.mark.slow
-def test_destroy_with_a_stalled_message(pools):
-    """In one or two shutdown timeouts."""
+@pytest.mark.parametrize("stalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_destroy_with_a_message_in_flight(pools, stalled):
+    """Rank 0 gives its peer some time: at most one or two shutdown timeouts."""
     with pools.fresh(2, site="late") as pool:
-        for took, error, written in pool.run(destroyed, seconds=60.0):
-            assert took < 12
-            assert "CollectiveError" in error.kinds, error
-            assert not written
+        sender, receiver = pool.run(destroyed, stalled, seconds=60.0)
+    for took, error, _ in (sender, receiver):
+        assert took < (12 if stalled else 3)
+        assert ("CollectiveError" in error.kinds) == stalled, error
+    assert receiver[2] == (not stalled)
