@@ -1,6 +1,6 @@
 // The executor between ranks that are threads or forked processes: random calls, whose results are,
-// bit for bit, those of the same plan run by one thread in the written order. Every rank generates
-// all of it from a seed. Usage: executor_test [cases per world] [worlds...]
+// bit for bit, those of the same plan run by one thread in the written order (every rank generates
+// all of it from a seed), and a root that is late. Usage: executor_test [cases] [worlds...]
 #include "../../csrc/rank_executor/executor.h"
 
 #include <array>
@@ -406,10 +406,46 @@ Body with_member(const std::function<void(Member&)>& body) {
   };
 }
 
+// Broadcasts by an algorithm whose plan a rank's thread can hold up.
+thread_local std::function<void()> while_planning;
+const RegisterAlgorithm kHeldUp({.name = "held_up",
+                                 .collective = Collective::broadcast,
+                                 .make =
+                                     [](const AlgorithmParams& params) {
+                                       if (while_planning) while_planning();
+                                       return find(Collective::broadcast, "direct")(params);
+                                     },
+                                 .cost = ""});
+
+// Rank 1 gives up before the root, which only fills its own staging buffer, enters the call.
+void run_late_root() {
+  std::atomic<bool> gave_up{false};
+  const auto ends = run_threads(2, settings_of(4096, kArena), [&](RankContext& me) {
+    Group group(me.store, me.rank, 2, me.settings);
+    std::vector<std::byte> ones(64);
+    const CallBufferMemory memory{{{ones.data(), ones.size()}}, {ones.size()}};
+    if (me.rank == 0) while_planning = [&] { gave_up.wait(false); };
+    const Deadline deadline = me.rank == 0 ? soon() : Clock::now() + 50ms;
+    const std::string error = refusal([&] {
+      RankExecutor(group, {}).run({.collective = Collective::broadcast,
+                                   .dtype = DType::u8,
+                                   .algorithm = "held_up",
+                                   .in_place = true,
+                                   .input = memory.view()},
+                                  0, deadline);
+    });
+    gave_up = true;
+    gave_up.notify_all();
+    return error;
+  });
+  expect_each_part(ends, "rank 0 did not arrive");
+}
+
 }  // namespace
 
 void test(int cases, const std::vector<int>& worlds) {
   run_store_choice();
+  run_late_root();
   for (const int world : worlds) {
     // Staging buffers so small that most calls take several pieces, and of the usual size.
     for (const std::size_t buffer_bytes :
