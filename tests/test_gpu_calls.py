@@ -59,10 +59,17 @@ def test_tree_order_on_devices_that_reach_each_other_or_not(peer_access: bool) -
 # --- asynchronous calls ---------------------------------------------------------------------------
 
 
-def test_an_asynchronous_call_overlaps_with_later_work(gpus: Gpus) -> None:
-    tensors = on_ranks(gpus, values(2))
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("tells", [None, False, True])
+def test_an_asynchronous_call_overlaps_with_later_work(gpus: Gpus, tells: bool | None) -> None:
+    """The current stream waits in wait(), also if the library of arrays uses it, too."""
+    tensors: list[Any] = on_ranks(gpus, values(2))
+    memory = tensors[0]
+    if tells is not None:
+        tensors = [Array(gpus, v, gpus.torch.current(0), tells) for v in values(2)]
+        memory = tensors[0].memory
     work = gpus.all_reduce(tensors, async_op=True)
-    gpus.torch.write(tensors[0], torch.zeros(8))  # before wait(): a mistake of the caller
+    gpus.torch.write(memory, torch.zeros(8))  # before wait(): a mistake of the caller
     assert gpus.cuda.race is not None
     work.wait()
 

@@ -293,17 +293,6 @@ def test_more_ranks_than_a_kernel_takes_are_refused(gpus: Gpus, lines: int) -> N
 # --- memory that is not torch's -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("tells", [False, True])
-def test_an_asynchronous_call_on_arrays_overlaps_with_later_work(gpus: Gpus, tells: bool) -> None:
-    """The current stream waits in wait(), although the arrays' library uses it, too."""
-    arrays = [Array(gpus, v, gpus.torch.current(0), tells) for v in values(2)]
-    work = gpus.all_reduce(arrays, async_op=True)
-    gpus.torch.write(arrays[0].memory, torch.zeros(8))  # before wait(): a mistake of the caller
-    assert gpus.cuda.race is not None
-    work.wait()
-
-
 def test_memory_that_is_not_aligned_is_refused(gpus: Gpus) -> None:
     tensors = [gpus.torch.empty_foreign(8, 0, offset) for offset in (0, 2)]
     with pytest.raises(ValueError, match=r"tensors\[1\] .*not aligned"):
