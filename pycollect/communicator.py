@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from . import _C, collectives, collectives_along_dim
-from .collectives import Order, ranks_of
+from .collectives import ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
-
-if TYPE_CHECKING:
-    from .tuning import Tuning
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,16 +51,9 @@ def _bound(
 ) -> Callable[Concatenate[Communicator, T, P], R]:
     """Return a method for a module function whose first argument has one item per rank."""
 
-    name = function.__name__
-    tunable = "algorithm" in inspect.signature(function).parameters
-
     @functools.wraps(function)
     def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._check(ranks, name)
-        if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
-            tree = kwargs.get("order", "rank") == "tree"
-            order: Order = "tree" if tree else "rank"
-            kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks), order)
+        self._check(ranks, function.__name__)
         return function(ranks, *args, **self._with_peer_access(kwargs))
 
     _describe(method, function, by_position=1)
@@ -106,8 +96,7 @@ class Communicator:
     ``peer_access`` defaults to the communicator's.
 
     Attributes: ``devices``, a list with the torch.device of each rank; ``world``, its length;
-    ``peer_access``, True, False or None (default: where it works); ``tuning``, the result of
-    ``tune`` (a pycollect.tuning.Tuning), or None for the library's selection of algorithms.
+    ``peer_access``, True, False or None (default: where it works).
 
     Raises ValueError for a device that does not exist or that this build does not support, and
     TypeError for a ``peer_access`` that is neither a bool nor None. Methods raise ValueError for a
@@ -126,7 +115,6 @@ class Communicator:
             raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
         self.devices = ranks_of(resolve(devices), "Communicator")
         self.peer_access = peer_access
-        self.tuning: Tuning | None = None
         if peer_access:
             _require_peer_access(self.devices)
 
@@ -158,38 +146,6 @@ class Communicator:
         Shared arguments and errors: `help(pycollect.collectives)`.
         """
         collectives.barrier(self.devices)
-
-    def tune(
-        self,
-        collectives: Sequence[str] | None = None,
-        *,
-        sizes: Sequence[int] | None = None,
-        seconds: float = 0.1,
-    ) -> Tuning:
-        """Time the algorithms on these devices, and use the fastest in later calls.
-
-        For each of ``collectives`` (default: all_reduce, reduce, broadcast and all_gather, which
-        have several algorithms) and each of ``sizes`` (default: 4 KiB, 64 KiB, 1 MiB and 16 MiB),
-        all algorithms take turns for about ``seconds``. A size is the bytes of a rank's input
-        tensor; an all_gather's result has W times as many. Calls without an ``algorithm`` then use
-        the fastest one that keeps the numerical contract for their dtype, so the bits do not
-        change. The result, a pycollect.tuning.Tuning, is returned and kept in ``tuning``, which may
-        be assigned to another communicator or set to None. Must not be called during the capture of
-        a CUDA graph. Raises ValueError for a collective with one algorithm only, for sizes below 4
-        bytes or that need more than half of the host's memory, and for seconds that are not above 0
-        and finite; TypeError for arguments of another type.
-
-        >>> two = Communicator("cpu*2")
-        >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)
-        ['broadcast']
-        """
-        from . import tuning
-
-        found = tuning.measure(
-            self.devices, collectives, sizes, seconds, peer_access=self.peer_access is not False
-        )
-        self.tuning = found.merged(self.tuning)
-        return self.tuning
 
     def __repr__(self) -> str:
         names = ", ".join(map(str, self.devices))

@@ -114,7 +114,6 @@ def arguments(module: Any, name: str) -> dict[str, Any]:
     return {p.name: given.get(p.name, p.default) for p in known}
 
 
-TUNE = {"collectives": ["broadcast"], "sizes": [64], "seconds": 1e-4}
 PLAN = {
     "collective": "broadcast",
     "world": 2,
@@ -185,7 +184,6 @@ def bound() -> Iterator[Case]:
             continue
         method = getattr(communicator, name)
         yield f"Communicator.{name}", method, functools.partial(without_devices, good)
-    yield "Communicator.tune", communicator.tune, lambda: dict(TUNE)
 
 
 def models(**figures: Any) -> object:
