@@ -1,4 +1,4 @@
-"""Describes this machine's GPUs: devices, peer access, links and copy rates.
+"""Describes this machine's GPUs: devices, peer access and copy rates.
 
 All values are plain, for `pycollect info --json`. Without a usable GPU, one sentence says why.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _C, nvml
+from . import _C
 from ._timing import host_time, nothing
 from .collectives import copy_
 from .devices import devices as devices_of
@@ -40,12 +40,12 @@ def absence() -> str | None:
 
 
 def describe(rates: bool = False) -> dict[str, Any]:
-    """Return devices, software, links and, if `rates`, copy rates; or why no GPU can be used.
+    """Return devices, software, peer access and, if `rates`, copy rates; or why there is no GPU.
 
     Keys: "gpus", a list with name, compute capability, memory in bytes and multiprocessors of each
     GPU; "no_gpu", a sentence, only if no GPU can be used; with a visible GPU also "gpu_software",
-    versions of driver and CUDA, "gpu_links", peer access and kind of link of every ordered pair,
-    and, if `rates` (default False), "copy_rates", the result of `copy_rates`.
+    versions of CUDA, "gpu_links", the peer access of every ordered pair, and, if `rates` (default
+    False), "copy_rates", the result of `copy_rates`.
 
     >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
     True
@@ -55,51 +55,44 @@ def describe(rates: bool = False) -> dict[str, Any]:
     count = torch.cuda.device_count()
     if count == 0:
         return {"gpus": [], **no_gpu}
-    with nvml.session() as library:
-        found = {
-            "gpus": [_device(i, library) for i in range(count)],
-            "gpu_software": _software(library),
-            "gpu_links": [] if why else _links(library),
-            **no_gpu,
-        }
+    found = {
+        "gpus": [_device(i) for i in range(count)],
+        "gpu_software": _software(),
+        "gpu_links": [] if why else _links(count),
+        **no_gpu,
+    }
     if rates:
         found["copy_rates"] = [] if why else copy_rates(devices_of("cuda:*"))
     return found
 
 
-def _device(index: int, library: nvml.Nvml | None) -> dict[str, Any]:
+def _device(index: int) -> dict[str, Any]:
     about = _cuda.get_device_properties(index)
-    found = {
+    return {
         "device": f"cuda:{index}",
         "name": about.name,
         "capability": f"{about.major}.{about.minor}",
         "memory_bytes": about.total_memory,
         "multiprocessors": about.multi_processor_count,
     }
-    nvlinks = library.nvlinks(str(about.uuid)) if library else None
-    return found if nvlinks is None else found | {"nvlinks": nvlinks}
 
 
-def _software(library: nvml.Nvml | None) -> dict[str, str | None]:
+def _software() -> dict[str, str | None]:
     newest: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009 (not in torch's types)
     return {
-        "driver": library.driver() if library else None,
         "driver_cuda": f"{newest // 1000}.{newest % 1000 // 10}",
         "runtime_cuda": torch.version.cuda,
     }
 
 
-def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
-    """Return for each ordered pair of GPUs what the driver and the self-test report, and the link.
+def _links(count: int) -> list[dict[str, Any]]:
+    """Return for each ordered pair of GPUs what the driver and the self-test report.
 
     "peer_access" is the driver's answer, and "works" is true if the self-test confirms it.
     """
-    count = torch.cuda.device_count()
-    uuids = [str(_cuda.get_device_properties(i).uuid) for i in range(count)]
     links = []
     for one, other in permutations(range(count), 2):
         reported, defect, rank = _C.peer_access(one, other)
-        link = library.link(uuids[one], uuids[other]) if library else None
         links.append(
             {
                 "from": f"cuda:{one}",
@@ -107,7 +100,6 @@ def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
                 "peer_access": reported,
                 "works": reported and not defect,
                 "defect": defect or None,
-                "link": link,
                 "performance_rank": rank if rank >= 0 else None,
             }
         )
@@ -184,11 +176,9 @@ def lines(found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _device_line(device: dict[str, Any]) -> str:
-    nvlinks = f", {device['nvlinks']} NVLinks up" if device.get("nvlinks") else ""
     return (
         f"{device['device']}: {device['name']}, compute capability {device['capability']}, "
         f"{device['memory_bytes'] / 2**30:.1f} GiB, {device['multiprocessors']} multiprocessors"
-        f"{nvlinks}"
     )
 
 
@@ -198,4 +188,4 @@ def _link_line(link: dict[str, Any]) -> str:
         reach = "no peer access"
     rank = link["performance_rank"]
     ranked = "" if rank is None else f", performance rank {rank}"
-    return f"{link['from']} -> {link['to']}: {link['link'] or 'link unknown'}; {reach}{ranked}"
+    return f"{link['from']} -> {link['to']}: {reach}{ranked}"
