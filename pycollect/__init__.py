@@ -6,11 +6,7 @@
 tensor([2., 2.])
 """
 
-from ._command import quiet_imports as _quiet_imports
-
-_quiet_imports()
-
-from ._build_check import check as _check  # noqa: E402
+from ._build_check import check as _check
 
 _check()
 

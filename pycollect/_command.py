@@ -1,7 +1,4 @@
-"""Common code of all commands: Ctrl-C, SIGTERM, and standard output that cannot be written.
-
-Imports few modules, because it is active while torch is being imported.
-"""
+"""Common code of all commands: Ctrl-C, SIGTERM, and standard output that cannot be written."""
 
 import os
 import signal
@@ -9,9 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from itertools import pairwise
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from ._files import OutputError
@@ -115,12 +110,9 @@ def run(program: str, work: Callable[[], int]) -> int:
     Prints nothing if the reader of a pipe has gone, as with `head`, and one sentence if the disk is
     full.
     """
-    ours = _restore_handlers()
     try:
         return _run_with_checked_stdout(work)
     except KeyboardInterrupt as stop:
-        if ours:  # a second Ctrl-C during the shutdown must print no traceback
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
         print_error(str(stop) or "interrupted")
         return BY_SIGNAL + getattr(stop, "number", signal.SIGINT)
     except OutputError as error:
@@ -186,54 +178,3 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def quiet_imports() -> None:
-    """Let Ctrl-C end a command of pycollect silently, from here until `run` begins.
-
-    Until then an environment variable with a bad value is reported in one sentence. In any other
-    program nothing is changed, as both are decisions of that program.
-    """
-    if not _is_command(sys.argv[0] if sys.argv else "", sys.orig_argv):
-        return
-    sys.excepthook = _print_bad_value
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if usual and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _end_at_once)
-
-
-def _print_bad_value(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    if issubclass(kind, ValueError):
-        print_error(f"pycollect: error: {error}")
-    else:
-        sys.__excepthook__(kind, error, traceback)
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(BY_SIGNAL + number)  # an exception would print a traceback through all of torch
-
-
-def _restore_handlers() -> bool:
-    """Undo `quiet_imports`; return whether it changed SIGINT, as it does in our commands."""
-    if sys.excepthook is _print_bad_value:
-        sys.excepthook = sys.__excepthook__
-    ours = signal.getsignal(signal.SIGINT) is _end_at_once
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return ours
-
-
-def _is_command(script: str, arguments: list[str]) -> bool:
-    """Return whether this process is a command of pycollect, by its command line.
-
-    >>> _is_command("-m", ["python", "-m", "pycollect.train"]), _is_command("mine.py", ["python"])
-    (True, False)
-    """
-    if script == "-m":  # sys.argv[0] until Python has found the module
-        modules = [b for a, b in pairwise(arguments) if a == "-m"]
-        return modules[:1] != [] and modules[0].partition(".")[0] == "pycollect"
-    path = Path(script)
-    ours = Path(__file__).resolve().parents[1] / "bench"  # exists in a checkout
-    return path.name == "pycollect" or path.resolve().parent == ours
