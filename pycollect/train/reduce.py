@@ -127,7 +127,8 @@ class ListSum:
         if not gradients[0]:
             return None
         if async_op and self.reduction is reduce_gradients_coalesced:
-            return pc.all_reduce_coalesced(gradients, async_op=True)
+            work: Pending = pc.all_reduce_coalesced(gradients, async_op=True)
+            return work
         self.reduction(gradients)
         return None
 
