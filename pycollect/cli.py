@@ -21,7 +21,7 @@ from ._sizes import size_argument
 
 
 def _info(args: argparse.Namespace) -> int:
-    found = info.describe(args.rates)
+    found = info.describe()
     if args.json:
         print(json.dumps(found, indent=2))
     else:
@@ -87,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add("info", _info, "Print versions, devices and settings, to paste into a report.")
     option("--json", action="store_true", help="as one JSON object")
-    option("--rates", action="store_true", help="also measure copies of GPUs, for about a second")
 
     option = add("plan", _plan, "Print, verify and predict the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)

@@ -1,29 +1,22 @@
-"""Describes this machine's GPUs: devices, peer access and copy rates.
+"""Describes this machine's GPUs: devices and peer access.
 
 All values are plain, for `pycollect info --json`. Without a usable GPU, one sentence says why.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import Any
 
 import torch
 
 from . import _C
-from ._timing import host_time, nothing
-from .collectives import copy_
-from .devices import devices as devices_of
+from ._timing import nothing
 
-# Large enough that the start of a copy hardly counts, small enough for any GPU.
-_RATE_BYTES = 64 << 20
-_RATE_COPIES = 5
 _cuda: Any = torch.cuda
 # The keys of `describe`'s result.
-KEYS = ("gpus", "no_gpu", "gpu_software", "gpu_links", "copy_rates")
+KEYS = ("gpus", "no_gpu", "gpu_software", "gpu_links")
 
 
 def absence() -> str | None:
@@ -39,13 +32,12 @@ def absence() -> str | None:
     return "no CUDA device is visible: no driver, no GPU, or CUDA_VISIBLE_DEVICES hides it"
 
 
-def describe(rates: bool = False) -> dict[str, Any]:
-    """Return devices, software, peer access and, if `rates`, copy rates; or why there is no GPU.
+def describe() -> dict[str, Any]:
+    """Return devices, software and peer access; or why no GPU can be used.
 
     Keys: "gpus", a list with name, compute capability, memory in bytes and multiprocessors of each
     GPU; "no_gpu", a sentence, only if no GPU can be used; with a visible GPU also "gpu_software",
-    versions of CUDA, "gpu_links", the peer access of every ordered pair, and, if `rates` (default
-    False), "copy_rates", the result of `copy_rates`.
+    versions of CUDA, and "gpu_links", the peer access of every ordered pair.
 
     >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
     True
@@ -55,15 +47,12 @@ def describe(rates: bool = False) -> dict[str, Any]:
     count = torch.cuda.device_count()
     if count == 0:
         return {"gpus": [], **no_gpu}
-    found = {
+    return {
         "gpus": [_device(i) for i in range(count)],
         "gpu_software": _software(),
         "gpu_links": [] if why else _links(count),
         **no_gpu,
     }
-    if rates:
-        found["copy_rates"] = [] if why else copy_rates(devices_of("cuda:*"))
-    return found
 
 
 def _device(index: int) -> dict[str, Any]:
@@ -106,42 +95,6 @@ def _links(count: int) -> list[dict[str, Any]]:
     return links
 
 
-def copy_rates(
-    devices: Sequence[torch.device], nbytes: int = _RATE_BYTES
-) -> list[dict[str, str | float]]:
-    """Measure copies from and to host memory, within devices and between them.
-
-    Returns a list of dicts: "what" names source and destination, and "bytes_per_second" is the
-    rate by the median of five copies of `nbytes` bytes (default 64 MiB), after a warm-up. On GPUs,
-    the whole list takes about a second.
-
-    >>> [rate["what"] for rate in copy_rates([torch.device("cpu")], 4096)][:1]
-    ['pageable to cpu']
-    """
-
-    def on(device: torch.device, pinned: bool = False) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-
-    def copies() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        for device in devices:
-            there = on(device)
-            for kind in ("pageable", "pinned") if device.type == "cuda" else ("pageable",):
-                here = on(torch.device("cpu"), kind == "pinned")
-                yield f"{kind} to {device}", there, here
-                yield f"{device} to {kind}", here, there
-            yield f"within {device}", on(device), there
-        for one, other in permutations(devices, 2):
-            yield f"{one} to {other}", on(other), on(one)
-
-    rates: list[dict[str, str | float]] = []
-    for what, dst, src in copies():
-        sample = host_time(partial(copy_, dst, src), synchronize=synchronizer(devices))
-        sample(1)
-        seconds = statistics.median(sample(_RATE_COPIES))
-        rates.append({"what": what, "bytes_per_second": nbytes / seconds})
-    return rates
-
-
 def synchronizer(devices: Iterable[torch.device]) -> Callable[[], None]:
     """Return a function that waits for the GPUs among the devices, each once."""
     gpus = sorted({d for d in devices if d.type == "cuda"}, key=str)
@@ -168,10 +121,6 @@ def lines(found: dict[str, Any]) -> dict[str, list[str]]:
     texts["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
     if found["gpu_links"]:
         texts["gpu_links"] = [_link_line(link) for link in found["gpu_links"]]
-    if found.get("copy_rates"):
-        texts["copy_rates"] = [
-            f"{r['what']}: {r['bytes_per_second'] / 1e9:.1f} GB/s" for r in found["copy_rates"]
-        ]
     return texts
 
 

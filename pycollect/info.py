@@ -20,12 +20,11 @@ from ._version import __version__
 from .plans import algorithms
 
 
-def describe(rates: bool = False) -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """Return versions, the record of the build, devices, links, settings and algorithms.
 
     All values are strings, numbers, booleans, None, and lists and dicts of these, so that the
-    result can be written as JSON. `rates` (default False) also measures copies of GPUs, in bytes
-    per second, which takes about a second. Without a usable GPU, the key "no_gpu" states why.
+    result can be written as JSON. Without a usable GPU, the key "no_gpu" states why.
 
     >>> describe()["torch"] == torch.__version__
     True
@@ -33,7 +32,7 @@ def describe(rates: bool = False) -> dict[str, Any]:
     built = build_info()
     return {
         **machine(),
-        **gpus.describe(rates),
+        **gpus.describe(),
         "cuda": {"torch": torch.version.cuda, "pycollect": built.get("cuda")},
         "build": {**built, "commit": built.get("commit") or "unknown"},
         "instruction_set": _C.instruction_set(),

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import groupby
 from numbers import Real
 from os import PathLike
-from typing import NamedTuple
 
 from . import _C
 from ._plan_picture import draw
@@ -45,9 +44,9 @@ class CostModel:
     or negative, and for a port or memory of zero.
 
     The named models are "nvlink", CostModel(1.5e-6, 400e9, 3000e9), for eight GPUs behind a switch,
-    and "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each. For another
-    machine, ``pycollect info --rates`` prints the rates of copies: port is that between two GPUs,
-    and memory twice that within a GPU, as a copy reads and writes. It does not measure alpha.
+    and "pcie", CostModel(3e-6, 24e9, 800e9, 20e9), for two sockets with four GPUs each. Of another
+    machine, port is the rate of a copy between two GPUs, and memory twice that within a GPU, as a
+    copy reads and writes.
 
     >>> import pycollect as pc
     >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
@@ -86,18 +85,6 @@ def figures_of(model: str | CostModel) -> _C.ModelTuple:
     if not isinstance(model, CostModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
     return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
-
-
-class TaskSpan(NamedTuple):
-    """The predicted start and end of one step, in seconds since the call.
-
-    rank: the rank that executes the step. step: the step's index in ``Plan.steps``.
-    """
-
-    rank: int
-    step: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -232,19 +219,6 @@ class Plan:
             return "a rank leaves the barrier before all have entered"
         return None
 
-    def timeline(self, model: str | CostModel = "nvlink") -> list[TaskSpan]:
-        """Return the predicted times of the steps, in the order of the steps.
-
-        A ``pycollect.plans.TaskSpan`` has rank, step, start and end. Takes the models of
-        ``predict``, and raises the same errors.
-
-        >>> import pycollect as pc
-        >>> [span.rank for span in pc.plan("gather", 3).timeline()]
-        [0, 0, 0]
-        """
-        spans = self._timeline(model)[1]
-        return [TaskSpan(*span) for span in spans if span[1] >= 0]
-
     def predict(self, model: str | CostModel = "nvlink") -> float:
         """Return the predicted seconds from the call until the last rank returns.
 
@@ -261,6 +235,7 @@ class Plan:
         return self._timeline(model)[0]
 
     def _timeline(self, model: str | CostModel) -> tuple[float, list[_C.SpanTuple]]:
+        """Return the prediction, and each task: rank, step or -1, start and end in seconds."""
         return _C.predict(self._program, self.nbytes, figures_of(model))
 
     def plot(self, path: str | PathLike[str], model: str | CostModel = "nvlink") -> None:

@@ -187,11 +187,10 @@ def bound() -> Iterator[Case]:
 
 
 def models(**figures: Any) -> object:
-    """Build a CostModel from the figures and use it: predict, timeline and plot a plan with it."""
+    """Build a CostModel from the figures and use it: predict and plot a plan with it."""
     model = pc.CostModel(**figures)
     plan = pc.plan("all_reduce", 2)
     plan.predict(model)
-    plan.timeline(model)
     plan.plot(FOLDER / "plan.svg", model)
     return model
 
@@ -235,7 +234,6 @@ def cases() -> Iterator[Case]:
     yield "plan", planned, lambda: dict(PLAN)
     yield "CostModel", models, lambda: dict(MODEL)
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
-    yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
     yield "Plan.plot", made.plot, lambda: {"path": FOLDER / "a.svg", "model": "nvlink"}
     yield "SymmetricAllocator", pc.SymmetricAllocator, lambda: {"group": None, "device": None}
     yield (
