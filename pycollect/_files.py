@@ -157,9 +157,8 @@ def writing(what: str, path: Path | str) -> Iterator[None]:
 
 
 def write(what: str, path: Path | str, content: str | bytes) -> None:
-    """Write a complete file; OutputError if that fails, or if the path is not a regular file."""
+    """Write a complete file; OutputError if that fails."""
     with writing(what, path):
-        _require_regular(path)
         Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -175,7 +174,6 @@ def replace(path: Path | str, fill: Callable[[BinaryIO], object]) -> None:
 
     Raises OSError, and the exceptions of `fill`; the old file is then unchanged.
     """
-    _require_regular(path)
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name[:_NAME_BYTES]}.{os.getpid()}")
     try:
@@ -187,10 +185,3 @@ def replace(path: Path | str, fill: Callable[[BinaryIO], object]) -> None:
     finally:
         with suppress(OSError):  # absent after a successful move, or if it was never created
             beside.unlink()
-
-
-def _require_regular(path: Path | str) -> None:
-    """Raise OSError unless the path is a regular file or free now; it may change after a check."""
-    kind = kind_of(path)
-    if kind not in ("", _REGULAR):
-        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
