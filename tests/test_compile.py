@@ -9,8 +9,6 @@ import shutil
 import pytest
 import torch
 from graph_functions import BROKEN, FULL, TWO, gradients, inputs, out_of_place, trained
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import assert_same, randoms
 
 import pycollect as pc
@@ -144,56 +142,6 @@ def test_full_graphs_do_not_compute_gradients_that_nobody_needs():
     with torch.no_grad():
         assert_same([compiled(a.requires_grad_(), b)], [trained(a, b)])
     assert not compiled(a.detach(), b).requires_grad
-
-
-@settings(max_examples=10)
-@given(st.data())
-def test_full_graphs_of_random_calls(data):
-    world = data.draw(st.integers(1, 4))
-    shape = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-    transpose = data.draw(st.booleans())
-    calls = data.draw(st.lists(st.sampled_from(range(6)), min_size=1, max_size=4))
-
-    def program(*tensors):
-        x = [t.transpose(0, -1) if transpose else t.clone() for t in tensors]
-        for call in calls:
-            x = STEPS[call](x, dim)
-        return x
-
-    torch._dynamo.reset()
-    tensors = randoms(world, shape, dtype)
-    wanted = program(*tensors)
-    got = torch.compile(program, backend="aot_eager", fullgraph=True)(*tensors)
-    assert_same(got, wanted)
-    assert [t.stride() for t in got] == [t.stride() for t in wanted]
-
-
-def in_place(call):
-    def step(x, _dim):
-        call(x)
-        return x
-
-    return step
-
-
-def alike(x):
-    return [x[0].clone() for _ in x]
-
-
-def halves(x, dim):
-    return [t.narrow(dim, 0, t.shape[dim] // 2) for t in x]
-
-
-STEPS = [
-    in_place(lambda x: pc.all_reduce([t.contiguous() for t in x], "max")),
-    lambda x, dim: autograd.all_reduce(x),
-    lambda x, dim: halves(pc.all_gather(x, dim=dim), dim),
-    lambda x, dim: alike(pc.all_to_all(x, dim=dim)),
-    lambda x, dim: alike(pc.scatter(x[-1], f"cpu*{len(x)}", dim=dim)),
-    lambda x, dim: alike([pc.gather(x, dim=dim), *x]),
-]
 
 
 @pytest.mark.slow
