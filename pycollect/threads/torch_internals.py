@@ -1,30 +1,8 @@
 """The parts of torch that are not public, and on which ranks as threads depend.
 
-Tried with torch 2.11 to 2.15. If a version lacks a part, `require_parts` raises and names
-it. Each part has one use here:
-
-* `distributed_c10d._world`: the state of `torch.distributed` in this process. While ranks run, a
-  `_WorldOfThread` is in its place, which has a world for each rank.
-* `ThreadLocalWorld` (torch's own tests): a world that is not in module variables. torch adds its
-  fields when it adds one to `_world`.
-* `distributed_c10d.rendezvous`: finds the store of `init_process_group`. Ranks use their launch's.
-* `distributed_c10d._new_process_group_helper`: creates every group. In a rank, every backend is
-  pycollect's.
-* `distributed_c10d.get_debug_level`: with DETAIL, torch adds a group of gloo to every group.
-* `TCPStore.__init__`: a server waits for its clients, unless told otherwise.
-* `_set_thread_isolation_mode`: gives each thread a registry of groups by name, for functional
-  collectives and compiled code. `_register_process_group` and `_unregister_process_group` hand the
-  names on to threads that a rank starts.
-* `tensor._random._rng_tracker`: DTensor's random state, a module variable.
-* `DTensor._op_dispatcher._custom_op_handlers`: what `loss_parallel` changes; see op_handlers.py.
-* `_global_forward_hooks` and its like, and the settings of `torch.utils.checkpoint`: module
-  variables.
-* `autograd.profiler._prepare_profiler`, `_enable_profiler`, `_disable_profiler` and
-  `_is_profiler_enabled`, `custom_ops.get_library_allowing_overwrite`,
-  `torch._C._ensureCUDADeviceGuardSet`, and `DistributedDataParallel._inside_ddp_forward` and
-  `_get_active_ddp_module`: see process_wide.py.
-* `torch.cuda._lazy_seed_tracker`: the seeds that CUDA gets when it is initialized. `_initialized`
-  says whether it is; the extension reads it between two turns, when it must not run Python code.
+Tried with torch 2.11 to 2.15. If a version lacks a part of `_PARTS`, `require_parts` raises and
+names it. `DTensor._op_dispatcher._custom_op_handlers` is in op_handlers.py, and what
+process_wide.py replaces in `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -37,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any, cast
@@ -57,18 +36,20 @@ _HOOKS = (
 _CHECKPOINT = ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
 _PARTS = {
     "torch.distributed.distributed_c10d": (
-        "_world",
-        "rendezvous",
-        "_new_process_group_helper",
-        "get_debug_level",
+        "_world",  # the state of a process: a _WorldOfThread is in its place, while ranks run
+        "rendezvous",  # finds the store of init_process_group: ranks use their launch's
+        "_new_process_group_helper",  # creates every group: in a rank, of backend pycollect
+        "get_debug_level",  # with DETAIL, torch adds a group of gloo to every group
     ),
     "torch._C._distributed_c10d": (
-        "_set_thread_isolation_mode",
-        "_register_process_group",
+        "_set_thread_isolation_mode",  # gives each thread a registry of groups by name ...
+        "_register_process_group",  # ... whose names are handed on to threads that a rank starts
         "_unregister_process_group",
-        "TCPStore",
+        "TCPStore",  # whose server waits for its clients, unless told otherwise
     ),
-    "torch._C": ("_ensureCUDADeviceGuardSet",),
+    "torch._C": ("_ensureCUDADeviceGuardSet",),  # this and the profiler's: see process_wide.py
+    # The seeds that CUDA gets when it is initialized; whether it is. The extension reads the latter
+    # between two turns, when it must not run Python code.
     "torch.cuda": ("_lazy_seed_tracker", "_initialized"),
     "torch.autograd.profiler": (
         "_prepare_profiler",
@@ -78,7 +59,9 @@ _PARTS = {
     ),
     "torch.nn.modules.module": _HOOKS,
     "torch.utils.checkpoint": _CHECKPOINT,
-    "torch._library.custom_ops": ("get_library_allowing_overwrite",),
+    "torch._library.custom_ops": ("get_library_allowing_overwrite",),  # see process_wide.py
+    # torch's own tests have a world that is not in module variables. torch adds its fields when it
+    # adds one to `_world`.
     "torch.testing._internal.distributed.multi_threaded_pg": ("ThreadLocalWorld", "WorldData"),
 }
 # Module variables of which every rank has its own value, while ranks run one at a time.
@@ -253,7 +236,7 @@ def _without_prefix(store: Any) -> Any:
 
 
 def _new_group_helper(
-    scheduler: _C.RankScheduler, original: Callable[..., Any], replaced: Callable[[str], None]
+    scheduler: _C.RankScheduler, replaced: Callable[[str], None], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     def new_group_helper(
         group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any,
@@ -311,41 +294,34 @@ def worlds_of(scheduler: _C.RankScheduler, replaced: Callable[[str], None]) -> I
 
     Calls `replaced(name)` when a rank asks for another backend than pycollect.
     """
-    worlds = []
-    for _ in range(scheduler.world):
-        worlds.append(_new_world())
-    isolate = sys.modules["torch._C._distributed_c10d"]._set_thread_isolation_mode
-    before: dict[str, Any] = {
-        name: getattr(c10d, name)
-        for name in ("_world", "rendezvous", "_new_process_group_helper", "get_debug_level",
-                     "_backend", "_default_pg_init_method", "default_pg_nccl_timeout")
-        if hasattr(c10d, name)
-    }  # fmt: skip
+    worlds = [_new_world() for _ in range(scheduler.world)]
     hook, dtype, filters = sys.excepthook, torch.get_default_dtype(), list(warnings.filters)
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    c10d.get_debug_level = _debug_level(scheduler, c10d.get_debug_level)
-    c10d._world = _WorldOfThread(scheduler, worlds, c10d._world)
-    c10d.rendezvous = _rendezvous(scheduler, c10d.rendezvous)
-    c10d._new_process_group_helper = _new_group_helper(
-        scheduler, c10d._new_process_group_helper, replaced
-    )
-    # torch warns of a build without NCCL where a rank asks for NCCL's default timeout.
-    c10d.default_pg_nccl_timeout = before.get("default_pg_nccl_timeout") or c10d.default_pg_timeout
-    tcp_store = sys.modules["torch._C._distributed_c10d"].TCPStore
-    init_store = tcp_store.__init__
-    tcp_store.__init__ = _store_without_wait(scheduler, init_store)
-    isolate(True)
-    try:
-        yield
-    finally:
-        isolate(False)
-        tcp_store.__init__ = init_store
-        for name, value in before.items():
-            setattr(c10d, name, value)
-        sys.excepthook = hook
-        torch.set_default_dtype(dtype)
-        torch.set_anomaly_enabled(*anomaly)
-        cast(Any, warnings.filters)[:] = filters  # of ranks in parallel, which share them
+    registry = sys.modules["torch._C._distributed_c10d"]
+
+    def same(value: Any) -> Any:
+        return value
+
+    replacements: list[Replacement] = [
+        (c10d, "get_debug_level", partial(_debug_level, scheduler)),
+        (c10d, "_world", partial(_WorldOfThread, scheduler, worlds)),
+        (c10d, "rendezvous", partial(_rendezvous, scheduler)),
+        (c10d, "_new_process_group_helper", partial(_new_group_helper, scheduler, replaced)),
+        # torch warns of a build without NCCL where a rank asks for NCCL's default timeout.
+        (c10d, "default_pg_nccl_timeout", lambda found: found or c10d.default_pg_timeout),
+        (registry.TCPStore, "__init__", partial(_store_without_wait, scheduler)),
+        *((c10d, name, same) for name in ("_backend", "_default_pg_init_method")),  # restored
+    ]
+    with attributes_replaced([item for item in replacements if hasattr(*item[:2])]):
+        registry._set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            registry._set_thread_isolation_mode(False)
+            sys.excepthook = hook
+            torch.set_default_dtype(dtype)
+            torch.set_anomaly_enabled(*anomaly)
+            cast(Any, warnings.filters)[:] = filters  # of ranks in parallel, which share them
 
 
 def make_default_group(timeout: Any = None) -> None:
