@@ -15,8 +15,6 @@ from . import _C
 from ._timing import nothing
 
 _cuda: Any = torch.cuda
-# The keys of `describe`'s result.
-KEYS = ("gpus", "no_gpu", "gpu_software", "gpu_links")
 
 
 def absence() -> str | None:
@@ -33,11 +31,11 @@ def absence() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """Return devices, software and peer access; or why no GPU can be used.
+    """Return devices and their peer access; or why no GPU can be used.
 
     Keys: "gpus", a list with name, compute capability, memory in bytes and multiprocessors of each
-    GPU; "no_gpu", a sentence, only if no GPU can be used; with a visible GPU also "gpu_software",
-    versions of CUDA, and "gpu_links", the peer access of every ordered pair.
+    GPU; "no_gpu", a sentence, only if no GPU can be used; with a visible GPU also "driver_cuda",
+    the newest CUDA of the driver, and "gpu_links", the peer access of every ordered pair.
 
     >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
     True
@@ -47,9 +45,10 @@ def describe() -> dict[str, Any]:
     count = torch.cuda.device_count()
     if count == 0:
         return {"gpus": [], **no_gpu}
+    newest: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009 (not in torch's types)
     return {
         "gpus": [_device(i) for i in range(count)],
-        "gpu_software": _software(),
+        "driver_cuda": f"{newest // 1000}.{newest % 1000 // 10}",
         "gpu_links": [] if why else _links(count),
         **no_gpu,
     }
@@ -63,14 +62,6 @@ def _device(index: int) -> dict[str, Any]:
         "capability": f"{about.major}.{about.minor}",
         "memory_bytes": about.total_memory,
         "multiprocessors": about.multi_processor_count,
-    }
-
-
-def _software() -> dict[str, str | None]:
-    newest: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009 (not in torch's types)
-    return {
-        "driver_cuda": f"{newest // 1000}.{newest % 1000 // 10}",
-        "runtime_cuda": torch.version.cuda,
     }
 
 
@@ -104,37 +95,3 @@ def synchronizer(devices: Iterable[torch.device]) -> Callable[[], None]:
             _cuda.synchronize(device)
 
     return synchronize if gpus else nothing
-
-
-def lines(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Format the result of `describe` as lines of text, by heading.
-
-    >>> lines({"gpus": [], "no_gpu": "the installed torch has no CUDA part"})
-    {'gpus': ['none: the installed torch has no CUDA part']}
-    """
-    texts = {"gpus": [_device_line(d) for d in found["gpus"]]}
-    if "no_gpu" in found:
-        texts["gpus"].append(f"none{' is used' if found['gpus'] else ''}: {found['no_gpu']}")
-    if not found["gpus"]:
-        return texts
-    software = found["gpu_software"]
-    texts["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
-    if found["gpu_links"]:
-        texts["gpu_links"] = [_link_line(link) for link in found["gpu_links"]]
-    return texts
-
-
-def _device_line(device: dict[str, Any]) -> str:
-    return (
-        f"{device['device']}: {device['name']}, compute capability {device['capability']}, "
-        f"{device['memory_bytes'] / 2**30:.1f} GiB, {device['multiprocessors']} multiprocessors"
-    )
-
-
-def _link_line(link: dict[str, Any]) -> str:
-    reach = "peer access, tried" if link["works"] else f"peer access reported, but {link['defect']}"
-    if not link["peer_access"]:
-        reach = "no peer access"
-    rank = link["performance_rank"]
-    ranked = "" if rank is None else f", performance rank {rank}"
-    return f"{link['from']} -> {link['to']}: {reach}{ranked}"

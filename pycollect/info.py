@@ -115,19 +115,19 @@ def _ranges(numbers: Iterable[int]) -> str:
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """Format the result of `describe` as lines of text, with the names in a column.
 
-    >>> next(lines({"torch": "2.13.0", "gpus": [], "no_gpu": "hidden"}))
-    'torch  2.13.0'
+    >>> [*lines({"torch": "2.13.0", "gpus": [{"name": "H200"}, {"name": "H200"}]})]
+    ['torch  2.13.0', 'gpus   name: H200', '       name: H200']
     """
-    plain = {name: _lines_of(value) for name, value in found.items() if name not in gpus.KEYS}
-    by_name = plain | gpus.lines(found)
-    width = max(map(len, by_name))
-    for name, texts in by_name.items():
-        for text in texts:
+    width = max(map(len, found))
+    for name, value in found.items():
+        for text in _lines_of(value):
             yield f"{name:<{width}}  {text}"
             name = ""
 
 
 def _lines_of(value: Any) -> list[str]:
+    if isinstance(value, list):  # of GPUs, or of their links
+        return [", ".join(_lines_of(item)) for item in value]
     if isinstance(value, dict):
         return [f"{key}: {item}" for key, item in value.items()] or ["none"]
     return [str(value)]
