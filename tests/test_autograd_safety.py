@@ -108,53 +108,21 @@ def test_inference_tensors():
         for collective in OUT_OF_PLACE:
             got = getattr(pc, collective)(tensors)
             assert_same(got, expected(collective, tensors), collective)
-    kept = [t.clone() for t in tensors]
-    try:
-        pc.all_reduce(tensors)
-    except (ValueError, RuntimeError):
-        assert_same(tensors, kept)
-    else:
-        assert_same(tensors, [left_fold(kept, "sum")] * 3)
-
-
-def lazy_views():
-    z = randoms(2, (5, 4), torch.complex64, tame=True)
-    yield "conj", [t.clone().conj() for t in z]
-    yield "neg", [t.clone().conj().imag for t in z]
-    yield "one conj", [z[0].clone(), z[1].clone().conj()]
+    pc.all_reduce(tensors)  # outside of the mode
+    assert_same(tensors, [left_fold([left_fold(values, "sum")] * 3, "sum")] * 3)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast", *OUT_OF_PLACE])
-def test_lazy_conjugates_and_negatives_are_correct_or_refused(collective):
-    for what, tensors in lazy_views():
-        assert any(t.is_conj() or t.is_neg() for t in tensors)
-        values = [t.resolve_conj().resolve_neg().clone() for t in tensors]
-        try:
-            got = getattr(pc, collective)(tensors)
-        except ValueError:
-            assert_same(tensors, values, what)
-        else:
-            assert_same(tensors if got is None else got, expected(collective, values), what)
+def test_lazy_conjugates_and_negatives_are_refused(collective):
+    z, other = randoms(2, (5, 4), torch.complex64, tame=True)
+    for tensors in ([z.conj(), other.conj()], [z.conj().imag, other.conj().imag], [z, z.conj()]):
+        kept = [t.clone() for t in tensors]
+        with pytest.raises(ValueError, match="lazy conjugate or negative"):
+            getattr(pc, collective)(tensors)
+        assert_same(tensors, kept)
 
 
-def test_lazy_views_of_one_memory_are_refused():
-    z = randoms(1, (6,), torch.complex64)[0]
-    kept = z.clone()
-    with pytest.raises(ValueError, match=r"share|resolve_conj"):
-        pc.all_reduce([z, z.conj()])
-    assert_same([z], [kept])
-
-
-def test_vmap_is_correct_or_refused():
+def test_vmap_is_refused():
     a, b = randoms(2, (3, 4), torch.float32, tame=True)
-    wanted = a + b
-
-    def summed(x, y):
-        pc.all_reduce([x, y])
-        return x
-
-    try:
-        got = torch.vmap(summed)(a, b)
-    except (ValueError, RuntimeError, TypeError):
-        return
-    assert_same([got], [wanted])
+    with pytest.raises(ValueError, match="no memory of its own"):
+        torch.vmap(lambda x, y: pc.all_reduce([x, y]) or x)(a, b)
