@@ -222,7 +222,7 @@ def scatter(
         if chunk_sizes is None
         else _lengths(chunk_sizes, "scatter", "chunk_sizes")
     )
-    return apply(Scatter(ranks, origin, at, chunks), [tensor])
+    return apply(Scatter(ranks, at, origin, chunks), [tensor])
 
 
 @operator_in_graph()
@@ -241,7 +241,7 @@ def gather(
     devices = _devices(tensors, "gather")
     at, lengths = _along(tensors, dim, "gather")
     target = devices[0] if device is None else _single(device, "gather")
-    (result,) = apply(Gather(devices, target, at, lengths), tensors)
+    (result,) = apply(Gather(devices, at, target, lengths), tensors)
     return result
 
 

@@ -180,10 +180,6 @@ class TreeSum(LinearCollective):
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         return [operators.tree_sum(tensors, dtype=self.result)]
 
-    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        (total,) = apply(self, tensors)
-        return total
-
     def transposed(self) -> LinearCollective:
         return Spread(self.parts, self.dtype, self.result)
 

@@ -33,11 +33,20 @@ def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AllGather(LinearCollective):
-    """All-gather: the concatenation of all tensors, for every rank."""
+class AlongDim(LinearCollective):
+    """A collective along `dim`."""
 
     devices: Devices
     dim: int
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class AllGather(AlongDim):
+    """All-gather: the concatenation of all tensors, for every rank."""
+
     lengths: Lengths
     mean: bool = False
     algorithm: str | None = None
@@ -52,23 +61,18 @@ class AllGather(LinearCollective):
         return list(operators.all_gather(scaled, self.dim, algorithm=self.algorithm))
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        gather = Gather(self.devices, self.devices[rank], self.dim, self.lengths)
+        gather = Gather(self.devices, self.dim, self.devices[rank], self.lengths)
         (result,) = apply(gather, self._scaled(tensors))
         return result
 
     def transposed(self) -> LinearCollective:
         return ReduceScatter(self.devices, self.dim, self.lengths, self.mean, order=self.order)
 
-    def batched(self) -> LinearCollective:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class ReduceScatter(LinearCollective):
+class ReduceScatter(AlongDim):
     """Reduce-scatter: one chunk of the sum or mean for each rank."""
 
-    devices: Devices
-    dim: int
     lengths: Lengths
     mean: bool = False
     algorithm: str | None = None
@@ -89,16 +93,11 @@ class ReduceScatter(LinearCollective):
     def transposed(self) -> LinearCollective:
         return AllGather(self.devices, self.dim, self.lengths, self.mean, order=self.order)
 
-    def batched(self) -> LinearCollective:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class AllToAll(LinearCollective):
+class AllToAll(AlongDim):
     """All-to-all: rank i sends a chunk of length splits[i][j] along `dim` to rank j."""
 
-    devices: Devices
-    dim: int
     splits: tuple[Lengths, ...]
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -109,23 +108,18 @@ class AllToAll(LinearCollective):
         pairs = zip(tensors, self.splits, strict=True)
         chunks = [_chunk(t, self.dim, lengths, rank) for t, lengths in pairs]
         lengths = tuple(lengths[rank] for lengths in self.splits)
-        (result,) = apply(Gather(self.devices, self.devices[rank], self.dim, lengths), chunks)
+        (result,) = apply(Gather(self.devices, self.dim, self.devices[rank], lengths), chunks)
         return result
 
     def transposed(self) -> LinearCollective:
         return replace(self, splits=tuple(zip(*self.splits, strict=True)))
 
-    def batched(self) -> LinearCollective:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class Scatter(LinearCollective):
+class Scatter(AlongDim):
     """Scatter: one chunk of a tensor on device `origin` for each of `devices`."""
 
-    devices: Devices
     origin: torch.device
-    dim: int
     lengths: Lengths
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -139,26 +133,18 @@ class Scatter(LinearCollective):
         return result
 
     def transposed(self) -> LinearCollective:
-        return Gather(self.devices, self.origin, self.dim, self.lengths)
-
-    def batched(self) -> LinearCollective:
-        return replace(self, dim=self.dim + 1)
+        return Gather(self.devices, self.dim, self.origin, self.lengths)
 
 
 @dataclass(frozen=True)
-class Gather(LinearCollective):
+class Gather(AlongDim):
     """Gather: the concatenation of all tensors, on device `target`."""
 
-    devices: Devices
     target: torch.device
-    dim: int
     lengths: Lengths
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         return [operators.gather(tensors, self.target, self.dim)]
 
     def transposed(self) -> LinearCollective:
-        return Scatter(self.devices, self.target, self.dim, self.lengths)
-
-    def batched(self) -> LinearCollective:
-        return replace(self, dim=self.dim + 1)
+        return Scatter(self.devices, self.dim, self.target, self.lengths)

@@ -25,11 +25,8 @@ class LinearCollective:
         raise NotImplementedError
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        """Compute only the result of `rank`, and record the computation in autograd.
-
-        A collective that overrides `some` need not implement this.
-        """
-        raise NotImplementedError
+        """Compute the result of `rank`, if possible only that, and record it in autograd."""
+        return apply(self, tensors)[rank]
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Compute only the results whose `wanted` is True, and record them in autograd.
