@@ -69,6 +69,7 @@ def cases(world: int) -> dict[str, tuple[Callable[..., object], Shapes]]:
         "all_reduce scalars": (lambda *t: tuple(autograd.all_reduce(t)), [()] * world),
         "all_reduce nothing": (lambda *t: tuple(autograd.all_reduce(t)), [(0, 2)] * world),
         "reduce": (lambda *t: autograd.reduce(t, world - 1), even),
+        "tree_sum": (lambda *t: autograd.tree_sum(t), even),
         "reduce avg": (lambda *t: autograd.reduce(t, op="avg"), even),
         "broadcast": (lambda *t: tuple(autograd.broadcast(t, world // 2)), even),
         "copy": (lambda t: autograd.copy(t, "cpu"), even[:1]),

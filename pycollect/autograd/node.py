@@ -25,8 +25,11 @@ class LinearCollective:
         raise NotImplementedError
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        """Compute the result of `rank`, if possible only that, and record it in autograd."""
-        return apply(self, tensors)[rank]
+        """Compute only the result of `rank`, and record the computation in autograd.
+
+        A collective that has one result, or overrides `some`, need not implement this.
+        """
+        raise NotImplementedError
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Compute only the results whose `wanted` is True, and record them in autograd.
