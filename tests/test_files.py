@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 
 import programs
@@ -37,14 +36,7 @@ COMMANDS = {
     "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
     "train-checkpoint": lambda file: train_main([*TRAIN, "--checkpoint", file]),
     "train-plot": lambda file: train_main([*TRAIN, "--plot", file]),
-    "processes-json": lambda file: bench.main(["--processes", "2", *QUICK[:2], "--json", file]),
-    "cli-bench": lambda file: cli.main(["bench", *QUICK, "--json", file]),
-    "train.py-plot": lambda file: import_module("train").main(["--plot", file]),
     "redraw": lambda file: bench.main(["--redraw", RECORD, "--plot", file]),
-    **{
-        f"{name}.py-json": lambda file, name=name: import_module(name).main(["--json", file])
-        for name in ("copies", "executor_bandwidth", "train")
-    },
 }
 IN_THE_WAY = {
     "a FIFO": os.mkfifo,

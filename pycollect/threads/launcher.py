@@ -236,7 +236,7 @@ class Launch:
         if any(rank == other for other, _ in self._failures):
             return  # another error follows from the first
         self._failures.append((rank, error))
-        self._end(_C.EndKind.PEER_LOST, f"rank {rank} raised {_summary(error)}")
+        self._scheduler.abort(_C.EndKind.PEER_LOST, f"rank {rank} raised {_summary(error)}")
 
     def _leave_rank(self, rank: int) -> None:
         try:
@@ -245,9 +245,6 @@ class Launch:
             self._fail(rank, error)
         finally:
             self._scheduler.leave()
-
-    def _end(self, kind: Any, cause: str) -> None:
-        self._scheduler.abort(kind, cause)
 
     def _run_ranks(self) -> None:
         """Run all ranks until they have ended; end them when the time is over, or at Ctrl-C."""
@@ -261,29 +258,25 @@ class Launch:
                     self._time_out()
         except BaseException as error:  # Ctrl-C, or a thread that could not be started
             self._failures.insert(0, (-1, error))
-            self._end(_C.EndKind.PEER_LOST, "the launch was interrupted")
+            self._scheduler.abort(_C.EndKind.PEER_LOST, "the launch was interrupted")
         self._stop_ranks()
-        self._end(_C.EndKind.PEER_LOST, "the launch has ended")  # for works that still wait
-
-    def _line_of(self, rank: int) -> str:
-        return _user_line(self._threads[rank].ident)
+        self._scheduler.abort(
+            _C.EndKind.PEER_LOST, "the launch has ended"
+        )  # for works that still wait
 
     def _alive(self) -> list[int]:
-        return [r for r in range(self._world) if self._threads[r].ident and not self._has_ended(r)]
-
-    def _has_ended(self, rank: int) -> bool:
         # Not Thread.is_alive: an interrupted join makes it wrong until Python 3.12.
-        return self._ended[rank].is_set()
+        ended = [event.is_set() for event in self._ended]
+        return [r for r, thread in enumerate(self._threads) if thread.ident and not ended[r]]
 
     def _time_out(self) -> None:
         cause = "the launch has not ended within its timeout"
-        places = {rank: self._line_of(rank).removeprefix(", ") for rank in self._alive()}
-        lines = "".join(
-            f"\n  rank {rank} is {place or 'waiting for its first turn'}"
-            for rank, place in places.items()
-        )
+        lines = ""
+        for rank in self._alive():
+            place = _user_line(self._threads[rank].ident).removeprefix(", ")
+            lines += f"\n  rank {rank} is {place or 'waiting for its first turn'}"
         self._failures.insert(0, (-1, Timeout(f"launch: {cause}:{lines}")))
-        self._end(_C.EndKind.TIMED_OUT, cause)
+        self._scheduler.abort(_C.EndKind.TIMED_OUT, cause)
 
     def _stop_ranks(self) -> None:
         """Wait for the ranks, which raise where they wait; interrupt those that run."""
