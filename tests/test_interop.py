@@ -171,11 +171,15 @@ def test_negative_strides_are_refused():
     # In a process of its own: torch.from_dlpack ends a process that passes negative strides.
     script = (
         "import numpy as np, pycollect as pc\n"
+        "class Bare:\n"  # an array without attributes, as far as the caller knows
+        "    def __init__(self, a):\n"
+        "        self.__dlpack__, self.__dlpack_device__ = a.__dlpack__, a.__dlpack_device__\n"
         "x = [np.arange(6.0)[::-1], np.arange(6.0)]\n"
-        "for call in (pc.all_reduce, pc.all_gather):\n"
+        "for call in (pc.all_reduce, pc.all_gather) * 2:\n"
         "    try: call(x)\n"
         "    except ValueError as e: assert '[0]' in str(e) and 'strides' in str(e), e\n"
         "    else: raise SystemExit('not refused')\n"
+        "    x[0] = Bare(np.arange(6.0)[::-1])\n"
         "assert (x[1] == np.arange(6.0)).all()\n"
     )
     done = programs.run([sys.executable, "-c", script], timeout=60)
