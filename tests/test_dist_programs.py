@@ -14,8 +14,7 @@ import random
 import pytest
 import torch.distributed as dist
 from dist_pool import OURS, RankContext
-from dist_soak_calls import GroupRank
-from dist_soak_steps import KINDS, SYMMETRIC_CALLS, Pending, begin_step, choose
+from dist_soak_steps import KINDS, SYMMETRIC_CALLS, GroupRank, Pending, begin_step, choose
 from sites import THREADS, not_on
 from thread_programs import PARALLEL
 
@@ -23,7 +22,7 @@ from pycollect import threads
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="runs pycollect alone"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore"),
 ]
 STEPS = 12
 _Groups = dict[tuple[int, ...], dist.ProcessGroup]
@@ -46,7 +45,7 @@ def run_program(rank: int, seed: int, groups: _Groups) -> None:
         if rank not in members:
             continue
         me = GroupRank(groups[members], members.index(rank), mine)
-        pending.append(begin_step(me, kind, number, 1000 * seed + number, frozenset()))
+        pending.append(begin_step(me, kind, number, 1000 * seed + number))
         while pending and mine.random() < 0.5:
             pending.pop(mine.randrange(len(pending))).finish()
     for step in pending:

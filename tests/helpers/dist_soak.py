@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from dist_pool import RankContext, backend_of
-from dist_soak_calls import GroupRank
 from dist_soak_steps import (
     KINDS,
     MESSAGES,
     SYMMETRIC_BYTES,
     SYMMETRIC_CALLS,
+    GroupRank,
     Pending,
     begin_step,
     choose,
@@ -155,7 +155,7 @@ class Thread:
             kind = choose(rng, self.only, self.without)
             seed = rng.randrange(2**30)
             self.now = f"step {number}, {kind}"
-            self.open.append(begin_step(self.me, kind, number, seed, self.without))
+            self.open.append(begin_step(self.me, kind, number, seed))
             while len(self.open) > self.me.local.randint(0, MAX_OPEN):
                 self._finish_one()
         while self.open:

@@ -1,35 +1,46 @@
-"""Steps of the soak that are not a single collective: messages, batches, and mistakes."""
+"""Steps of random programs of ranks: collectives, messages, batches, and mistakes.
+
+All ranks of a group derive a step from a seed, and check its exact result. The collectives are the
+cases of matrix.py, in flight; the memory of each tensor is the rank's own random choice.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_soak_calls import (
-    COLLECTIVES,
-    Check,
-    GroupRank,
-    Step,
-    Works,
-    check,
-    draw,
-    in_random_layout,
-    input_block,
-    output_tensor,
+from dist_rank import RankContext, Spec
+from matrix import (
+    INSIDE,
+    OF_RANKS,
+    REDUCING,
+    TORCH_OPS,
+    Case,
+    axes_of_ranks,
+    difference,
+    placed,
+    wanted,
 )
+from matrix_sites import TORCH_NAMES, Rank, blocks_of, joined
+from reference import DTYPES, OPS, as_bits, assert_same, randoms
+from torch import Tensor
 
 import pycollect as pc
 
 _CPU = torch.device("cpu")
 _REFUSALS = (TypeError, ValueError)
+Works = Sequence[Any]
+Check = Callable[[], None]
 # A long step, only in groups in which the peers of a stopped rank time out.
 SYMMETRIC_CALLS = "calls on symmetric memory"
 SYMMETRIC_BYTES = 16 << 20
+COLLECTIVES = (*OF_RANKS, "barrier")
 # Kinds of steps and their weights; "collective" then selects uniformly among all collectives.
 KINDS = {
     "collective": 40,
@@ -46,30 +57,160 @@ KINDS = {
 MESSAGES = ("exchange", "message", "message too long")
 
 
-@dataclasses.dataclass
-class Pending:
-    """A step in flight on this rank."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step, as all ranks of a group draw it."""
 
-    step: Step
-    works: Works
-    check: Check
-    refused: bool = False  # every rank must refuse the step
+    kind: str
+    number: int  # index within the group
+    seed: int
+    world: int
+    case: Case  # the collective, or the dtype and the number of elements of another step
 
-    def finish(self) -> None:
-        """Wait for the step and check its result."""
-        raised = None
-        try:
-            for work in self.works:
-                if work is not None:
-                    work.wait()
-        except _REFUSALS as error:
-            raised = error
-            if not self.refused:
-                raise
-        assert not self.refused or raised or self.works == (), (
-            f"this rank did not refuse {self.step}"
-        )
-        self.check()
+    def rng(self, what: object) -> random.Random:
+        """A generator for further choices that all ranks make alike."""
+        return random.Random(f"{self.seed} {what}")
+
+    def values(self, rank: int, block: int = 0, count: int | None = None) -> Tensor:
+        """Elements of a rank's block."""
+        shape = (self.case.count if count is None else count,)
+        return randoms(1, shape, self.case.dtype, seed=self.seed + 7 * rank + 31 * block)[0]
+
+    @property
+    def odd(self) -> int:
+        """The rank that makes the mistake, in steps with a mistake."""
+        return self.rng("odd").randrange(self.world)
+
+
+def draw(kind: str, number: int, seed: int, world: int) -> Step:
+    """Draw a step of this kind; most are small, 4 % have 1 to 4 MiB."""
+    rng = random.Random(f"{seed} {number} {kind}")
+    op, dtypes = "sum", DTYPES
+    if kind in REDUCING:
+        op = rng.choice(OPS)
+    if kind in OF_RANKS:
+        dtypes = axes_of_ranks(kind, op)["dtype"]
+    dtype = rng.choice(dtypes)
+    nbytes = rng.choice((0, 8, 60, 700, 5000, 40_000, 70_000, 300_000))
+    nbytes = (
+        rng.randint(2**20, 4 * 2**20) if rng.random() < 0.04 else rng.randint(nbytes // 2, nbytes)
+    )
+    root = rng.choice(("first", "middle", "last"))
+    count = nbytes // dtype.itemsize // world
+    case = Case(kind, op, dtype, count, root=root, async_op=rng.random() < 0.6)
+    return Step(kind, number, rng.randrange(2**30), world, case)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRank:
+    """The calling rank of a group, with its own random choices."""
+
+    group: Any
+    rank: int
+    local: random.Random  # for choices that differ between ranks
+
+    def global_rank(self, rank: int) -> int:
+        """The global rank of a rank of the group, as torch.distributed calls take it."""
+        return dist.get_global_rank(self.group, rank)
+
+    def copy(self, values: Tensor, flat: bool = False) -> Tensor:
+        """Copy the values into a randomly chosen kind of memory; `flat`: without gaps."""
+        layouts = ("contiguous", "contiguous", "symmetric", "misaligned", "every_other")
+        layout = self.local.choice(layouts[: len(layouts) - flat])
+        if layout != "symmetric":
+            return placed(values, layout)
+        made = pc.symmetric_empty(values.numel(), dtype=values.dtype, group=self.group)
+        return as_bits(made.view(values.shape)).copy_(as_bits(values)).view(values.dtype)
+
+    def output(self, values: Tensor) -> Tensor:
+        """Memory for such values, with others in it."""
+        other = as_bits(values).clone().view(torch.uint8) ^ 1
+        return self.copy(other.view(values.dtype))
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight(Rank):
+    """A rank whose calls end later."""
+
+    caller: GroupRank | None = None
+    works: list[Any] = dataclasses.field(default_factory=list)
+    received: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def put(self, values: Tensor, layout: str = "") -> Tensor:
+        assert self.caller is not None
+        return self.caller.copy(values, flat=self.case.collective in INSIDE)
+
+    def outputs(self, count: int) -> list[Tensor]:
+        self.received.extend(super().outputs(count))
+        return self.received
+
+    def call(self, *args: Any, **more: Any) -> None:
+        assert self.caller is not None
+        more |= {n: self.caller.global_rank(more[n]) for n in ("src", "dst") if n in more}
+        if self.case.reduces:
+            more["op"] = getattr(dist.ReduceOp, TORCH_OPS[self.case.op])
+        call = getattr(dist, TORCH_NAMES.get(self.case.collective, self.case.collective))
+        self.works.append(call(*args, **more, group=self.group, async_op=self.case.async_op))
+
+
+def collective(me: GroupRank, step: Step) -> tuple[Works, Check]:
+    case = step.case
+    if case.collective == "barrier":
+        return [dist.barrier(me.group, async_op=case.async_op)], lambda: None
+    inputs = randoms(
+        step.world, case.shape(blocks_of(case, step.world)), case.dtype, seed=step.seed
+    )
+    results = wanted(case, [as_bits(t) for t in inputs])
+    me_alone = RankContext(me.rank, Spec(step.world), "")
+    rank = InFlight(me_alone, me.group, case, caller=me)
+    found = rank.run(inputs[me.rank])
+
+    def check() -> None:
+        mine = results[me.rank]
+        for n, actual in enumerate([joined(rank.received)] if rank.received and found else found):
+            right = (mine if n == 0 else mine[:1]).view(case.dtype)
+            assert not (why := difference(actual, right, case)), f"{step}: {why}"
+        assert not rank.changed(), (step, rank.changed())
+
+    return rank.works, check
+
+
+# Collectives that torch itself coalesces (_coalescing_manager without a device).
+COALESCED_BY_TORCH = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+def batch(me: GroupRank, step: Step) -> tuple[Works, Check]:
+    """Calls of one kind and op, which torch coalesces into one, of several dtypes if it can."""
+    rng = step.rng("batch")
+    first = draw(rng.choice(COALESCED_BY_TORCH), 0, step.seed, step.world)
+    small = dataclasses.replace(first.case, count=min(first.case.count, 50_000), async_op=True)
+    more = (torch.float64, torch.int16) if small.op in ("sum", "min", "max", "prod") else ()
+    dtypes = [*[small.dtype] * 3, *more]
+    rng.shuffle(dtypes)
+    calls = [
+        dataclasses.replace(first, seed=first.seed + n, case=dataclasses.replace(small, dtype=t))
+        for n, t in enumerate(dtypes)
+    ]
+    return _coalesced(me, calls, None)
+
+
+def list_of_calls(me: GroupRank, step: Step) -> tuple[Works, Check]:
+    """Calls of different kinds, which the backend coalesces."""
+    rng, lists = step.rng("list"), (*COALESCED_BY_TORCH, *INSIDE, "all_reduce_coalesced")
+    kinds = [kind for kind in COLLECTIVES if kind not in lists]
+    calls = [draw(rng.choice(kinds), n, step.seed, step.world) for n in range(rng.randint(0, 4))]
+    return _coalesced(me, calls, _CPU)
+
+
+def _coalesced(
+    me: GroupRank, calls: list[Step], device: torch.device | None
+) -> tuple[Works, Check]:
+    with dist._coalescing_manager(me.group, device, async_ops=True) as manager:
+        checks = [collective(me, call)[1] for call in calls]
+    return [manager], lambda: [check() for check in checks] and None
 
 
 def exchange(me: GroupRank, step: Step) -> tuple[Works, Check]:
@@ -78,91 +219,52 @@ def exchange(me: GroupRank, step: Step) -> tuple[Works, Check]:
     step.rng("order").shuffle(order)
     place = order.index(me.rank)
     to, source = order[(place + 1) % step.world], order[place - 1]
-    out = output_tensor(me, step)
-    sent = in_random_layout(me, input_block(step, me.rank))
+    wanted = step.values(source)
+    sent, out = me.copy(step.values(me.rank)), me.output(wanted)
     calls = [
         lambda: dist.isend(sent, me.global_rank(to), me.group, tag=step.number),
         lambda: dist.irecv(out, me.global_rank(source), me.group, tag=step.number),
     ]
     me.local.shuffle(calls)
-    return [call() for call in calls], check(step, [(out, input_block(step, source))])
+    return [call() for call in calls], lambda: assert_same([out], [wanted], step)
 
 
-def send_block(me: GroupRank, step: Step, to: int) -> None:
-    x = in_random_layout(me, input_block(step, me.rank))
-    dist.send(x, me.global_rank(to), me.group, tag=step.number)
-
-
-def message(me: GroupRank, step: Step) -> tuple[Works, Check]:
-    """One rank sends to another, which may receive from any source."""
+def message(me: GroupRank, step: Step, missing: int = 0) -> tuple[Works, Check]:
+    """One rank sends to another, which may receive from any source. With `missing` elements, the
+    receiver raises, and so may the sender."""
     source, to = step.rng("pair").sample(range(step.world), 2)
-    if me.rank == source:
-        send_block(me, step, to)
-    if me.rank != to:
-        return [], check(step, [])
-    out = output_tensor(me, step)
-    any_source = me.local.random() < 0.3
-    sender = dist.recv(
-        out, None if any_source else me.global_rank(source), me.group, tag=step.number
-    )
-    assert sender == me.global_rank(source)
-    return [], check(step, [(out, input_block(step, source))])
-
-
-def batch_of_messages(me: GroupRank, step: Step, to_self: bool = True) -> tuple[Works, Check]:
-    rng = step.rng("batch")
-    pairs = [(rng.randrange(step.world), rng.randrange(step.world)) for _ in range(8)]
-    ops, found = [], []
-    for n, (source, to) in enumerate(pairs):
-        if source == to and not to_self:
-            continue
-        count = rng.randint(0, step.count)
-        values = input_block(step, source, n, count)
+    count, refused = step.case.count + missing, False
+    values, out = step.values(source, count=count), me.output(step.values(to))
+    before, any_source = out.clone(), not missing and me.local.random() < 0.3
+    peer = None if any_source else me.global_rank(source)
+    try:
         if me.rank == source:
-            sent = in_random_layout(me, values)
-            ops.append(dist.P2POp(dist.isend, sent, me.global_rank(to), me.group, step.number))
+            dist.send(me.copy(values), me.global_rank(to), me.group, tag=step.number)
         if me.rank == to:
-            out = output_tensor(me, step, count)
-            ops.append(dist.P2POp(dist.irecv, out, me.global_rank(source), me.group, step.number))
+            assert dist.recv(out, peer, me.group, tag=step.number) == me.global_rank(source)
+    except ValueError:
+        refused = True
+    if me.rank != to:
+        assert missing or not refused
+        return (), lambda: None
+    assert refused == bool(missing), f"this rank did not refuse {step}"
+    return (), lambda: assert_same([out], [before if missing else values], step)
+
+
+def batch_of_messages(me: GroupRank, step: Step) -> tuple[Works, Check]:
+    rng, ops, found = step.rng("batch"), [], []
+    for n in range(8):
+        source, to = rng.randrange(step.world), rng.randrange(step.world)
+        values = step.values(source, n, rng.randint(0, step.case.count))
+        if me.rank == source:
+            peer = me.global_rank(to)
+            ops.append(dist.P2POp(dist.isend, me.copy(values), peer, me.group, step.number))
+        if me.rank == to:
+            out, peer = me.output(values), me.global_rank(source)
+            ops.append(dist.P2POp(dist.irecv, out, peer, me.group, step.number))
             found.append((out, values))
-    return dist.batch_isend_irecv(ops) if ops else [], check(step, found)
-
-
-# Collectives that torch itself coalesces (_coalescing_manager without a device).
-COALESCED_BY_TORCH = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-
-
-def batch(me: GroupRank, step: Step, mixed: bool = True) -> tuple[Works, Check]:
-    """Calls of one kind and op, which torch coalesces into one; `mixed`: with several dtypes."""
-    rng = step.rng("batch")
-    kind = rng.choice(COALESCED_BY_TORCH)
-    first = draw(kind, 0, step.seed, step.world)
-    small = {"count": min(first.count, 50_000)}
-    calls = [dataclasses.replace(first, seed=first.seed + n, **small) for n in range(1, 4)]
-    if mixed and first.op in ("sum", "min", "max", "prod"):
-        calls.append(dataclasses.replace(calls[0], dtype=torch.float64, seed=first.seed + 9))
-        calls.append(dataclasses.replace(calls[0], dtype=torch.int16, seed=first.seed + 10))
-        rng.shuffle(calls)
-    return _coalesced(me, step, calls, None)
-
-
-def list_of_calls(me: GroupRank, step: Step) -> tuple[Works, Check]:
-    """Calls of different kinds, which the backend coalesces."""
-    rng = step.rng("list")
-    kinds = [k for k in COLLECTIVES if k not in (*COALESCED_BY_TORCH, "all_reduce_coalesced")]
-    calls = [draw(rng.choice(kinds), n, step.seed, step.world) for n in range(rng.randint(0, 4))]
-    return _coalesced(me, step, calls, _CPU)
-
-
-def _coalesced(
-    me: GroupRank, step: Step, calls: list[Step], device: torch.device | None
-) -> tuple[Works, Check]:
-    checks = []
-    with dist._coalescing_manager(me.group, device, async_ops=True) as manager:
-        for call in calls:
-            _, found = COLLECTIVES[call.kind](me, call, group=me.group, async_op=True)
-            checks.append(found)
-    return [manager], lambda: [found() for found in checks] and None
+    works = dist.batch_isend_irecv(ops) if ops else []
+    return works, lambda: [assert_same([a], [b], step) for a, b in found] and None
 
 
 def calls_on_symmetric_memory(me: GroupRank, step: Step) -> tuple[Works, Check]:
@@ -174,20 +276,20 @@ def calls_on_symmetric_memory(me: GroupRank, step: Step) -> tuple[Works, Check]:
     x = pc.symmetric_empty(SYMMETRIC_BYTES // 4, dtype=torch.int32, group=me.group).fill_(me.rank)
     for _ in range(100):
         dist.all_reduce(x, dist.ReduceOp.MIN, group=me.group)
-    return [], check(step, [(x, torch.zeros_like(x))])
+    return (), lambda: assert_same([x], [torch.zeros_like(x)], step)
 
 
 # --- mistakes -------------------------------------------------------------------------------------
 
-CollectiveCall = Callable[[torch.Tensor], Any]
+CollectiveCall = Callable[[Tensor], Any]
 
 
 def _correct_and_mistaken_call(me: GroupRank, step: Step) -> tuple[CollectiveCall, CollectiveCall]:
     """The call of most ranks, and the mistaken call of the odd rank."""
-    options = {"group": me.group, "async_op": step.async_op}
+    options = {"group": me.group, "async_op": step.case.async_op}
     first, last = me.global_rank(0), me.global_rank(step.world - 1)
 
-    def gathers(x: torch.Tensor, more: int = 0) -> Any:
+    def gathers(x: Tensor, more: int = 0) -> Any:
         return dist.all_gather_into_tensor(x.new_empty(step.world * x.numel() + more), x, **options)
 
     all_reduce: CollectiveCall = lambda x: dist.all_reduce(x, **options)  # noqa: E731
@@ -208,76 +310,81 @@ def _correct_and_mistaken_call(me: GroupRank, step: Step) -> tuple[CollectiveCal
     return mistakes[step.rng("mistake").choice(sorted(mistakes))]
 
 
-def mistake(me: GroupRank, step: Step) -> Pending:
+def mistake(me: GroupRank, step: Step) -> tuple[Works, Check]:
     """One rank makes another, or an invalid, call: every rank refuses, and no data changes."""
-    step = dataclasses.replace(step, dtype=torch.float32, count=max(2, step.count))
-    x = in_random_layout(me, input_block(step, me.rank))
+    count, works = max(2, step.case.count), ()
+    step = dataclasses.replace(
+        step, case=dataclasses.replace(step.case, dtype=torch.float32, count=count)
+    )
+    x = me.copy(step.values(me.rank))
     before = x.clone()
-    pending = Pending(step, (), check(step, [(x, before)]), refused=True)
     with contextlib.suppress(*_REFUSALS):
-        work = _correct_and_mistaken_call(me, step)[me.rank == step.odd](x)
-        pending.works = [work]
-    return pending
+        works = (_correct_and_mistaken_call(me, step)[me.rank == step.odd](x),)
+    return works, lambda: assert_same([x], [before], step)
 
 
-def mistake_in_a_list(me: GroupRank, step: Step) -> Pending:
+def mistake_in_a_list(me: GroupRank, step: Step) -> tuple[Works, Check]:
     """A mistake among coalesced calls: all ranks raise, after the same number of calls."""
     calls = [draw("broadcast", n, step.seed, step.world) for n in range(3)]
-    where = step.rng("where").randrange(3)
-    pending = Pending(step, (), lambda: None, refused=True)
+    where, works = step.rng("where").randrange(3), ()
     with contextlib.suppress(*_REFUSALS):
         with dist._coalescing_manager(me.group, _CPU, async_ops=True) as manager:
             for n, call in enumerate(calls):
-                x = in_random_layout(me, input_block(call, me.rank))
-                if n == where and me.rank == step.odd:
-                    x = torch.ones(1).expand(2 * call.count + 1)  # size of no root, even as reals
-                dist.broadcast(x, me.global_rank(call.root), group=me.group, async_op=True)
-        pending.works = [manager]
-    return pending
-
-
-def message_too_long(me: GroupRank, step: Step) -> Pending:
-    """The receiver's tensor is smaller than the message: it raises, and so may the sender."""
-    step = dataclasses.replace(step, count=step.count + 2)
-    source, to = step.rng("pair").sample(range(step.world), 2)
-    out = output_tensor(me, step, step.count - 1)
-    before = out.clone()
-    raised = False
-    try:
-        if me.rank == source:
-            send_block(me, step, to)
-        if me.rank == to:
-            dist.recv(out, me.global_rank(source), me.group, tag=step.number)
-    except ValueError:
-        raised = True
-    assert raised or me.rank != to, f"this rank did not refuse {step}"
-    return Pending(step, [], check(step, [(out, before)]))
+                if n == where and me.rank == step.odd:  # a size of no root, even as reals
+                    x = torch.ones(1).expand(2 * call.case.count + 1)
+                    dist.broadcast(x, me.global_rank(0), group=me.group, async_op=True)
+                else:
+                    collective(me, call)
+        works = (manager,)
+    return works, lambda: None
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
+MISTAKES = {"mistake": mistake, "mistake in a list": mistake_in_a_list}
+STEPS: dict[str, Callable[[GroupRank, Step], tuple[Works, Check]]] = {
+    **dict.fromkeys(COLLECTIVES, collective),
+    "exchange": exchange,
+    "message": message,
+    "message too long": functools.partial(message, missing=1),
+    "batch of messages": batch_of_messages,
+    "batch": batch,
+    "list of calls": list_of_calls,
+    SYMMETRIC_CALLS: calls_on_symmetric_memory,
+    **MISTAKES,
+}
+
+
+@dataclasses.dataclass
+class Pending:
+    """A step in flight on this rank."""
+
+    step: Step
+    works: Works
+    check: Check
+
+    def finish(self) -> None:
+        """Wait for the step and check its result."""
+        refused, must_refuse = not self.works, self.step.kind in MISTAKES
+        try:
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        except _REFUSALS:
+            if not must_refuse:
+                raise
+            refused = True
+        assert refused or not must_refuse, f"this rank did not refuse {self.step}"
+        self.check()
+
+
 def choose(rng: random.Random, only: tuple[str, ...], without: frozenset[str]) -> str:
     kinds = [k for k in only if k not in without]
     kind = rng.choices(kinds, [KINDS[k] for k in kinds])[0]
-    return rng.choice(sorted(COLLECTIVES)) if kind == "collective" else kind
+    return rng.choice(COLLECTIVES) if kind == "collective" else kind
 
 
-def begin_step(
-    me: GroupRank, kind: str, number: int, seed: int, without: frozenset[str]
-) -> Pending:
-    world = dist.get_world_size(me.group)
-    step = draw(kind, number, seed, world)
-    makers = {"mistake": mistake, "mistake in a list": mistake_in_a_list}
-    makers["message too long"] = message_too_long
-    if kind in makers:
-        return makers[kind](me, step)
-    if kind in COLLECTIVES:
-        return Pending(step, *COLLECTIVES[kind](me, step, group=me.group, async_op=step.async_op))
-    if kind == "batch of messages":
-        return Pending(step, *batch_of_messages(me, step, "messages to self" not in without))
-    if kind == "batch":
-        return Pending(step, *batch(me, step, "several dtypes" not in without))
-    calls = {"exchange": exchange, "message": message, "list of calls": list_of_calls}
-    calls[SYMMETRIC_CALLS] = calls_on_symmetric_memory
-    return Pending(step, *calls[kind](me, step))
+def begin_step(me: GroupRank, kind: str, number: int, seed: int) -> Pending:
+    step = draw(kind, number, seed, dist.get_world_size(me.group))
+    return Pending(step, *STEPS[kind](me, step))
