@@ -7,6 +7,7 @@ test_matrix.py covers the product of dtypes, ops, sizes and layouts.
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, RankContext, caught
-from reference import BITS_OF, LAYOUTS, MOVED, assert_same, place, randoms
-from sites import slow_on_processes
+from reference import BITS_OF, LAYOUTS, MOVED, assert_same, left_fold, place, randoms
+from sites import PROCESSES, only_on, slow_on_processes
 from torch import Tensor
 
 import pycollect
@@ -235,6 +236,51 @@ def test_form_of_call(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
     pools(world).run(job)
+
+
+def unequal_blocks(me: RankContext, few: int, many: int) -> None:
+    """One rank's block has many elements. Between hosts, a narrow float's sums are wider."""
+    ranks = range(me.world)
+    for dtype, large in itertools.product((torch.int32, torch.bfloat16), (0, me.world - 1)):
+        sizes = [many if r == large else few for r in ranks]
+        pattern = torch.arange(sum(sizes)) % 1021 - 300.0  # prime, so a shifted piece differs
+        inputs = [(pattern * 10 ** (r % 5) + r).to(dtype) for r in ranks]
+        mine, total = inputs[me.rank], left_fold(inputs, "sum")
+        parts = total.split(sizes)
+        dist.all_reduce(x := mine.clone())
+        same(x, total)
+        dist.reduce(x := mine.clone(), large)
+        same(x if me.rank == large else total, total)
+        dist.broadcast(x := mine.clone(), large)
+        same(x, inputs[large])
+        dist.reduce_scatter(x := torch.empty_like(parts[me.rank]), list(mine.split(sizes)))
+        same(x, parts[me.rank])
+        dist.all_gather(out := [torch.empty_like(p) for p in parts], mine[: sizes[me.rank]])
+        same(out, [t[:n] for t, n in zip(inputs, sizes, strict=True)])
+        counts = [[sizes[(s + r) % me.world] for r in ranks] for s in ranks]
+        dist.all_to_all_single(x := torch.empty_like(mine), mine, counts[me.rank], counts[me.rank])
+        same(x, torch.cat([inputs[s].split(counts[s])[me.rank] for s in ranks]))
+
+
+MANY = (60_000, 1_500_000, 0)  # more pieces than are under way at a time
+SMALL_BUFFERS = (40, 5000, 4096)  # hosts have unlike regions in them, but must cut equal pieces
+SIXTY_FOUR = "".join(chr(ord("0") + host) for host in range(64))
+BLOCKS = [("abcd", MANY), ("abab", MANY), ("abbbbbbbbb", MANY), ("abbb", SMALL_BUFFERS)]
+SLOW_BLOCKS = [(p, MANY) for p in ("ab", "aaaab", "aaaaaabbbbbb", "abbcccc", "abcdefgh")]
+SLOW_BLOCKS += [("abbbbbbbbba", MANY), ("abbcccc", SMALL_BUFFERS), (SIXTY_FOUR, SMALL_BUFFERS)]
+
+
+@pytest.mark.skipif(not OURS, reason="PYCOLLECT_HOST is pycollect's")
+@only_on(PROCESSES, "names its own hosts")
+@pytest.mark.parametrize(
+    ("placement", "blocks"),
+    [*BLOCKS, *(pytest.param(*blocks, marks=pytest.mark.slow) for blocks in SLOW_BLOCKS)],
+)
+def test_unequal_blocks_on_hosts(pools, placement, blocks):
+    """A piece that comes too early or too late would have another one's data."""
+    few, many, buffer_bytes = blocks
+    pool = pools(len(placement), placement=placement, buffer_bytes=buffer_bytes)
+    pool.run(unequal_blocks, few, many, seconds=120)
 
 
 # --- unlike layouts, and memory that is shared ----------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import devices
 import torch
 import torch.distributed as dist
-from sites import BACKEND, HOSTS, ON_HOSTS, OURS  # noqa: F401
+from sites import BACKEND, HOSTS, ON_HOSTS, OURS, THREADS  # noqa: F401
 
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # lacks some features
 
@@ -31,7 +31,13 @@ class Spec:
     group: bool = True  # False: the job creates the default group itself
     site: str = ""  # site of the tensors (sites.py); "" is host memory
     ranks_as: str = "processes"  # or "threads", or "hosts": processes placed by ON_HOSTS
+    parallel: bool = False  # ranks that are threads run at once, instead of taking turns
+    buffer_bytes: int = 0  # of the group's buffers; 0: the default
     placement: str = ""  # a letter per rank: ranks with equal letters are on one host; "": all are
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.ranks_as == THREADS and not self.parallel
 
     @property
     def host_of(self) -> str:
@@ -66,12 +72,17 @@ class RankContext:
 
     def be_late(self, seconds: float) -> None:
         """Let the other ranks go first. Threads take turns, so sleeping would stop all of them."""
-        if self.spec.ranks_as != "threads":
+        if not self.spec.takes_turns:
             time.sleep(seconds)
 
     def with_groups(self) -> RankContext:
         """Initialise the default group and the second group of the spec."""
-        self.init("store", pg_options=self.site.options)
+        options = self.site.options
+        if self.spec.buffer_bytes:
+            from pycollect.distributed import options as with_options  # late: loads the extension
+
+            options = with_options(buffer_bytes=self.spec.buffer_bytes)
+        self.init("store", pg_options=options)
         if not self.spec.second_backend:
             return self
         second_group = dist.new_group(backend=self.spec.second_backend)

@@ -53,7 +53,10 @@ class ThreadPool(JobPool):
         device = sites[0].device if sites[0].real else None
         limit = min(seconds or SECONDS, MOST_SECONDS)
         try:
-            threads.launch(rank_program, self.spec.world, timeout=limit, device=device)
+            parallel = self.spec.parallel
+            threads.launch(
+                rank_program, self.spec.world, timeout=limit, device=device, parallel=parallel
+            )
         except Timeout as error:
             hang = f"{job.__name__}: {error}"
         else:
