@@ -15,10 +15,7 @@ import pytest
 import torch.distributed as dist
 from dist_pool import OURS, RankContext
 from dist_soak_steps import KINDS, SYMMETRIC_CALLS, GroupRank, Pending, begin_step, choose
-from sites import THREADS, not_on
-from thread_programs import PARALLEL
-
-from pycollect import threads
+from sites import THREADS, only_on
 
 pytestmark = [
     pytest.mark.skipif(not OURS, reason="runs pycollect alone"),
@@ -62,24 +59,12 @@ def run_programs(me: RankContext, seeds: range) -> None:
             raise AssertionError(f"seed {seed}, {me.world} ranks") from error
 
 
-@not_on(THREADS, "threads run each program in a launch of its own")
 @pytest.mark.parametrize(
     "seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.slow)], ids=["some", "more"]
 )
-@pytest.mark.parametrize("world", [3, 4])
-def test_programs(pools, world, seeds):
-    pools(world).run(run_programs, seeds, seconds=len(seeds))
-
-
-@PARALLEL
-def test_programs_of_threads(parallel):
-    for seed in range(60):
-        world = 2 + seed % 4
-
-        def program(rank: int, world: int, seed: int = seed) -> None:
-            run_program(rank, seed, groups_of(world))
-
-        try:
-            threads.launch(program, world, parallel=parallel, timeout=30)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {world} ranks") from error
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(3, False), (4, False), pytest.param(3, True, marks=only_on(THREADS, "all others are"))],
+)
+def test_programs(pools, world, parallel, seeds):
+    pools(world, parallel=parallel).run(run_programs, seeds, seconds=len(seeds))

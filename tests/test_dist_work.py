@@ -87,6 +87,27 @@ def kept_alive(me: RankContext) -> None:
     dist.all_reduce(kept)
 
 
+def waits_with_limits(me: RankContext) -> None:
+    """A wait ends at its own limit, without harm (faults.py has the timeout of the group)."""
+    x, y = torch.ones(3), torch.zeros(3)
+    if me.rank == 0:
+        works = [dist.irecv(y, 1), dist.all_reduce(x, async_op=True)]
+        for work in works:
+            error = caught(work.wait, datetime.timedelta(seconds=0.1))
+            assert "CollectiveError" in error.kinds, error
+            assert ("recv #" if work is works[0] else "all_reduce #") in error.text, error
+        dist.send(torch.ones(1), 1, tag=1)
+        for work in works:
+            work.wait()
+    elif me.rank == 1:
+        dist.recv(torch.ones(1), 0, tag=1)
+        dist.send(torch.ones(3), 0)
+    if me.rank != 0:
+        dist.all_reduce(x)
+    assert x.tolist() == [me.world] * 3
+    assert y.tolist() == [float(me.rank == 0)] * 3
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 
@@ -261,10 +282,11 @@ def threads(me: RankContext) -> None:
 
 JOBS = (waited, completes_without_the_caller, futures, kept_alive, in_order, cycle, threads)
 JOBS += (calls_of_callbacks, callback_waits_for_a_later_call, callbacks_of_two_groups)
-JOBS += (barrier_behind_queued_calls,)
+JOBS += (barrier_behind_queued_calls, waits_with_limits)
 GLOO_LACKS = {
     barrier_behind_queued_calls: "runs two collectives of a group at once",
     in_order: "runs two collectives of a group at once",
+    waits_with_limits: "aborts the group",
     calls_of_callbacks: "lets calls of callbacks change places",
 }
 TURNS = not_on(THREADS, "while a rank sleeps, no other has its turn")

@@ -152,40 +152,6 @@ def test_a_wait_that_times_out_names_nobody_who_has_begun():
     )
 
 
-def one_aborts(me: RankContext, aborts: int, late: int) -> float:
-    """Seconds from the abort to this rank's error. Others wait for the late rank then."""
-    x = torch.ones(3)
-    for _ in range(40):  # between hosts, the ranks of the root's host have more to do
-        dist.broadcast(x, aborts)
-    publish(me, "ready")
-    wait_published(me, "ready", range(me.world))
-    if me.rank == late:
-        time.sleep(LATE)
-    work = None if me.rank == late else dist.all_reduce(x, async_op=True)
-    if me.rank == aborts:
-        time.sleep(0.3)  # until the others wait
-        backend_of().abort()
-        publish(me, "aborted")
-    error = caught(dist.all_reduce, x) if work is None else caught(work.wait)
-    assert error.kind == "PeerLost", error
-    assert f"rank {aborts}" in error.text, error
-    return 0 if me.rank == late else error.when - wait_published(me, "aborted", [aborts])
-
-
-def test_an_abort_on_one_host_ends_the_waits_on_all():
-    def check(_: object, pool: JobPool) -> None:
-        for seconds in pool.results():
-            assert seconds < NOTICE_SECONDS
-
-    check_side_by_side(
-        (
-            ((placement, aborts), placed(placement), one_aborts, (aborts, late))
-            for placement, aborts, late in (("abbc", 3, 1), ("abb", 0, 2), ("aabb", 2, 1))
-        ),
-        check,
-    )
-
-
 def placed(placement: str, **spec: Any) -> Spec:
     return Spec(len(placement), placement=placement, **spec)
 

@@ -11,7 +11,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from dist_process import own_process
 from programs import Program, run
 
 from pycollect.threads import __main__ as command
@@ -56,7 +55,6 @@ def ran_here(tmp_path, capfd):
 
 # --- a script for torchrun ------------------------------------------------------------------------
 
-NOTICE = "pycollect.threads: backend 'pycollect' serves"
 SCRIPT = """
 import argparse
 import os
@@ -88,23 +86,11 @@ STEP = re.compile(r"step \d, rank \d: \d+\.\d{6}")  # a line of the script
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_a_script_for_torchrun_prints_the_same_with_every_backend(tmp_path, capfd):
-    script, printed = written(tmp_path, SCRIPT), []
-    for backend in ("gloo", "nccl"):
-        assert command.main(["--nproc", "4", script, "--backend", backend]) == 0
-        out, errors = capfd.readouterr()
-        assert errors.count(NOTICE) == 1
-        assert f"{NOTICE} {backend!r}, because " in errors
-        printed.append(out.splitlines())
-    assert len(printed[0]) == 4 * 3
-    assert printed[0] == printed[1]
-
-
 @pytest.mark.slow
 def test_a_script_for_torchrun_prints_its_numbers(tmp_path):
     script = written(tmp_path, SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    wanted = own_process([*torchrun, script], TIMEOUT, PYTHONPATH=str(ROOT))
+    wanted = run([sys.executable, *torchrun, script], timeout=TIMEOUT, env=ONE_THREAD).stdout
     ended = ran(script, env=ONE_THREAD)
     # Lines of torchrun's processes may lack the newline between them.
     assert sorted(ended.stdout.splitlines()) == sorted(STEP.findall(wanted)), ended.stderr

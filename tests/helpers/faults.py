@@ -23,7 +23,7 @@ import torch.distributed as dist
 from devices import LARGE
 from dist_pool import Caught, Outcome, RankContext, backend_of, caught
 from dist_rank import Spec
-from sites import THREADS, is_real
+from sites import is_real
 from torch import Tensor
 
 WORLD = 3
@@ -140,6 +140,7 @@ WAITS: dict[str, tuple[str, Callable[[RankContext, Tensor], object]]] = {
     "scatter": ("scatter", lambda me, x: dist.scatter(ones(), None, FAULTY_RANK)),
     "barrier": ("barrier", lambda me, x: dist.barrier()),
     "recv": ("recv", lambda me, x: dist.recv(x, FAULTY_RANK)),
+    "recv from any": ("recv", lambda me, x: dist.group.WORLD.recv_anysource([x], 0).wait()),
     "irecv": ("recv", lambda me, x: dist.irecv(x, FAULTY_RANK).wait()),
     "batch_isend_irecv": ("recv", lambda me, x: batch(me)),
     "send": ("send", lambda me, x: dist.send(large(), FAULTY_RANK)),
@@ -148,7 +149,8 @@ WAITS: dict[str, tuple[str, Callable[[RankContext, Tensor], object]]] = {
     "behind a stalled send": ("recv", lambda me, x: behind_a_stalled_send(me)),
 }
 IN_PLACE = ("all_reduce", "all_reduce_coalesced", "async all_reduce", "future", "recv", "irecv")
-MESSAGES = ("recv", "irecv", "batch_isend_irecv", "send")
+IN_PLACE += ("recv from any",)
+MESSAGES = ("recv", "recv from any", "irecv", "batch_isend_irecv", "send")
 MESSAGES += ("future beside a wait", "behind a stalled send")
 
 
@@ -281,8 +283,8 @@ def meet(me: RankContext, fault: Fault) -> Found:
 
 
 def gather(me: RankContext, key: str) -> None:
-    """Wait for all ranks, without the group. Threads need not: they take turns."""
-    if me.spec.ranks_as != THREADS:
+    """Wait for all ranks, without the group. Those that take turns need not."""
+    if not me.spec.takes_turns:
         publish(me, key)
         wait_published(me, key, range(me.world))
 
@@ -307,7 +309,7 @@ def fail(me: RankContext, fault: Fault) -> Caught:
         error = WHO[fault.who].act(me)
         return error if isinstance(error, Caught) else Caught((), "", time.monotonic())
 
-    if me.spec.ranks_as == THREADS:  # which cannot sleep together
+    if me.spec.takes_turns:  # they cannot sleep together
         return act()
     wait_published(me, "waiting", others(me))
     time.sleep(ASLEEP)
@@ -419,8 +421,8 @@ def check_text(fault: Fault, found: Found, spec: Spec) -> None:
     if WHO[fault.who].times_out or fault.when == "in calls":
         return
     assert WAITS[fault.what][0] in text, text
-    # Of ranks that are threads, one may make its call only after the fault.
-    numbered = fault.what not in MESSAGES and spec.ranks_as != THREADS
+    # Of ranks that take turns, one may make its call only after the fault.
+    numbered = fault.what not in MESSAGES and not spec.takes_turns
     assert not numbered or re.search(rf"#({found.called}|{found.called + 1})\b", text), text
 
 
