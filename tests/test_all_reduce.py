@@ -6,10 +6,13 @@ contract from similar ones. test_matrix.py has dtypes, ops, algorithms and world
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import program_output
+from programs import run
 from reference import (
     COMPLEX,
     DTYPES,
@@ -54,9 +57,10 @@ def test_ops_of_torch_distributed_are_accepted():
 
 def test_the_log_names_the_algorithm():
     program = "import torch, pycollect as pc; pc.all_reduce([torch.ones(5)] + [torch.ones(5)])"
-    assert "all_reduce of 20 bytes of float32 on 2 ranks: leader" in program_output(
-        program, PYCOLLECT_LOG="info"
+    ran = run(
+        [sys.executable, "-c", program], timeout=60, env={**os.environ, "PYCOLLECT_LOG": "info"}
     )
+    assert "all_reduce of 20 bytes of float32 on 2 ranks: leader" in ran.stderr
 
 
 # --- sizes ----------------------------------------------------------------------------------------

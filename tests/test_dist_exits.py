@@ -5,7 +5,7 @@ torch gives a future no timeout, so a future that never completes is a hang fore
 
 from __future__ import annotations
 
-import datetime
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, started_jobs
-from dist_process import own_process
+from dist_pool import OURS, Caught, RankContext, Spec, backend_of, caught, check_side_by_side, fresh
 from dist_resources import open_resources
 from faults import (
     DESTROYED,
@@ -29,6 +28,7 @@ from faults import (
     publish,
     wait_published,
 )
+from programs import run
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures; hangs or crashes")
 
@@ -157,8 +157,9 @@ PROGRAMS = {
 
 def run_to_its_end(text: str, store: str) -> tuple[list[str], float]:
     """Run a program; return the words of its output, and the time of its end."""
-    output = own_process(["-W", "ignore", "-c", text, store], 100)
-    return output.split(), time.monotonic()
+    ran = run([sys.executable, "-c", text, store], timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split(), time.monotonic()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -304,27 +305,6 @@ def destroyed(me: RankContext) -> tuple[Errors, dict[str, int], dict[str, int]]:
     return found, before, open_resources()
 
 
-def one_wait_times_out(me: RankContext) -> Caught:
-    """A wait for a message ends at its own limit; the receive stays posted, and ends later."""
-    dist.barrier()
-    x, raised = torch.zeros(3), Caught((), "", 0.0)
-    if me.rank == 0:
-        work = dist.irecv(x, 1)
-        raised = caught(work.wait, datetime.timedelta(seconds=0.3))
-    dist.all_reduce(torch.ones(3))  # the group is healthy
-    work.wait() if me.rank == 0 else dist.send(torch.ones(3), 0)
-    assert x.tolist() == [1.0 - me.rank] * 3
-    return raised
-
-
-def test_the_timeout_of_one_wait_does_not_abort_the_group():
-    """That of the group does (faults.py)."""
-    with fresh(2) as pool:
-        raised, _ = pool.run(one_wait_times_out)
-        assert raised.kind == "Timeout", raised
-        assert "rank 1" in raised.text, raised
-
-
 def raised(future: Any) -> None:
     raise RuntimeError("made up, in a callback")
 
@@ -353,28 +333,30 @@ def called_back(me: RankContext) -> list[Caught]:
     return outcomes
 
 
-# --- jobs that wait for the shutdown timeout: started with the first test, checked here -----------
-
-LONG = {"calls": (destroyed,), "callbacks": (called_back,)}
+# Jobs that wait for the shutdown timeout.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def slow_jobs() -> Iterator[dict[str, Pool]]:
-    yield from started_jobs(LONG, 2, {"calls": {"group": False}})
-
-
-def test_destroy_fails_all_calls_in_flight(slow_jobs):
+def destroying_failed_all(outcomes: list[tuple[Errors, dict[str, int], dict[str, int]]]) -> None:
     """Futures, chained futures and waiting threads all end with an error, and nothing leaks."""
-    outcomes = slow_jobs["calls"].results(2 * ENDED)
     for found, before, after in outcomes:
         assert not wrong_errors(found)
         assert {**after, "threads": 0} == {**before, "threads": 0}
     assert len(outcomes[0][0]) == 21
 
 
-def test_callbacks_that_raise_or_destroy_the_group(slow_jobs):
-    (raises, destroying, message, pending), _ = slow_jobs["callbacks"].results(2 * ENDED)
+def callbacks_raised_or_destroyed_the_group(outcomes: list[list[Caught]]) -> None:
+    (raises, destroying, message, pending), _ = outcomes
     assert "made up" in raises.text
     assert not destroying.kind, destroying
     assert not message.kind, message
     assert "CollectiveError" in pending.kinds, pending
+
+
+def test_a_group_that_ends_ends_its_calls_in_flight():
+    check_side_by_side(
+        (
+            (destroying_failed_all, Spec(2, group=False), destroyed, ()),
+            (callbacks_raised_or_destroyed_the_group, Spec(2), called_back, ()),
+        ),
+        lambda check, pool: check(pool.results(2 * ENDED)),
+    )

@@ -10,14 +10,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh, started_jobs
+from dist_pool import (
+    BACKEND,
+    OURS,
+    Caught,
+    RankContext,
+    Spec,
+    backend_of,
+    caught,
+    check_side_by_side,
+    fresh,
+)
 from dist_resources import open_resources
 from sites import THREADS, not_on
 
@@ -264,34 +273,9 @@ def words_of_timeouts(me: RankContext) -> list[Caught]:
     return [brief, caught(dist.group.WORLD.barrier(timeout=datetime.timedelta(seconds=0.2)).wait)]
 
 
-# Jobs that mostly wait and run side by side: name -> where.
-ON_HOSTS: dict[str, Any] = {"placement": "aabb"}
-TIMEOUTS: dict[str, dict[str, Any]] = {"timeouts": {}, "timeouts on hosts": ON_HOSTS}
-
-
-@pytest.fixture(scope="module")
-def waiting() -> Iterator[dict[str, Any]]:
-    jobs: dict[str, tuple[Any, ...]] = {
-        **{case: (late_for_monitored_barrier, *MISSING[case][:3]) for case in MISSING},
-        **dict.fromkeys(TIMEOUTS, (words_of_timeouts,)),
-        "stores": (stores_that_stay, free_port()),
-    }
-    each = {name: {"timeout": 0.6, **where} for name, where in TIMEOUTS.items()}
-    yield from started_jobs(jobs, 4, each | {"stores": {"group": False}, "on hosts": ON_HOSTS})
-
-
-@ours_only
-def test_destroying_does_not_wait_for_a_store_that_stays(waiting):
-    for took in waiting["stores"].results(seconds=60):
-        assert max(took) < 1, took
-
-
-@pytest.mark.parametrize("case", MISSING)
-def test_monitored_barrier_names_the_missing_as_torch_does(waiting, case):
-    if case == "on hosts" and not OURS:
-        pytest.skip(f"{BACKEND} knows no hosts")
+def names_the_missing(case: str, errors: list[Any]) -> None:
+    """As torch does."""
     late, _, milliseconds, words = MISSING[case]
-    errors = waiting[case].results()
     assert words in errors[0].text, errors[0]
     if OURS and milliseconds:
         assert "Timeout" in errors[0].kinds
@@ -302,12 +286,35 @@ def test_monitored_barrier_names_the_missing_as_torch_does(waiting, case):
     assert all(reached.format(r) in errors[r].text for r in {1, 2, 3} - {*late}), errors
 
 
-@ours_only
-@pytest.mark.parametrize("name", TIMEOUTS)
-def test_timeouts_have_the_words_that_people_search_for(waiting, name):
-    for error in waiting[name].results()[0]:
+def has_words_that_people_search_for(_: str, found: list[list[Caught]]) -> None:
+    for error in found[0]:
         assert error.kind in ("Timeout", "PeerLost"), error
         assert " timeout " in error.text or " Timed out " in error.text, error
+
+
+def did_not_wait_for_the_store(_: str, found: list[list[float]]) -> None:
+    for took in found:
+        assert max(took) < 1, took
+
+
+def test_limits_of_barriers_waits_and_the_end():
+    """Jobs that mostly wait."""
+    runs: dict[str, tuple[Any, ...]] = {
+        case: (names_the_missing, late_for_monitored_barrier, MISSING[case][:3], {})
+        for case in MISSING
+        if OURS or case != "on hosts"
+    }
+    if OURS:
+        runs["on hosts"] = (*runs["on hosts"][:3], {"placement": "aabb"})
+        for where in ("", "aabb"):
+            more = {"timeout": 0.6, "placement": where}
+            runs[f"words {where}"] = (has_words_that_people_search_for, words_of_timeouts, (), more)
+        alone = (stores_that_stay, (free_port(),), {"group": False})
+        runs["stores"] = (did_not_wait_for_the_store, *alone)
+    check_side_by_side(
+        ((name, Spec(4, **more), job, args) for name, (_, job, args, more) in runs.items()),
+        lambda name, pool: runs[name][0](name, pool.results(60)),
+    )
 
 
 def abort_at_once(me: RankContext) -> list[str]:

@@ -6,11 +6,12 @@ prevents only new threads.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from dist_pool import OURS
-from dist_process import own_process
+from programs import run
 
 pytestmark = pytest.mark.skipif(not OURS, reason="starts its threads with the group")
 
@@ -180,7 +181,8 @@ def outputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
     for name, job in JOBS.items():
         (folder / f"{name}.py").write_text(job)
-    own_process(["-W", "ignore", "-c", PROGRAM, str(folder), *JOBS], 60)
+    ran = run([sys.executable, "-c", PROGRAM, str(folder), *JOBS], timeout=60)
+    assert ran.returncode == 0, ran.stderr
     return folder
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Pool, RankContext, caught, fresh, started_jobs
+from dist_jobs import JobPool
+from dist_pool import (
+    BACKEND,
+    OURS,
+    Caught,
+    RankContext,
+    Spec,
+    caught,
+    check_side_by_side,
+    fresh,
+)
 from sites import HOSTS, PROCESSES, THREADS, not_on, only_on
 
 import pycollect as pc
@@ -57,18 +67,17 @@ def group_after_a_failed_attempt(me: RankContext, early: tuple[int, ...]) -> Cau
 EARLY = {(0,): "ranks 1, 2", (1,): "rank 0", (0, 1): "rank 2", (1, 2): "rank 0"}
 
 
-@pytest.fixture(scope="module")
-def failed_attempts() -> Iterator[dict[tuple[int, ...], Pool]]:
-    jobs = {early: (group_after_a_failed_attempt, early) for early in EARLY}
-    yield from started_jobs(jobs, 3, group=False)
+def test_a_failed_attempt_of_some_ranks_does_not_block_the_next():
+    def check(early: tuple[int, ...], pool: JobPool) -> None:
+        errors = pool.results(seconds=40)
+        for rank in early:
+            assert errors[rank].kind == "Timeout", errors[rank]
+            assert f"{EARLY[early]} did not arrive" in errors[rank].text, errors[rank]
 
-
-@pytest.mark.parametrize("early", EARLY)
-def test_a_failed_attempt_of_some_ranks_does_not_block_the_next(failed_attempts, early):
-    errors = failed_attempts[early].results(seconds=40)
-    for rank in early:
-        assert errors[rank].kind == "Timeout", errors[rank]
-        assert f"{EARLY[early]} did not arrive" in errors[rank].text, errors[rank]
+    spec = Spec(3, group=False)
+    check_side_by_side(
+        ((early, spec, group_after_a_failed_attempt, (early,)) for early in EARLY), check
+    )
 
 
 def groups_of_different_sizes(me: RankContext) -> None:
@@ -200,18 +209,12 @@ def calls_with_timeout(me: RankContext, timeout: datetime.timedelta) -> None:
     dist.destroy_process_group()
 
 
-DAYS = (365 * 293, 365 * 290_000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def calls_with_huge_timeouts() -> Iterator[dict[int, Pool]]:
-    jobs = {days: (calls_with_timeout, datetime.timedelta(days=days)) for days in DAYS}
-    yield from started_jobs(jobs, 2, group=False)
-
-
-@pytest.mark.parametrize("days", DAYS)
-def test_timeouts_beyond_the_range_of_clocks(calls_with_huge_timeouts, days):
-    calls_with_huge_timeouts[days].results()
+def test_timeouts_beyond_the_range_of_clocks():
+    limits = [datetime.timedelta(days=days) for days in (365 * 293, 365 * 290_000)]
+    check_side_by_side(
+        ((limit, Spec(2, group=False), calls_with_timeout, (limit,)) for limit in limits),
+        lambda _, pool: pool.results(),
+    )
 
 
 def test_timeouts_that_are_refused():

@@ -5,7 +5,7 @@ The tests of messages within a host run over hosts, too.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import os
 import random
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import programs
@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import Emulated
-from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_pool import OURS, Caught, Outcome, RankContext, Spec, caught, check_side_by_side
 from faults import NOTICE_SECONDS, publish, wait_published
 from sites import PROCESSES, only_on
 
@@ -313,15 +313,6 @@ def from_those_that_remain(me: RankContext) -> int | None:
     return dist.recv(x, None) if me.rank == 0 else dist.destroy_process_group()
 
 
-def from_the_dead(me: RankContext, source: int | None) -> tuple[Caught, float]:
-    dist.barrier()
-    if me.rank == 2:
-        publish(me, "death")
-        os.kill(os.getpid(), signal.SIGKILL)
-    error = caught(dist.recv, torch.zeros(3), source)
-    return error, error.when - wait_published(me, "death", [2])
-
-
 def unanswered(me: RankContext) -> Caught:
     return caught(time.sleep, 2.0) if me.rank else caught(dist.recv, torch.zeros(3), None)
 
@@ -342,72 +333,56 @@ def idle(me: RankContext) -> float:
     return end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
 
 
-THREE = ("aab", "abb", "abc")
-# Jobs that mostly wait and run side by side: name -> job, placement, other arguments.
-WAITING: dict[str, tuple[Any, ...]] = {
-    "idle": (idle, "abc"),
-    "unanswered": (unanswered, "aabc"),
-    "last packets": (last_packets_of_a_dead_rank, "abc"),
-    **{f"left {p}": (last_messages, p) for p in ("ab", "abb")},
-    **{f"dead {p}": (last_messages_of_a_dead_rank, p) for p in ("aa", "ab", "abb")},
-    **{f"leaver {source}": (from_a_leaver, "ab", source) for source in (1, None)},
-    **{f"remain {p}": (from_those_that_remain, p) for p in ("abc", "aab", "aba")},
-    **{f"{p} {source}": (from_the_dead, p, source) for p in THREE for source in (2, None)},
-}
-ARRIVED = {"last packets": 2, **dict.fromkeys([n for n in WAITING if n[:4] in ("left", "dead")], 8)}
+def arrived(count: int, outcomes: list[Outcome]) -> None:
+    """Messages that have arrived outlive their sender."""
+    assert outcomes[0].value == [*range(count)], outcomes[0].error
 
 
-@pytest.fixture(scope="module")
-def waiting() -> Iterator[dict[str, Any]]:
-    with contextlib.ExitStack() as stack:
-        pools = {}
-        for name, (_, placement, *_) in WAITING.items():
-            limit = 1.0 if name == "unanswered" else 60.0
-            made = fresh(len(placement), placement=placement, timeout=limit)
-            pools[name] = stack.enter_context(made)
-        for name, (job, _, *arguments) in WAITING.items():
-            pools[name].begin(job, *arguments)
-        yield pools
-
-
-@pytest.mark.parametrize("name", ARRIVED)
-def test_messages_that_have_arrived_outlive_their_sender(waiting, name):
-    outcome, *_ = waiting[name].collect_outcomes()
-    assert outcome.value == [*range(ARRIVED[name])], outcome.error
-
-
-@pytest.mark.parametrize("source", [1, None])
-def test_a_receive_from_a_rank_that_has_left_raises(waiting, source):
-    (error, seconds), _ = waiting[f"leaver {source}"].results()
+def raised_at_once(outcomes: list[Outcome]) -> None:
+    error, seconds = outcomes[0].value
     assert error.kinds[0] == "PeerLost", error
     assert "rank 1 on host b" in error.text, error
     assert seconds < 0.5 + NOTICE_SECONDS
 
 
-@pytest.mark.parametrize("placement", ["abc", "aab", "aba"])
-def test_a_receive_from_any_rank_outlives_a_rank_that_leaves(waiting, placement):
-    assert waiting[f"remain {placement}"].results()[0] == 1
+def received_from_rank_1(outcomes: list[Outcome]) -> None:
+    assert outcomes[0].value == 1, outcomes
 
 
-@pytest.mark.parametrize("source", [2, None])
-@pytest.mark.parametrize("placement", THREE)
-def test_a_receive_from_a_dead_rank_raises(waiting, placement, source):
-    outcomes = waiting[f"{placement} {source}"].collect_outcomes()
-    for outcome in outcomes[:2]:
-        error, seconds = outcome.value
-        assert error.kinds[0] == "PeerLost", error
-        assert "rank 2" in error.text, error
-        assert seconds < NOTICE_SECONDS
+def timed_out_with_all_ranks(outcomes: list[Outcome]) -> None:
+    assert "Timeout" in outcomes[0].value.kinds, outcomes
+    assert "ranks 1-3 did not arrive" in outcomes[0].value.text, outcomes
 
 
-def test_a_receive_from_any_rank_times_out_with_all_ranks(waiting):
-    error = waiting["unanswered"].results()[0]
-    assert "Timeout" in error.kinds, error
-    assert "ranks 1-3 did not arrive" in error.text, error
+def used_no_processor(outcomes: list[Outcome]) -> None:
+    assert max(outcome.value for outcome in outcomes) < 0.1, outcomes
 
 
-def test_an_idle_group_uses_no_processor(waiting):
-    assert max(waiting["idle"].results()) < 0.1
+two, eight = functools.partial(arrived, 2), functools.partial(arrived, 8)
+# Jobs that mostly wait: the job, its other arguments, the placement, and the check of its outcomes.
+WAITING: list[tuple[Callable[..., object], tuple[Any, ...], str, Callable[..., None]]] = [
+    (idle, (), "abc", used_no_processor),
+    (unanswered, (), "aabc", timed_out_with_all_ranks),
+    (last_packets_of_a_dead_rank, (), "abc", two),
+    *((last_messages, (), p, eight) for p in ("ab", "abb")),
+    *((last_messages_of_a_dead_rank, (), p, eight) for p in ("aa", "ab", "abb")),
+    *((from_a_leaver, (source,), "ab", raised_at_once) for source in (1, None)),
+    *((from_those_that_remain, (), p, received_from_rank_1) for p in ("abc", "aab", "aba")),
+]
+
+
+def test_receives_when_a_rank_ends_or_sends_nothing():
+    check_side_by_side(
+        (
+            (
+                run,
+                Spec(len(run[2]), placement=run[2], timeout=1.0 if run[0] is unanswered else 60.0),
+                *run[:2],
+            )
+            for run in WAITING
+        ),
+        lambda run, pool: run[3](pool.collect_outcomes()),
+    )
 
 
 # The ranks are children of multiprocessing. Rank 1 ends right after its send, and then rank 0

@@ -13,14 +13,12 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pytest
@@ -204,24 +202,6 @@ def fresh(world: int, **spec: Any) -> Any:
         pool.close()
 
 
-def started_jobs(
-    jobs: dict[Any, tuple[Any, ...]],
-    world: int,
-    each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # job name -> own Spec options
-    **spec: Any,
-) -> Iterator[dict[Any, Any]]:
-    """Body of a fixture that starts jobs (name -> function and arguments) in parallel, each in a
-    fresh pool; meant for jobs that mostly wait. Jobs of threads run when they are collected."""
-    with contextlib.ExitStack() as stack:
-        pools = {
-            name: stack.enter_context(fresh(world, **{**spec, **each.get(name, {})}))
-            for name in jobs
-        }
-        for name, (job, *args) in jobs.items():
-            pools[name].begin(job, *args)
-        yield pools
-
-
 AT_A_TIME = 24  # ranks of `check_side_by_side`: their jobs mostly wait
 MOST_WRONG = 4  # jobs; the rest would go wrong in the same way
 _Key = TypeVar("_Key")
@@ -269,15 +249,3 @@ def _side_by_side(runs: Iterable[_Run[_Key]]) -> Iterator[tuple[_Key, JobPool]]:
     finally:
         for _, pool in begun:
             pool.close()
-
-
-def _execute(me: RankContext, program: str) -> None:
-    exec(program, {"__name__": "__main__"})
-    sys.stdout.flush()
-
-
-def program_output(program: str, **environ: str) -> str:
-    """Run a program in a rank process and return its output; the program's exit is not tested."""
-    with fresh(1, group=False, environ=tuple(environ.items())) as pool:
-        pool.run(_execute, program)
-        return (pool.folder / "rank_0.log").read_text()
