@@ -189,11 +189,26 @@ def zero_overlapped(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     return found
 
 
+def sparse_gradients(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
+    torch.manual_seed(0)
+    words = nn.EmbeddingBag(40, 6, sparse=True)
+    model = DDP(nn.Sequential(words, nn.Linear(6, 3)), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(me, n)
+        nn.functional.cross_entropy(model((20 * x.abs()).long() % 40), y).backward()
+        assert words.weight.grad.is_sparse
+        optimizer.step()
+    return state(model)
+
+
 # What is trained, and how close to gloo's its parameters are; None: gloo runs the collectives that
 # callbacks start in an order that differs between ranks.
 RUNS: dict[str, tuple[Callable[..., list[Tensor]], dict[str, float] | None]] = {
     "ddp": (train, {}),
     "unused parameters": (unused, {}),
+    "sparse gradients": (sparse_gradients, {}),
     "ZeRO and Join": (uneven, {"rtol": 1e-3, "atol": 1e-4}),
     "ZeRO, overlapped": (zero_overlapped, None),
     "PowerSGD": (functools.partial(power_sgd, megabytes=25), {"rtol": 1e-2, "atol": 1e-2}),

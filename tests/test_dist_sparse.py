@@ -1,11 +1,10 @@
 """all_reduce of sparse tensors: exact in rank order, whatever the numbers of entries of the ranks.
 
-Also DDP with sparse gradients. Errors are those of all ranks, and nothing is written.
+Errors are those of all ranks, and nothing is written.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from dist_in_step import assert_in_step
 from dist_pool import BACKEND, OURS, Caught, RankContext, caught
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
-from sites import THREADS, not_on, quick_on_hosts
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from sites import quick_on_hosts
+from torch import Tensor
 
 import pycollect as pc
 
@@ -244,51 +242,6 @@ def test_ways_to_call(pools, way):
     pools(WORLD).run(way)
 
 
-# --- DDP ------------------------------------------------------------------------------------------
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(40, 6, sparse=True)
-        self.last = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x).mean(1))
-
-
-def words(rank: int) -> Tensor:
-    return torch.randint(40, (4, 3), generator=torch.Generator().manual_seed(rank))
-
-
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    model(x).square().mean().backward()
-    return [p.grad for p in model.parameters()]
-
-
-def ddp(me: RankContext) -> list[Tensor]:
-    """The gradients are those of one process with the batches of all ranks."""
-    model = DDP(Words())
-    for _ in range(3):
-        model.zero_grad()
-        mine = gradients(model, words(me.rank))
-    wanted = gradients(Words(), torch.cat([words(r) for r in range(me.world)]))
-    assert mine[0].is_sparse
-    assert mine[0].is_coalesced()
-    for ours, other in zip(mine, wanted, strict=True):
-        torch.testing.assert_close(ours.to_dense(), other.to_dense())
-    optimizer = torch.optim.SparseAdam(list(model.module.words.parameters()), lr=0.1)
-    optimizer.step()
-    return [g.to_dense() for g in mine] + [model.module.words.weight.detach().clone()]
-
-
-def test_ddp_with_sparse_gradients(pools):
-    first, *others = pools(WORLD).run(ddp)
-    for other in others:
-        assert_same(other, first, "ranks have different bits")
-
-
 def in_tree_order(me: RankContext) -> list[str]:
     options = pc.distributed.options(order="tree")
     tree = dist.new_group(backend=BACKEND, pg_options=options)
@@ -377,24 +330,3 @@ def test_ranks_that_differ_raise_on_all_ranks(pools, name, odd):
     for rank, error in enumerate(pools(WORLD).run(disagree, odd, name)):
         assert "ValueError" in error.kinds, (rank, error)
         assert UNLIKE[name][1] in error.text, (rank, error)
-
-
-def with_an_absent_rank(me: RankContext, dies: bool) -> Caught | None:
-    """The peers wait for the numbers of entries, which is not the call that the error names."""
-    dist.all_reduce(plain())
-    if me.rank != 1:
-        return caught(dist.all_reduce, plain())
-    return os._exit(0) if dies else None  # absent until the pool is closed
-
-
-@pytest.mark.parametrize("dies", [False, True])
-@not_on(THREADS, "a rank that is a thread cannot die alone")
-def test_an_absent_rank_is_an_error(pools, dies):
-    with pools.fresh(WORLD, timeout=0.5) as pool:
-        pool.begin(with_an_absent_rank, dies)
-        outcomes = pool.collect_outcomes()
-    for rank in (0, 2):
-        error = outcomes[rank].value
-        assert error.kind in ("Timeout", "PeerLost"), error
-        assert "all_reduce #" in error.text
-        assert "rank 1" in error.text

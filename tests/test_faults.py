@@ -59,7 +59,16 @@ EVERY = tuple(what for what in WAITS if what != "behind a stalled send")
 OF_THREADS = tuple(
     what for what in EVERY if what != "recv from any"
 )  # a deadlock, if a rank leaves
-FEW = ("all_reduce", "large all_reduce", "async all_reduce", "broadcast", "barrier", "recv", "send")
+FEW = (
+    "all_reduce",
+    "large all_reduce",
+    "async all_reduce",
+    "sparse all_reduce",
+    "broadcast",
+    "barrier",
+    "recv",
+    "send",
+)
 QUICK = ("all_reduce", "async all_reduce", "large all_reduce", "irecv", "send")
 ON_DEVICES = ("all_reduce", "async all_reduce", "future", "block", "recv", "send")
 

@@ -125,6 +125,7 @@ WAITS: dict[str, tuple[str, Callable[[RankContext, Tensor], object]]] = {
     "future": ("all_reduce", lambda me, x: dist.all_reduce(x, async_op=True).get_future().wait()),
     "block": ("all_reduce", lambda me, x: block(me)),
     "future of a block": ("all_reduce", lambda me, x: future_of_a_block()),
+    "sparse all_reduce": ("all_reduce", lambda me, x: dist.all_reduce(x.to_sparse())),
     "reduce": ("reduce", lambda me, x: dist.reduce(x, 0)),
     "broadcast": ("broadcast", lambda me, x: dist.broadcast(x, FAULTY_RANK)),
     "all_gather": ("all_gather", lambda me, x: dist.all_gather([ones() for _ in range(3)], x)),
