@@ -148,30 +148,11 @@ batch()
 assert [x.tolist() for x in tensors] == [[3.0] * 3, [2.0] * 4, [3.0] * 5]
 """
 
-BATCH = """
-x, y = torch.full((3,), 1.0 + rank), torch.zeros(3)
-def batch():
-    ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-if rank == 0:
-    limit(True)
-    error = caught(batch)
-    limit(False)
-    assert "thread" in error, error
-    x += 10
-batch()
-assert y.tolist() == [2.0 if rank == 0 else 11.0] * 3, y  # the refused batch has sent nothing
-dist.barrier()
-"""
-
-
 JOBS = {
     "asynchronous": ASYNCHRONOUS,
     "behind_another": BEHIND_ANOTHER,
     "messages": MESSAGES,
     "coalesced": COALESCED,
-    "batch": BATCH,
 }
 
 

@@ -113,24 +113,6 @@ def test_large_messages_between_host_and_device_memory(pools, on_host):
         assert pools(2, placement="ab").run(from_and_to, on_host, count) == [[], []]
 
 
-def burst(me: RankContext, both: bool) -> list[int]:
-    """Many more messages than packets are under way, and nothing comes back but confirmations."""
-    count, peer, works = 5000, 1 - me.rank, []
-    found = [torch.full((2,), -1.0) for _ in range(count)]
-    if both or me.rank == 1:
-        works += [dist.irecv(x, peer) for x in found]
-    if both or me.rank == 0:
-        works += [dist.isend(torch.full((2,), float(n)), peer) for n in range(count)]
-    for work in works:
-        work.wait()
-    return [n for n, x in enumerate(found) if x[1] != (n if both or me.rank == 1 else -1)]
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_a_burst_of_small_messages_arrives_in_order(pools, both):
-    assert pools(2, placement="ab").run(burst, both) == [[], []]
-
-
 def small_against_large(me: RankContext) -> list[int]:
     """Small messages one way and eager ones of 512 KiB the other way, at the same time."""
     wrong = []
@@ -182,24 +164,6 @@ def unexpected_before_expected(me: RankContext, count: int) -> None:
 
 def test_messages_of_a_rank_with_no_receive_are_kept(pools):
     pools(3, placement="abc").run(unexpected_before_expected, 14, seconds=20)
-
-
-def highest_tags(me: RankContext) -> list[float]:
-    """Tags up to the largest of torch, with several hosts as with one."""
-    found = []
-    for tag in (2**29, 2**31 - 1):
-        x = torch.full((3,), float(tag % 1009))
-        if me.rank == 0:
-            dist.send(x, 1, tag=tag)
-        else:
-            dist.recv(x.zero_(), None, tag=tag)
-        found.append(x[0].item())
-    return found
-
-
-def test_messages_have_any_tag(pools):
-    first, second = pools(2, placement="ab").run(highest_tags)
-    assert first == second
 
 
 def receive_and_leave(me: RankContext) -> None:

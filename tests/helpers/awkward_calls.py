@@ -7,6 +7,7 @@ outcome that is neither success nor a proper TypeError, ValueError or Collective
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import functools
 import inspect
@@ -36,6 +37,7 @@ from pycollect.train import (
     sgd_factory,
     train,
 )
+from pycollect.train.options import Options
 
 MEMORY = 3 << 30  # bytes of address space allowed beyond the process's size after initialisation
 CHARACTERS = 1500  # of the longest message, without a long string that was passed
@@ -107,58 +109,27 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 NOT_BOUND = {"tree_sum"}  # it has no devices
 
 
-def arguments(module: Any, name: str) -> dict[str, Any]:
-    """Every argument of a function of the module: as given, or its default."""
-    given = GIVEN[name]()
-    known = inspect.signature(getattr(module, name)).parameters.values()
+def arguments(function: Callable[..., object], given: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of a function: as given, or its default."""
+    known = inspect.signature(function).parameters.values()
     return {p.name: given.get(p.name, p.default) for p in known}
 
 
-PLAN = {
-    "collective": "broadcast",
-    "world": 2,
-    "algorithm": "chain",
-    "nbytes": 64,
-    "root": 0,
-    "pieces": 2,
-    "in_place": None,
-}
+PLAN = {"collective": "broadcast", "world": 2, "algorithm": "chain", "nbytes": 64, "pieces": 2}
 EXAMPLES = torch.rand(6, 1, 2, 2), torch.arange(6) % 2
-TRAINING = {
+TRAINING = {option.name: option.default for option in dataclasses.fields(Options)} | {
     "devices": "cpu*2",
     "batch_size": 4,
     "lr": 0.1,
-    "num_gpus": None,
     "epochs": 1,
-    "seed": 0,
     "model": nn.Sequential(nn.Flatten(), nn.Linear(4, 2)),
     "momentum": 0.5,
-    "weight_decay": 0.0,
     "weights": "1,1",
     "microbatch": 2,
-    "shards": None,
-    "sync_batchnorm": False,
-    "strict": False,
-    "shuffle": True,
-    "drop_last": False,
-    "scale_batch": False,
-    "scale_lr": False,
     "data": EXAMPLES,
     "test_data": EXAMPLES,
-    "data_dir": None,
-    "image_size": None,
     "reduce": "naive",
-    "overlap": True,
     "prefetch": 1,
-    "exact_times": False,
-    "graph": False,
-    "compile": False,
-    "deterministic": False,
-    "checkpoint": None,
-    "resume": None,
-    "init_from": None,
-    "log": None,
-    "plot": None,
 }
 MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
 # Names of __all__ that are not called: modules, types that only the library creates, exceptions.
@@ -169,7 +140,8 @@ NOT_CALLED |= {"autograd", "distributed"}
 def calls_of(module: Any, prefix: str = "") -> Iterator[Case]:
     for name in GIVEN:
         if name in module.__all__:
-            yield prefix + name, getattr(module, name), functools.partial(arguments, module, name)
+            function = getattr(module, name)
+            yield prefix + name, function, lambda f=function, n=name: arguments(f, GIVEN[n]())
 
 
 def bound() -> Iterator[Case]:
@@ -231,7 +203,7 @@ def cases() -> Iterator[Case]:
     yield "Communicator", pc.Communicator, lambda: {"devices": "cpu*2", "peer_access": None}
     yield "devices", pc.devices, lambda: {"spec": "cpu*2"}
     yield "algorithms", pc.algorithms, lambda: {"collective": "all_reduce"}
-    yield "plan", planned, lambda: dict(PLAN)
+    yield "plan", planned, lambda: arguments(pc.plan, PLAN)
     yield "CostModel", models, lambda: dict(MODEL)
     yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
     yield "Plan.plot", made.plot, lambda: {"path": FOLDER / "a.svg", "model": "nvlink"}
