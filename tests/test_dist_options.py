@@ -230,28 +230,34 @@ def test_timeouts_that_are_refused():
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes"])
-def test_huge_sizes_are_refused(name):
-    for size in (2**46 + 1, 2**63, 2**64, 10**30):
-        with pytest.raises(ValueError, match=f"{name} is {size}; it must be at most {2**46}"):
-            pc.distributed.options(**{name: size})
-    assert getattr(pc.distributed.options(**{name: 2**46}), name) == 2**46
+ALLOWED = {"hosts": "'exact', 'one'", "order": "'rank', 'tree'"}
+OF_BYTES = ("buffer_bytes", "symmetric_heap_bytes")
+# Option, value, the error, and its words.
+BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
+    *(
+        (name, size, ValueError, f"{name} is {size}; it must be at most {2**46}")
+        for name in OF_BYTES
+        for size in (2**46 + 1, 2**63, 2**64, 10**30)
+    ),
+    *(
+        ("algorithm", value, TypeError, f"algorithm is a {type(value).__name__}; pass .*algorithms")
+        for value in (3, b"ring", ["ring"])
+    ),
+    *(
+        (name, word, ValueError, f"{name} is '{word}'; allowed are {words}$")
+        for name, words in ALLOWED.items()
+        for word in ("fast", "Exact", "")
+    ),
+    *((name, 3, TypeError, f"{name} is a int; pass one of {w}$") for name, w in ALLOWED.items()),
+]
 
 
-def test_names_that_are_not_strings_are_refused():
-    for value in (3, b"ring", ["ring"]):
-        kind = type(value).__name__
-        with pytest.raises(TypeError, match=f"algorithm is a {kind}; pass .*pycollect.algorithms"):
-            pc.distributed.options(algorithm=value)
-
-
-@pytest.mark.parametrize("word", ["fast", "Exact", ""])
-@pytest.mark.parametrize("name", ["hosts", "order"])
-def test_other_words_are_refused(name, word):
-    with pytest.raises(ValueError, match=f"{name} is '{word}'; allowed are {ALLOWED[name]}$"):
-        pc.distributed.options(**{name: word})
-    with pytest.raises(TypeError, match=f"{name} is a int; pass one of {ALLOWED[name]}$"):
-        pc.distributed.options(**{name: 3})
+def test_bad_values_are_refused():
+    for name, value, error, words in BAD_VALUES:
+        with pytest.raises(error, match=words):
+            pc.distributed.options(**{name: value})
+    for name in OF_BYTES:
+        assert getattr(pc.distributed.options(**{name: 2**46}), name) == 2**46
 
 
 IN_ANOTHER_ORDER = (1e8, 1.0, -1e8)  # one value per rank; the sum depends on the order
@@ -301,7 +307,6 @@ def test_an_algorithm_in_several_steps_is_refused_in_tree_order(name, world, poo
             assert f"algorithm '{name}' adds in several steps, which order='tree'" in error
 
 
-ALLOWED = {"hosts": "'exact', 'one'", "order": "'rank', 'tree'"}
 VERSIONS = ["0.0.1", "0.0.2", "0.0.2"]
 SET_ONLY = ("exactly", *VERSIONS)
 

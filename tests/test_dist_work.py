@@ -344,26 +344,24 @@ def call_that_reads(me: RankContext, x: Tensor, name: str) -> tuple[dist.Work, l
     out = [torch.zeros(x.shape, dtype=x.dtype) for _ in inputs]
     if name.endswith(" of products"):
         more["op"] = dist._make_nccl_premul_sum(2.0)
-    factor = me.world * (2 if "op" in more else 1)
-    if name.startswith("all_reduce"):
-        return dist.all_reduce(x, **more), [x], factor
-    if name == "reduce":
-        return dist.reduce(x, ROOT, **more), [x] * is_root, factor
-    if name.startswith("reduce_scatter"):
-        return dist.reduce_scatter(out[0], inputs, **more), out[:1], factor
-    if name == "broadcast":
-        y = x if is_root else out[0]
-        return dist.broadcast(y, ROOT, **more), [y], 1
-    if name == "all_gather":
-        return dist.all_gather(out, x, **more), out, 1
-    if name == "gather":
-        return dist.gather(x, out if is_root else None, ROOT, **more), out * is_root, 1
-    if name == "scatter":
-        return dist.scatter(out[0], inputs if is_root else None, ROOT, **more), out[:1], 1
-    if name == "all_to_all":
-        return dist.all_to_all(out, inputs, **more), out, 1
-    assert name == "all_to_all_single"
-    return dist.all_to_all_single(out[0], x, **more), out[:1], 1
+    y = x if is_root else out[0]
+    rooted = (inputs if is_root else None, ROOT)
+    # The arguments of the call, and its results.
+    calls: dict[str, tuple[tuple[Any, ...], list[Tensor]]] = {
+        "all_reduce": ((x,), [x]),
+        "reduce": ((x, ROOT), [x] * is_root),
+        "reduce_scatter": ((out[0], inputs), out[:1]),
+        "broadcast": ((y, ROOT), [y]),
+        "all_gather": ((out, x), out),
+        "gather": ((x, out if is_root else None, ROOT), out * is_root),
+        "scatter": ((out[0], *rooted), out[:1]),
+        "all_to_all": ((out, inputs), out),
+        "all_to_all_single": ((out[0], x), out[:1]),
+    }
+    call = name.removesuffix(" of products")
+    args, results = calls[call]
+    factor = (me.world if "reduce" in call else 1) * (2 if "op" in more else 1)
+    return getattr(dist, call)(*args, **more), results, factor
 
 
 def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
