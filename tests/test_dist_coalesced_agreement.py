@@ -15,13 +15,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import CPU, assert_in_step, ones
-from dist_pool import OURS, Caught, RankContext, backend_of, caught
+from dist_pool import OURS, Caught, RankContext, assert_in_step, backend_of, caught
 from sites import HOSTS, THREADS, not_on, sites
 
 import pycollect as pc
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
+CPU = torch.device("cpu")
+
+
+def ones(n: int = 5) -> torch.Tensor:
+    return torch.ones(n)
 
 
 def coalesced_jobs(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:

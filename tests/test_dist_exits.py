@@ -16,8 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, RankContext, Spec, backend_of, caught, check_side_by_side, fresh
-from dist_resources import open_resources
+from dist_pool import (
+    OURS,
+    Caught,
+    RankContext,
+    Spec,
+    backend_of,
+    caught,
+    check_side_by_side,
+    fresh,
+    open_resources,
+)
 from faults import (
     DESTROYED,
     ENDED,

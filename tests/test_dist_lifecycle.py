@@ -26,8 +26,8 @@ from dist_pool import (
     caught,
     check_side_by_side,
     fresh,
+    open_resources,
 )
-from dist_resources import open_resources
 from sites import THREADS, not_on
 
 import pycollect as pc

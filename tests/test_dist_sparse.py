@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import assert_in_step
-from dist_pool import BACKEND, OURS, Caught, RankContext, caught
+from dist_pool import BACKEND, OURS, Caught, RankContext, assert_in_step, caught
 from reference import DTYPES, allowed, assert_same, left_fold, randoms, short
 from sites import quick_on_hosts
 from torch import Tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import multiprocessing
 import os
@@ -190,6 +191,26 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
     """The backend object of a group, for calls that torch.distributed allows only to its own
     backends."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+def assert_in_step(me: RankContext) -> None:
+    """Assert that the next calls match on all ranks, as after calls that failed; each call has
+    another size."""
+    for n in (3, 20, 10):
+        x = torch.full((n,), float(n))
+        dist.all_reduce(x)
+        assert x.tolist() == [float(n) * me.world] * n
+
+
+def open_resources() -> dict[str, int]:
+    """Numbers of the resources of this process that can leak."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared mappings": sum(" rw-s " in line or "memfd" in line for line in maps),
+    }
 
 
 @contextlib.contextmanager

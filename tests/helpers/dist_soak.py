@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import gc
 import os
 import random
 import signal
@@ -20,14 +19,11 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from dist_pool import RankContext, backend_of
 from dist_soak_steps import (
     KINDS,
     MESSAGES,
-    SYMMETRIC_BYTES,
-    SYMMETRIC_CALLS,
     GroupRank,
     Pending,
     begin_step,
@@ -86,24 +82,6 @@ def phases_of(seed: int, world: int) -> list[Phase]:
     return phases
 
 
-class CanaryTensors:
-    """New tensors that may reuse memory exposed to a failed call: no late rank may write there."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def take(self, group: dist.ProcessGroup) -> None:
-        gc.collect()
-        with contextlib.suppress(pc.CollectiveError):  # raised by an aborted group
-            for _ in range(4):
-                x = pc.symmetric_empty(SYMMETRIC_BYTES, dtype=torch.uint8, group=group)
-                self.tensors.append(x.fill_(77))
-
-    def check(self) -> None:
-        changed = [int(t.ne(77).sum()) for t in self.tensors]
-        assert not any(changed), f"bytes of new tensors written by a late rank: {changed}"
-
-
 class Thread:
     """One thread's calls in one group. `failure` is the traceback of an unexpected exception."""
 
@@ -111,13 +89,12 @@ class Thread:
         self,
         me: GroupRank,
         name: str,
-        canaries: CanaryTensors,
         *,
         messages: bool,
         loses_rank: bool,
         without: frozenset[str],
     ):
-        self.me, self.name, self.canaries, self.without = me, name, canaries, without
+        self.me, self.name, self.without = me, name, without
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)
         self.loses_rank = loses_rank  # the group loses a rank: continue until a call raises
@@ -134,15 +111,13 @@ class Thread:
             self._steps()
             assert not self.loses_rank, "no call raised although a rank is missing"
         except pc.CollectiveError as error:
-            # The traceback is dropped, because its frames keep the tensors of failed calls alive.
-            self.raised_at, self.error = time.monotonic(), error.with_traceback(None)
+            self.raised_at, self.error = time.monotonic(), error
         except BaseException:
             self.failure = traceback.format_exc()
         try:
             if self.error is not None:
                 assert self.loses_rank, "no rank of the group is missing"
                 self._leave()
-                self.canaries.take(self.me.group)
         except BaseException:
             self.failure = traceback.format_exc()
 
@@ -212,7 +187,6 @@ class Scenario:
     alive: list[int] = dataclasses.field(default_factory=list)
     members: list[int] = dataclasses.field(default_factory=list)  # ranks of the default group
     bootstraps: int = 0
-    canaries: CanaryTensors = dataclasses.field(default_factory=CanaryTensors)
     latest: float = 0.0
 
     def bootstrap(self, seconds: float = USUAL) -> None:
@@ -240,7 +214,6 @@ class Scenario:
             limit = datetime.timedelta(seconds=phase.timeout(n))
             backend_of(group).set_timeout(limit)
             dist.barrier(group)
-        self.canaries.check()  # after the barrier: any stopped rank has resumed
         threads = [t for n, group in mine.items() for t in self._threads(phase, n, group)]
         injector = threading.Thread(
             target=inject_fault, args=(phase, self.me.rank, self.pids, self.me.folder), daemon=True
@@ -267,10 +240,8 @@ class Scenario:
                 group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}")
             )
             name += " messages" if messages else ""
-            absent = lost and phase.fault == "absence"
-            without = self.without.union(() if absent else (SYMMETRIC_CALLS,))
-            options = {"messages": messages, "loses_rank": lost, "without": without}
-            made.append(Thread(me, name, self.canaries, **options))
+            options = {"messages": messages, "loses_rank": lost, "without": self.without}
+            made.append(Thread(me, name, **options))
         return made
 
     def _join(self, phase: Phase, threads: list[Thread]) -> None:
@@ -306,7 +277,6 @@ def run_scenario(me: RankContext, seed: int, pids: list[int], without: frozenset
         for phase in phases_of(seed, me.world):
             scenario.run(phase)
         dist.destroy_process_group()
-        scenario.canaries.check()
     except BaseException:
         message = f"seed {seed}, rank {me.rank} fails: {traceback.format_exc()}"
         print(message, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,6 @@ _CPU = torch.device("cpu")
 _REFUSALS = (TypeError, ValueError)
 Works = Sequence[Any]
 Check = Callable[[], None]
-# A long step, only in groups in which the peers of a stopped rank time out.
-SYMMETRIC_CALLS = "calls on symmetric memory"
-SYMMETRIC_BYTES = 16 << 20
 COLLECTIVES = (*OF_RANKS, "barrier")
 # Kinds of steps and their weights; "collective" then selects uniformly among all collectives.
 KINDS = {
@@ -52,7 +49,6 @@ KINDS = {
     "mistake": 5,
     "mistake in a list": 3,
     "message too long": 2,
-    SYMMETRIC_CALLS: 300,
 }
 MESSAGES = ("exchange", "message", "message too long")
 
@@ -267,18 +263,6 @@ def batch_of_messages(me: GroupRank, step: Step) -> tuple[Works, Check]:
     return works, lambda: [assert_same([a], [b], step) for a, b in found] and None
 
 
-def calls_on_symmetric_memory(me: GroupRank, step: Step) -> tuple[Works, Check]:
-    """100 zero-copy all_reduces, in which every rank writes to all; one is stopped during a call.
-
-    A rank that resumes late may also read new tensors, which hold large numbers; the op is MIN, so
-    its late writes are smaller and therefore show.
-    """
-    x = pc.symmetric_empty(SYMMETRIC_BYTES // 4, dtype=torch.int32, group=me.group).fill_(me.rank)
-    for _ in range(100):
-        dist.all_reduce(x, dist.ReduceOp.MIN, group=me.group)
-    return (), lambda: assert_same([x], [torch.zeros_like(x)], step)
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 CollectiveCall = Callable[[Tensor], Any]
@@ -351,7 +335,6 @@ STEPS: dict[str, Callable[[GroupRank, Step], tuple[Works, Check]]] = {
     "batch of messages": batch_of_messages,
     "batch": batch,
     "list of calls": list_of_calls,
-    SYMMETRIC_CALLS: calls_on_symmetric_memory,
     **MISTAKES,
 }
 
@@ -379,7 +362,9 @@ class Pending:
         self.check()
 
 
-def choose(rng: random.Random, only: tuple[str, ...], without: frozenset[str]) -> str:
+def choose(
+    rng: random.Random, only: Iterable[str] = KINDS, without: frozenset[str] = frozenset()
+) -> str:
     kinds = [k for k in only if k not in without]
     kind = rng.choices(kinds, [KINDS[k] for k in kinds])[0]
     return rng.choice(COLLECTIVES) if kind == "collective" else kind
