@@ -153,7 +153,8 @@ def in_loss_parallel() -> bool:
 
 @PARALLEL
 def test_a_rank_is_in_loss_parallel_while_others_are_not(parallel):
-    """The handlers of operators were the process's, and the last rank to leave failed."""
+    """The handlers of operators were the process's, and the last rank to leave failed. A rank may
+    also assign a table, and then the process's, as `context_parallel` does."""
 
     def program(rank: int, world: int) -> list[bool]:
         found = []
@@ -170,6 +171,13 @@ def test_a_rank_is_in_loss_parallel_while_others_are_not(parallel):
                 raise KeyError  # torch leaves the handlers where they are then
         dist.barrier()
         found.append(rank != 1 and in_loss_parallel())
+        for value in ({**handlers(), "mine": rank}, table):
+            DTensor._op_dispatcher._custom_op_handlers = value
+            dist.barrier()
+            found.append(handlers().get("mine") == rank)
+        handlers()["mine"] = rank
+        dist.barrier()
+        found.append(handlers()["mine"] == rank)
         handlers().clear()  # torch's own, too
         return [*found, not handlers()]
 
@@ -178,30 +186,9 @@ def test_a_rank_is_in_loss_parallel_while_others_are_not(parallel):
         found = threads.launch(program, 3, timeout=20, parallel=parallel)
         for rank in range(3):
             inside = [rank <= step < 2 * rank + 1 for step in range(6)]
-            assert found[rank] == [*inside, False, True]
+            assert found[rank] == [*inside, False, True, False, True, True]
     assert handlers() is table
     assert table == before
-
-
-@PARALLEL
-def test_a_rank_may_assign_the_handlers_of_operators(parallel):
-    """`context_parallel` does so, and then assigns the process's table."""
-
-    def program(rank: int, world: int) -> list[bool]:
-        found = []
-        for value in ({**handlers(), "mine": rank}, of_process):
-            DTensor._op_dispatcher._custom_op_handlers = value
-            dist.barrier()
-            found.append(handlers().get("mine") == rank)
-        handlers()["mine"] = rank
-        dist.barrier()
-        return [*found, handlers()["mine"] == rank]
-
-    of_process, before = handlers(), dict(handlers())
-    found = threads.launch(program, 3, timeout=20, parallel=parallel)
-    assert found == [[True, False, True]] * 3
-    assert handlers() is of_process
-    assert of_process == before
 
 
 def test_a_torch_without_handlers_of_operators_is_refused(monkeypatch):
