@@ -1,6 +1,7 @@
 """Tensors in the group's symmetric heap: ordinary torch tensors, used without copies, and freed.
 
 /proc/self/maps shows whether a tensor lies in shared memory. Also tests tensors over 2^31 bytes.
+That results have the same bits is tested by test_dist_programs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from devices import cpu_by_default
 from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
-from reference import assert_same, left_fold, randoms
 from sites import PROCESSES, THREADS, not_on
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -76,39 +75,6 @@ def ordinary(me: RankContext, make: Make) -> None:
     assert make(0, torch.int64).shape == (0,)
 
 
-@cpu_by_default
-def same_bits(me: RankContext, make: Make) -> None:
-    """Collectives give the same bits with zero-copy tensors on all ranks, rank 0 or rank 1."""
-    device = me.site.device
-    for count in (1, 1023, 300_007):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            values = randoms(me.world, (count,), dtype, seed=count)
-            wanted = left_fold(values, "sum")
-            for mask in (2**me.world - 1, 1, 0b10):
-                symmetric = mask >> me.rank & 1
-                x = (
-                    make(count, dtype)
-                    if symmetric
-                    else torch.empty(count, dtype=dtype, device=device)
-                )
-                x.copy_(values[me.rank])
-                dist.all_reduce(x)
-                assert_same([x.cpu()], [wanted], f"all_reduce {count} {dtype} {mask:b}")
-                x.copy_(values[me.rank])
-                dist.broadcast(x, me.world - 1)
-                assert_same([x.cpu()], [values[-1]], f"broadcast {count} {dtype} {mask:b}")
-                out = make(me.world * count, dtype) if symmetric else x.new_empty(me.world * count)
-                dist.all_gather_into_tensor(out, x)
-                wanted_all = [values[-1].repeat(me.world)]
-                assert_same([out.cpu()], wanted_all, f"all_gather {count} {mask:b}")
-                out.copy_(torch.cat(values))
-                part = x.new_empty(count)
-                dist.reduce_scatter_tensor(part, out)
-                same = left_fold([values[me.rank]] * me.world, "sum")
-                assert_same([part.cpu()], [same], f"reduce_scatter {count} {mask:b}")
-                dist.all_to_all_single(out.clone(), out)
-
-
 def views(me: RankContext, make: Make) -> None:
     """Zero-copy views at different offsets on every rank; strided and in-place ones."""
     base = make(10_000, torch.float32)
@@ -162,10 +128,6 @@ JOBS = [
     *(views, reuse_after_calls),
     *(pytest.param(job, marks=IN_SHARED_MEMORY) for job in (ordinary, allocate_and_free)),
 ]
-
-
-def test_results_have_the_same_bits(pools):
-    pools(3).run(same_bits, by_empty)
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
