@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_jobs import JobPool
 from dist_pool import (
     BACKEND,
     OURS,
     Caught,
+    JobPool,
     RankContext,
     Spec,
     caught,

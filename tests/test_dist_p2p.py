@@ -15,8 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_jobs import JobPool
-from dist_pool import BACKEND, OURS, Caught, RankContext, Spec, caught, check_side_by_side
+from dist_pool import BACKEND, OURS, Caught, JobPool, RankContext, Spec, caught, check_side_by_side
 from reference import DTYPES, MOVED, assert_same, bits, randoms, short
 from sites import quick_on_hosts
 from torch import Tensor

@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, OLD_TORCH, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
-from dist_threads import ThreadPool
+from dist_threads import MOST_SECONDS, SECONDS, JobPool, ThreadPool
 from sites import is_real
 
 GPU_SECONDS = 180.0  # limit on a GPU, where the first job creates a CUDA context in each process

@@ -1,24 +1,78 @@
-"""Pools of threads: the jobs of process pools, run by ranks that are threads of the test's process.
+"""Pools of ranks, which run jobs, and those of ranks that are threads of the test's process.
 
-Each job is a launch of its own (pycollect.threads), which takes milliseconds, so no state of one
-job reaches the next: groups, random numbers and environment begin anew.
+Each job of threads is a launch of its own (pycollect.threads), which takes milliseconds, so no
+state of one job reaches the next: groups, random numbers and environment begin anew.
 """
 
 from __future__ import annotations
 
+import abc
 import copy
 import datetime
 import itertools
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
-from dist_jobs import MOST_SECONDS, SECONDS, JobPool
 from dist_rank import BACKEND, Outcome, RankContext, Spec
 from thread_devices import of_ranks
+
+SECONDS = 20.0  # default time limit of a job; most jobs take milliseconds
+# Limit of all time limits of jobs, so that a test that hangs cannot use up a short stay on a GPU.
+MOST_SECONDS = float(os.environ.get("PYCOLLECT_TEST_SECONDS", "inf"))
+
+
+class JobPool(abc.ABC):
+    """The ranks of a world. `run` is for jobs that must succeed, `outcomes` for others."""
+
+    spec: Spec
+    usable: bool
+
+    @abc.abstractmethod
+    def begin(self, job: Callable[..., Any], *args: Any) -> None:
+        """Start a job, and return at once; collect with `results` or `collect_outcomes`."""
+
+    @abc.abstractmethod
+    def is_over(self) -> bool:
+        """Whether collecting the job that has begun would not wait for other processes."""
+
+    @abc.abstractmethod
+    def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
+        """Every rank's Outcome of the job that has begun. Fails only on a hang."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def run(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Any]:
+        """Run a job on all ranks and return their results; fails with the tracebacks of errors."""
+        self.begin(job, *args)
+        return self.results(seconds)
+
+    def results(self, seconds: float = 0.0) -> list[Any]:
+        outcomes = self.collect_outcomes(seconds)
+        errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
+        if errors:
+            self._fail(errors)  # ends the pool: the state of the other ranks is unknown
+        return [o.value for o in outcomes]
+
+    def outcomes(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Outcome]:
+        """Run a job on all ranks and return every rank's Outcome. Fails only on a hang."""
+        self.begin(job, *args)
+        return self.collect_outcomes(seconds)
+
+    def _fail(self, lines: list[str]) -> NoReturn:
+        logs = self._logs()
+        self.close()
+        pytest.fail("\n".join([*lines, *logs]), pytrace=False)
+
+    def _logs(self) -> list[str]:
+        """Lines of output of the ranks, for the report of a failure."""
+        return []
 
 
 class ThreadPool(JobPool):
