@@ -127,7 +127,7 @@ class ListSum:
         if not gradients[0]:
             return None
         if async_op and self.reduction is reduce_gradients_coalesced:
-            work: Pending = pc.all_reduce_coalesced(gradients, async_op=True)
+            work: pc.Work = pc.all_reduce_coalesced(gradients, async_op=True)
             return work
         self.reduction(gradients)
         return None
