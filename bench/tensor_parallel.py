@@ -20,7 +20,7 @@ from typing import Any
 
 from pycollect._timing import Timing
 from pycollect_bench import plot, report, runner
-from pycollect_bench.decoding import ALONE, CLIENT, GLOO, VARIANTS, Measured, divided
+from pycollect_bench.decoding import ALONE, GLOO, VARIANTS, Measured, divided
 from pycollect_bench.llama import EXPERTS, HEAD, Case
 from pycollect_bench.options import effort, list_of, one_of, positive, whole
 from pycollect_bench.ranks import Ranks, RanksFailed
@@ -89,9 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list("--dtypes", one_of(TOLERANCE), ",".join(TOLERANCE), "dtypes")
     add_list("--batches", whole, "1,8", "sequences; experts: only the largest number")
     add_list("--ranks", whole, "2,4", "numbers of ranks")
-    own = [name for name in VARIANTS if not name.startswith(CLIENT)]
-    what = f"{', '.join(VARIANTS)} (all but {CLIENT}')"
-    add("--variants", type=list_of(one_of(VARIANTS)), default=own, help=what)
+    what = f"of {', '.join(VARIANTS)} (all)"
+    add("--variants", type=list_of(one_of(VARIANTS)), default=list(VARIANTS), help=what)
     add("--layers", type=positive, default=8, help="layers (8)")
     add("--vocab", type=positive, default=8192, help="tokens of the vocabulary (8192)")
     add("--prompt", type=positive, default=32, help="tokens before the first new one (32)")
@@ -141,8 +140,7 @@ def row(name: str, case: Case, of_ranks: Sequence[Measured]) -> Row:
         RanksFailed: if a token has not its number of calls, so that times are missing.
     """
     of_layer = 5 if case.moe else 2  # a sum, and three exchanges and a gather or another sum
-    calls = case.layers * of_layer + 1 + name.startswith(CLIENT)  # it divides the embedding, too
-    calls *= name != ALONE
+    calls = (case.layers * of_layer + 1) * (name != ALONE)
     turns = list(zip(*(turns for turns, _ in of_ranks), strict=True))
     found = {len(one.calls) / case.tokens for turn in turns for one in turn}
     if found != {calls}:

@@ -1,7 +1,7 @@
 """Tensor-parallel decoding on one rank: its variants, their turns, the times of their collectives.
 
-A variant is undivided, on rank 0 alone; divided by DTensor's parallelize_module; divided plainly,
-by a model that calls its collectives itself; or a model of transformers with its `tp_plan="auto"`.
+A variant is undivided, on rank 0 alone; divided by DTensor's parallelize_module; or divided
+plainly, by a model that calls its collectives itself.
 
 The clock of a collective is CLOCK_MONOTONIC, which all processes of a host share. So the time in it
 is divided at the moment when the last rank has called it: before it a rank waits for another one's
@@ -10,15 +10,12 @@ computing, after it data move.
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from time import monotonic_ns, perf_counter
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, parallel
 import pycollect
 from pycollect._timing import Effort, interleave, shuffled
 
-from .llama import DIVIDED, GATHER, HEAD, Case, Collectives, Llama, dist, weights
+from .llama import DIVIDED, GATHER, Case, Collectives, Llama, dist, weights
 from .ranks import Rank, threads_of
 
-ALONE, GLOO, OURS, CLIENT = "alone", "gloo", "pycollect", "transformers"
+ALONE, GLOO, OURS = "alone", "gloo", "pycollect"
 # The calls of a decoder: the logits (batch, vocab) after some tokens that begin at a position.
 Decoder = Callable[[Tensor, int], Tensor]
 # Without its types, because its functions are replaced.
@@ -175,73 +172,6 @@ def plain(parts: Parts, backend: str, direct: bool = False, symmetric: bool = Fa
     return Llama(parts.case, calls).load(parts.weights)
 
 
-def transformers(parts: Parts, backend: str) -> Decoder:
-    """Let transformers make the model and divide it by its own plan."""
-    library: Any = import_module(CLIENT)
-    case, dtype = parts.case, getattr(torch, parts.case.dtype)
-    config = library.LlamaConfig(
-        hidden_size=case.hidden,
-        intermediate_size=case.inner,
-        num_hidden_layers=case.layers,
-        num_attention_heads=2 * case.kv_heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=HEAD,
-        vocab_size=case.vocab,
-        rms_norm_eps=1e-5,
-        dtype=dtype,
-    )
-    of_ranks = import_module("transformers.distributed").DistributedConfig(
-        tp_plan="auto", tp_size=dist.get_world_size()
-    )
-    # Their names differ in that attention is a module.
-    of_attention = partial(re.sub, r"\.([qkvo]_proj)", r".self_attn.\1")
-    whole = {of_attention(f"model.{name}"): weight for name, weight in weights(case).items()}
-    whole["lm_head.weight"] = whole.pop("model.lm_head.weight")
-    library.utils.logging.disable_progress_bar()
-    warnings.simplefilter("ignore", FutureWarning)  # that past_key_values gets another name
-    _tell_meshes_apart()
-    with mock.patch.object(
-        dist, "init_device_mesh", partial(_mesh, dist.init_device_mesh, backend)
-    ):
-        model = library.LlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=whole, distributed_config=of_ranks, dtype=dtype
-        )
-    seen: Any = None
-
-    def logits(ids: Tensor, at: int) -> Tensor:
-        nonlocal seen
-        if at == 0:
-            seen = library.DynamicCache(config=config)
-        found: Tensor = model(ids, past_key_values=seen, use_cache=True, logits_to_keep=1).logits
-        return found[:, -1]
-
-    return logits
-
-
-def _mesh(make: Callable[..., Any], backend: str, *args: Any, **kwargs: Any) -> Any:
-    """Make a mesh with this backend for tensor parallelism.
-
-    transformers takes the default group's backend, and here several backends take turns.
-    """
-    override = {"tp": backend} if "tp" in kwargs["mesh_dim_names"] else None
-    return make(*args, **kwargs, backend_override=override)
-
-
-@cache
-def _tell_meshes_apart() -> None:
-    """Make meshes of different groups unequal.
-
-    DTensor's caches are shared by equal meshes, and transformers' meshes have equal names. Without
-    this, all its models would use the first one's group.
-    """
-    equal = DeviceMesh.__eq__
-
-    def equal_with_groups(mesh: Any, other: Any) -> bool:
-        return equal(mesh, other) and mesh._dim_group_names == other._dim_group_names
-
-    setattr(DeviceMesh, "__eq__", equal_with_groups)  # noqa: B010  # mypy allows no assignment
-
-
 # How each variant is made, and its backend.
 VARIANTS: dict[str, tuple[Callable[[Parts, str], Decoder], str]] = {
     ALONE: (undivided, ""),
@@ -251,8 +181,6 @@ VARIANTS: dict[str, tuple[Callable[[Parts, str], Decoder], str]] = {
     "plain:pycollect": (plain, OURS),
     "plain:direct": (partial(plain, direct=True), OURS),
     "plain:zero-copy": (partial(plain, direct=True, symmetric=True), OURS),
-    "transformers:gloo": (transformers, GLOO),
-    "transformers:pycollect": (transformers, OURS),
 }
 
 
@@ -336,9 +264,7 @@ def work(rank: Rank, task: tuple[Sequence[str], Effort]) -> None:
     variants, effort = task
     with torch.no_grad():  # in inference mode DTensor finds the sharding of a linear layer anew
         for seed, case in enumerate(rank.requests()):
-            # The experts are none of transformers' models.
-            names = [n for n in variants if not (case.moe and n.startswith(CLIENT))]
             shape, generator = (case.batch, case.prompt), torch.Generator().manual_seed(1)
             prompt = torch.randint(case.vocab, shape, generator=generator)
             parts = Parts(case, weights(case, rank.number, rank.world), groups, stamps, prompt)
-            rank.send(measured(names, parts, effort, seed, rank))
+            rank.send(measured(variants, parts, effort, seed, rank))

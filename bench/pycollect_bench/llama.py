@@ -3,7 +3,6 @@
 Column-parallel projections (q, k, v, gate, up, head) have a part of their outputs on each rank,
 row-parallel ones (o, down) a part of their inputs, so that their outputs are summed over the ranks.
 With experts, each rank has some of them, and the ranks exchange the tokens that chose them.
-Modules have the names of transformers' Llama.
 """
 
 from __future__ import annotations
