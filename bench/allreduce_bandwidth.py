@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pycollect._sizes import size_argument, size_range
-from pycollect_bench import hosts, lists, peers, processes, rank_work, threads
+from pycollect_bench import lists, peers, processes, rank_work, threads
 from pycollect_bench.cases import COLLECTIVES, OPS
 from pycollect_bench.lists import only_extras
-from pycollect_bench.options import dtype, list_of, one_of, positive, whole
-from pycollect_bench.plot import drawn, plot
+from pycollect_bench.options import dtype, list_of, one_of, positive
+from pycollect_bench.plot import plot
 from pycollect_bench.ranks import threads_of
 from pycollect_bench.runner import Script
 
@@ -48,7 +48,7 @@ KINDS = {
     "": Kind(lists, peers.NAMES, ("4K", "128M", 4), f"{_USED} world algorithms coalesced overhead"),
     "processes": Kind(processes, rank_work.PEERS, ("4", "128M", 4), f"{_USED} backend"),
     "threads": Kind(threads, threads.PEERS, ("4", "64M", 64), "devices targets"),
-    "hosts": Kind(hosts, hosts.PEERS, ("1K", "16M", 4), "collective dtype op rates"),
+    "hosts": Kind(processes, processes.HOST_PEERS, ("1K", "16M", 4), "collective dtype op rates"),
 }
 PEERS = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.peers))
 # Values of options that are not given.
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-e", "--maxbytes", type=size_argument, help="largest size (128M; threads: 64M, hosts: 16M)"
     )
     add("-f", "--stepfactor", type=positive, help="from size to size (4; threads: 64)")
-    dtypes, worlds = list_of(dtype), list_of(whole)
+    dtypes, worlds = list_of(dtype), list_of(positive)
     add("-d", "--dtype", type=dtypes, help="one or more (float32)")
     add("-o", "--op", choices=list(OPS), help="the reduction (sum)")
     add("--world", type=worlds, help="numbers of ranks of a list (2,4,8)")
@@ -87,14 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = kinds.add_argument
     add("--processes", type=worlds, metavar="N", help="ranks are processes: numbers of ranks")
     add("--threads", type=worlds, metavar="N", help="ranks are threads: numbers of ranks")
-    shapes = list_of(hosts.ranks_of)
+    shapes = list_of(processes.ranks_of)
     add("--hosts", type=shapes, metavar="HxR", help="H hosts of R processes each; needs root")
     add = parser.add_argument_group("for some kinds of ranks").add_argument
     add("--algorithms", help="lists: 'all' or names, besides the default choice")
     add("--coalesced", choices=["lenet"], help="lists: LeNet's gradients in one coalesced call")
     add("--overhead", action="store_true", help="lists: a call on 4 ranks of 4 elements")
     add("--backend", help="processes: of torch.distributed (pycollect)")
-    rates = list_of(hosts.rate_of)
+    rates = list_of(processes.rate_of)
     add("--rates", type=rates, help="hosts: of the links, Gbit/s or none (1,10)")
     add(
         "--torch-threads",
@@ -156,7 +156,6 @@ SCRIPT = Script(
     check=check,
     targets=lambda args: KINDS[kind_of(args)].module.targets(args),
     draw=plot,
-    drawable=drawn,
     about=about,
 )
 main = SCRIPT.main

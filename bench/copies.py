@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pycollect  # isort: split
@@ -22,18 +21,17 @@ import torch
 from torch import Tensor
 
 from pycollect._sizes import bytes_text, size_argument, size_range
-from pycollect._timing import Effort, host_time, interleave
+from pycollect._timing import Effort, host_time
 from pycollect.gpus import synchronizer
-from pycollect_bench import report
-from pycollect_bench.options import effort, positive
-from pycollect_bench.runner import LIMIT, OURS, PEER, Item, Result, Row, Script
+from pycollect_bench import options, report
+from pycollect_bench.cases import CPU, Call
+from pycollect_bench.peers import comm
+from pycollect_bench.report import Column
+from pycollect_bench.runner import LIMIT, OURS, PEER, Item, Result, Row, Script, Way, in_turns
 
-comm: Any = import_module("torch.cuda.comm")  # torch has no type annotations for it
-Call = Callable[[], object]
 Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs, and what they must be
-Ways = dict[str, Call]
+Calls = dict[str, Call]
 Devices = Sequence[torch.device]
-CPU = torch.device("cpu")
 
 # The plain copy that others are compared with, and the limit: one copy of the same number of bytes
 # from or to pinned memory.
@@ -48,14 +46,14 @@ TABLE = report.Table(
     "# GB/s: bytes of the whole tensor per second. x to: times faster than .to().\n"
     "# %limit: share of the speed of a bare copy of as many bytes, from or to pinned memory.",
     [
-        report.of_about("what", "what", width=-42),
-        report.Column("size", "", 8, lambda about, row: bytes_text(about["bytes"])),
-        report.name("way", 12),
+        Column("what", width=-42),
+        Column("size", lambda about, row: bytes_text(about["bytes"]), width=8),
+        Column("way", "name", width=-12),
         *report.times(),
-        report.of_row("bandwidth", "bandwidth", "(GB/s)", scale=1e-9),
-        report.faster(PLAIN, "x to"),
-        report.limit(),
-        report.wrong(),
+        Column("bandwidth", "algbw", "(GB/s)", 8, scale=1e-9),
+        Column("x to", f"x{PLAIN}"),
+        report.LIMIT,
+        report.WRONG,
     ],
 )
 
@@ -65,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", type=size_argument, help="smallest whole tensor (1M)")
     add("-e", "--maxbytes", type=size_argument, help="largest whole tensor (256M)")
     add("-f", "--stepfactor", type=int, help="from size to size (16)")
-    add("--world", type=positive, help="ranks of a scatter (4)")
+    add("--world", type=options.positive, help="ranks of a scatter (4)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     what = "instead: products of matrices of this size (4000; less on a CPU), and their copies"
-    add("--overlap", metavar="SIZE", nargs="?", type=positive, const=4000, help=what)
+    add("--overlap", metavar="SIZE", nargs="?", type=options.positive, const=4000, help=what)
 
 
 def tensor(kind: str, rows: int, device: torch.device) -> Tensor:
@@ -83,25 +81,27 @@ def to(parts: Sequence[Tensor], devices: Devices, non_blocking: bool) -> list[An
     return [p.to(d, non_blocking=non_blocking, copy=True) for p, d in pairs]
 
 
-def measured(what: str, ways: Ways, source: Tensor, pairs: Pairs, wanted: Effort) -> Result:
+def measured(what: str, calls: Calls, source: Tensor, pairs: Pairs, wanted: Effort) -> Result:
     """Time all ways in turns, and count the wrong elements of pycollect's result.
 
     A pair is an output of ours and a view of the source, to which it must then be equal.
     """
     synchronize = synchronizer([source.device, *(out.device for out, _ in pairs)])
     rewrite = partial(source.fill_, 1.0)
-    samplers = {name: host_time(way, rewrite, synchronize) for name, way in ways.items()}
-    timings = interleave(samplers, wanted)
-    # Small integers are exact in float32; neighbours differ.
-    torch.arange(source.numel(), out=source.view(-1)).remainder_(1 << 20)
-    ways[OURS]()
-    synchronize()
-    wrong = sum(int((out.cpu() != part.cpu()).sum()) for out, part in pairs)
-    rows = []
-    for name, timing in timings.items():
-        row = Row(name, timing, KINDS.get(name, PEER), wrong=wrong if name == OURS else None)
-        row = row.compared({PLAIN: timings[PLAIN]}, timings.get(BARE))
-        rows.append(replace(row, numbers={"bandwidth": source.nbytes / row.seconds}))
+
+    def wrong() -> int:
+        # Small integers are exact in float32; neighbours differ.
+        torch.arange(source.numel(), out=source.view(-1)).remainder_(1 << 20)
+        calls[OURS]()
+        synchronize()
+        return sum(int((out.cpu() != part.cpu()).sum()) for out, part in pairs)
+
+    ways = {
+        name: Way(host_time(call, rewrite, synchronize), KINDS.get(name, PEER))
+        for name, call in calls.items()
+    }
+    ways[OURS] = replace(ways[OURS], check=wrong)
+    rows = in_turns(ways, wanted)
     kind = what.partition(" ->")[0]
     return Result({"what": what, "kind": kind, "bytes": source.nbytes}, rows)
 
@@ -111,20 +111,20 @@ def scatter(kind: str, rows: int, devices: Devices, dim: int, wanted: Effort) ->
     source, world = tensor(kind, rows, devices[0]), len(devices)
     parts = torch.tensor_split(source, world, dim)
     out = [torch.full(p.shape, -1.0, device=d) for p, d in zip(parts, devices, strict=True)]
-    ways: Ways = {
+    calls: Calls = {
         OURS: partial(pycollect.scatter, source, list(devices), dim=dim, out=out),
         PLAIN: partial(to, parts, devices, False),
     }
     if all(d.type == "cuda" for d in devices):
-        ways["to async"] = partial(to, parts, devices, True)
-        ways["comm"] = partial(comm.scatter, source, [d.index for d in devices], dim=dim)
+        calls["to async"] = partial(to, parts, devices, True)
+        calls["comm"] = partial(comm.scatter, source, [d.index for d in devices], dim=dim)
         bare = source if kind == "device" else tensor("pinned", rows, devices[0])
-        ways[BARE] = partial(torch.empty(source.shape, device=devices[0]).copy_, bare, True)
+        calls[BARE] = partial(torch.empty(source.shape, device=devices[0]).copy_, bare, True)
     else:
-        ways["split"] = lambda: [part.clone() for part in torch.tensor_split(source, world, dim)]
+        calls["split"] = lambda: [part.clone() for part in torch.tensor_split(source, world, dim)]
     names = f"{world} x {devices[0]}" if len(set(devices)) == 1 else f"{world} devices"
     pairs = list(zip(out, parts, strict=True))
-    return measured(f"scatter {kind} -> {names}, dim {dim}", ways, source, pairs, wanted)
+    return measured(f"scatter {kind} -> {names}, dim {dim}", calls, source, pairs, wanted)
 
 
 def direct_copy(
@@ -132,20 +132,20 @@ def direct_copy(
 ) -> Result:
     """Measure a copy_ between these kinds of memory."""
     src, dst = tensor(source, rows, device), tensor(target, rows, device)
-    ways: Ways = {
+    calls: Calls = {
         OURS: partial(pycollect.copy_, dst, src),
         PLAIN: partial(to, [src], [dst.device], False),
         "copy_": partial(dst.copy_, src),
     }
     if device.type == "cuda":
-        ways["copy_ async"] = partial(dst.copy_, src, True)
+        calls["copy_ async"] = partial(dst.copy_, src, True)
         kinds = ["pinned" if k == "pageable" else k for k in (source, target)]
         one, other = (tensor(k, rows, device) for k in kinds)
-        ways[BARE] = partial(other.copy_, one, True)
-    return measured(f"copy_ {source} -> {target}, {device}", ways, src, [(dst, src)], wanted)
+        calls[BARE] = partial(other.copy_, one, True)
+    return measured(f"copy_ {source} -> {target}, {device}", calls, src, [(dst, src)], wanted)
 
 
-def overlapped(size: int, devices: Devices, synchronize: Call) -> Ways:
+def overlapped(size: int, devices: Devices, synchronize: Call) -> Calls:
     """Return the runs of --overlap: products on all devices, and copies of them to the CPU."""
     shape = size, size
     matrices = [m for d in devices for m in [torch.randn(shape, device=d)] * PRODUCTS]
@@ -179,14 +179,16 @@ def measure_overlap(size: int, devices: Devices, wanted: Effort) -> Iterator[Ite
     """Yield the times until the devices are done; what a run returns is freed after its time."""
     about = {"devices": report.devices_named(devices), "size": size, "products": PRODUCTS}
     title = "# {products} products of {size} x {size} float32 matrices on each of: {devices}"
-    yield report.Table(title.format_map(about), [report.name("run", 50), report.times("s")[0]])
+    yield report.Table(
+        title.format_map(about), [Column("run", "name", width=-50), report.times("s")[0]]
+    )
     synchronize, kept = synchronizer(devices), list[object]()
-    samplers = {
-        name: host_time(lambda run=run: kept.append(run()), kept.clear, synchronize)
+    timer = partial(host_time, rewrite=kept.clear, synchronize=synchronize)
+    ways = {
+        name: Way(timer(lambda run=run: kept.append(run())), OURS if "copy_" in name else PEER)
         for name, run in overlapped(size, devices, synchronize).items()
     }
-    timings = interleave(samplers, wanted)
-    yield Result(about, [Row(n, t, OURS if "copy_" in n else PEER) for n, t in timings.items()])
+    yield Result(about, in_turns(ways, wanted))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -205,12 +207,12 @@ def check(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> Iterator[Item]:
     """Yield all scatters, and all copies of the first device: on it, and with the CPU's memory."""
-    named, world, wanted = pycollect.devices(args.devices), args.world, effort(args)
+    named, world, wanted = pycollect.devices(args.devices), args.world, options.effort(args)
     if args.overlap:
         devices = list(dict.fromkeys(named))
-        yield from measure_overlap(args.overlap, devices, effort(args, single_calls=True))
+        yield from measure_overlap(args.overlap, devices, options.effort(args, single_calls=True))
         return
-    devices = [named[rank % len(named)] for rank in range(world)]
+    devices = options.devices(args.devices, world)
     of_host = ("pinned", "pageable") if named[0].type == "cuda" else ()
     yield TABLE
     for size in size_range(args.minbytes, args.maxbytes, args.stepfactor):
@@ -226,7 +228,7 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
 
 def over_to(row: Row) -> float | None:
     """Return how many times faster than `.to()` a copy with a GPU is."""
-    return row.faster_than(PLAIN) if row.limit_share else None
+    return row.speedup.get(PLAIN) if row.limit_share else None
 
 
 LARGE = report.where(bytes=report.at_least(16 << 20))  # for fewer bytes the call takes as long

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,11 @@ from pathlib import Path
 from pycollect._sizes import bytes_text, size_argument
 from pycollect._timing import Timing, shuffled, turns
 from pycollect_bench import mpi, report
-from pycollect_bench.options import list_of, whole
-from pycollect_bench.ranks import RanksFailed
-from pycollect_bench.runner import OURS, PEER, Item, Result, Row, Script
+from pycollect_bench.lists import MIB
+from pycollect_bench.options import list_of, positive
+from pycollect_bench.ranks import output
+from pycollect_bench.report import Column
+from pycollect_bench.runner import OURS, PEER, Item, Result, Row, Script, compared
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "bench" / "native"
@@ -30,41 +31,27 @@ PEERS = [implementation.name for implementation in mpi.IMPLEMENTATIONS]
 TURN_LIMIT = 600
 TURNS = 5
 LEVEL = "-O3"  # optimisation; tests override it, to compile three times as fast
-MIB = 1 << 20
-
-
-def size(nbytes: int) -> str:
-    return bytes_text(nbytes) if nbytes else "barrier"
 
 
 TABLE = report.Table(
     "# Median time per call on the slowest rank (barrier: rank 0); then the peers' time by ours.",
     [
-        report.of_about("world", "world"),
-        report.Column("size", "", 8, lambda about, row: size(about["bytes"])),
-        report.name("program", 10),
+        Column("world"),
+        Column("size", lambda a, row: bytes_text(a["bytes"]) if a["bytes"] else "barrier", width=8),
+        Column("program", "name", width=-10),
         report.times()[0],
-        *(report.faster(peer, f"x {peer}") for peer in PEERS),
+        *(Column(f"x {peer}", f"x{peer}") for peer in PEERS),
     ],
 )
 
 
-def run(command: Sequence[str | Path]) -> str:
-    """Return what a command prints; raise RanksFailed if it fails."""
-    how = {"capture_output": True, "text": True, "timeout": TURN_LIMIT, "check": True}
-    try:
-        return subprocess.run(list(map(str, command)), **how).stdout
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        raise RanksFailed(f"{error}\n{error.stderr or ''}") from None
-
-
 def build(folder: Path, installed: Sequence[mpi.Mpi]) -> tuple[str, list[Path]]:
     """Build our program and those of the MPI implementations; return their paths."""
-    ours = run([ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL]).strip()
+    ours = output(ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL).strip()
     programs = [folder / peer.name for peer in installed]
     flags = ["-std=c++20", LEVEL, "-Wall", "-Wextra", NATIVE / "allreduce_mpi.cpp", "-o"]
     for peer, program in zip(installed, programs, strict=True):
-        run(peer.command(mpi.COMPILER, *flags, program))
+        output(*peer.command(mpi.COMPILER, *flags, program))
     return ours, programs
 
 
@@ -93,13 +80,11 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
         # A run measures all sizes and warms up by itself, so it is not a sampler of `interleave`.
         runs: dict[str, list[dict[int, float]]] = {name: [] for name in commands}
         for _, name in turns(list(commands), args.iterations or TURNS, shuffled(world)):
-            runs[name].append(medians(run(commands[name])))
+            runs[name].append(medians(output(*commands[name], seconds=TURN_LIMIT)))
         for nbytes in sorted(runs[COPY][0]):
             times = {n: Timing(tuple((t[nbytes],) for t in of)) for n, of in runs.items()}
-            peers = {name: times.pop(name) for name in PEERS if name in times}
-            rows = [Row(name, timing, OURS).compared(peers) for name, timing in times.items()]
-            rows += [Row(name, timing, PEER) for name, timing in peers.items()]
-            yield Result({"world": world, "bytes": nbytes}, rows)
+            rows = [Row(n, times[n], PEER if n in PEERS else OURS) for n in times]
+            yield Result({"world": world, "bytes": nbytes}, compared(rows))
 
 
 def targets(args: argparse.Namespace) -> Iterator[report.Target]:
@@ -114,7 +99,7 @@ def targets(args: argparse.Namespace) -> Iterator[report.Target]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--world", type=list_of(whole), default="2,4", help="numbers of ranks (2,4)")
+    add("--world", type=list_of(positive), default="2,4", help="numbers of ranks (2,4)")
     add("-e", "--maxbytes", type=size_argument, default="128M", help="largest size (128M)")
     folder = ROOT / "build" / "native"
     add("--build", type=Path, default=folder, help="folder of objects and programs")

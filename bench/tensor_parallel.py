@@ -12,25 +12,19 @@ import pycollect  # noqa: F401  # before torch, so that Ctrl-C prints no traceba
 # isort: split
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from itertools import product
-from statistics import median_low
 from typing import Any
 
-from pycollect._timing import Timing
 from pycollect_bench import plot, report, runner
-from pycollect_bench.decoding import ALONE, GLOO, VARIANTS, Measured, divided
+from pycollect_bench.decoding import ALONE, GLOO, TOLERANCE, VARIANTS
 from pycollect_bench.llama import EXPERTS, HEAD, Case
-from pycollect_bench.options import effort, list_of, one_of, positive, whole
-from pycollect_bench.ranks import Ranks, RanksFailed
-from pycollect_bench.report import Column, Table, Target, number, of_row, over, where
-from pycollect_bench.runner import Item, Result, Row, Script
+from pycollect_bench.options import effort, list_of, one_of, positive
+from pycollect_bench.ranks import Ranks
+from pycollect_bench.report import Column, Table, Target, over, where
+from pycollect_bench.runner import Item, Row, Script
 
 MODELS = ("llama", "moe")
-# Largest error of a divided model's logits: other orders of sums, rounded in the model's dtype, and
-# with experts tokens of which two experts are nearly equal. Without one sum it is about 1.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 PLAIN, DTENSOR = "plain:pycollect", "dtensor:pycollect"
 
 LEGEND = """\
@@ -52,26 +46,30 @@ def share(part: str) -> Callable[[Row], float]:
     return lambda row: 100 * row.numbers[part] / row.seconds
 
 
-def of_calls(head: str, value: Callable[[Row], float]) -> Column:
-    """Return the column of a number that only variants with collectives have."""
-    return Column(
-        head, "", 7, lambda about, row: number(value(row) if row.numbers["calls"] else None, 1)
-    )
+def of_calls(value: Callable[[Row], float]) -> Callable[[dict[str, Any], Row], float | None]:
+    """Return the value of a column that only variants with collectives have."""
+    return lambda about, row: value(row) if row.numbers["calls"] else None
 
 
 TABLE = Table(
     LEGEND,
     (
-        report.name("variant", 24),
-        Column("tokens/s", "", 9, lambda about, row: number(about["batch"] / row.seconds, 1)),
-        report.faster(GLOO),
-        of_row("first", "first", "(ms)", 8, 1, 1e3),
-        Column("token", "(ms)", 8, lambda about, row: number(row.seconds, 2, 1e3)),
-        of_calls("%wait", share("waiting")),
-        of_calls("%move", share("moving")),
-        of_calls("us/call", lambda row: 1e6 * row.numbers["moving"] / row.numbers["calls"]),
-        Column("error", "", 8, lambda about, row: f"{row.numbers['error']:.1e}"),
-        report.wrong(),
+        Column("variant", "name", width=-24),
+        Column("tokens/s", lambda about, row: about["batch"] / row.seconds, width=9, digits=1),
+        Column(f"x{GLOO}"),
+        Column("first", unit="(ms)", width=8, digits=1, scale=1e3),
+        Column("token", "time", "(ms)", 8, scale=1e3),
+        Column("%wait", of_calls(share("waiting")), width=7, digits=1),
+        Column("%move", of_calls(share("moving")), width=7, digits=1),
+        Column(
+            "us/call",
+            of_calls(lambda row: row.numbers["moving"] / row.numbers["calls"]),
+            width=7,
+            digits=1,
+            scale=1e6,
+        ),
+        Column("error", lambda about, row: f"{row.numbers['error']:.1e}", width=8),
+        report.WRONG,
     ),
     title=lambda result: f"# {report.place(result.about)}",
 )
@@ -85,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=parse, default=parse(default), help=f"{what} ({default})")
 
     add_list("--models", one_of(MODELS), ",".join(MODELS), "dense, or a mixture of experts")
-    add_list("--hidden", whole, "1024,512", "hidden sizes; experts: only the largest")
+    add_list("--hidden", positive, "1024,512", "hidden sizes; experts: only the largest")
     add_list("--dtypes", one_of(TOLERANCE), ",".join(TOLERANCE), "dtypes")
-    add_list("--batches", whole, "1,8", "sequences; experts: only the largest number")
-    add_list("--ranks", whole, "2,4", "numbers of ranks")
+    add_list("--batches", positive, "1,8", "sequences; experts: only the largest number")
+    add_list("--ranks", positive, "2,4", "numbers of ranks")
     what = f"of {', '.join(VARIANTS)} (all)"
     add("--variants", type=list_of(one_of(VARIANTS)), default=list(VARIANTS), help=what)
     add("--layers", type=positive, default=8, help="layers (8)")
@@ -120,43 +118,7 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     for world in args.ranks:
         with Ranks(world, "pycollect_bench.decoding:work", task) as ranks:
             for case in cases(args):
-                yield result(case, ranks.ask(case))
-
-
-def result(case: Case, of_ranks: Sequence[dict[str, Measured]]) -> Result:
-    """Return the rows of a case."""
-    rows = {name: row(name, case, [mine[name] for mine in of_ranks]) for name in of_ranks[0]}
-    for name, found in rows.items():
-        gloo = rows.get(f"{name.partition(':')[0]}:{GLOO}")
-        rows[name] = found.compared({GLOO: gloo.timing} if gloo else {})
-    return Result({**asdict(case), "world": len(of_ranks)}, list(rows.values()))
-
-
-def row(name: str, case: Case, of_ranks: Sequence[Measured]) -> Row:
-    """Return the row of a variant: times of the slowest rank, and `waiting` and `moving` as parts
-    of a token in the mean of the ranks.
-
-    Raises:
-        RanksFailed: if a token has not its number of calls, so that times are missing.
-    """
-    of_layer = 5 if case.moe else 2  # a sum, and three exchanges and a gather or another sum
-    calls = (case.layers * of_layer + 1) * (name != ALONE)
-    turns = list(zip(*(turns for turns, _ in of_ranks), strict=True))
-    found = {len(one.calls) / case.tokens for turn in turns for one in turn}
-    if found != {calls}:
-        raise RanksFailed(f"{name} makes {found} collectives of a token, not {calls}")
-    shares = zip(*(divided([one.calls for one in turn]) for turn in turns), strict=True)
-    waiting, moving = (median_low(share) / case.tokens for share in shares)
-    first = median_low(max(one.first for one in turn) for turn in turns)
-    error, backend = max(error for _, error in of_ranks), VARIANTS[name][1]
-    numbers = {"first": first, "waiting": waiting, "moving": moving, "calls": calls, "error": error}
-    return Row(
-        name,
-        Timing(tuple((max(one.token for one in turn),) for turn in turns)),
-        kind={"": ALONE, GLOO: runner.PEER}.get(backend, runner.OURS),
-        wrong=int(error > TOLERANCE[case.dtype]),
-        numbers=numbers,
-    )
+                yield ranks.ask(case)[0]
 
 
 ONE = where(model=("llama",), batch=(1,))  # what targets are for

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
 from typing import Any
 
-import pycollect
 from pycollect.train.models import MODELS
 from pycollect_bench import plot, report, training
-from pycollect_bench.options import effort, positive
+from pycollect_bench.options import devices, effort, positive
 from pycollect_bench.report import Column, Table, Target, where
 from pycollect_bench.runner import Item, Script
 
@@ -29,16 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, default=256, help="examples of all ranks together (256)")
     add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("--no-ddp", action="store_true", help="leave out DDP")
-    add("--compile", action="store_true", help="add the step as one graph of torch.compile")
 
 
 def cases(args: argparse.Namespace) -> list[training.TrainingCase]:
     """Return a case for every model and number of ranks; raise ValueError if DDP refuses them."""
-    devices = pycollect.devices(args.devices)
-    if not args.no_ddp and len({device.type for device in devices}) > 1:
+    every = devices(args.devices, max(args.worlds))
+    if not args.no_ddp and len({device.type for device in every}) > 1:
         raise ValueError("DDP needs all ranks on CPUs or all on GPUs: add --no-ddp")
     return [
-        training.TrainingCase(model, args.batch, tuple(islice(cycle(devices), world)))
+        training.TrainingCase(model, args.batch, every[:world])
         for model in args.models
         for world in args.worlds
     ]
@@ -52,12 +49,12 @@ STEPS = Table(
 # reduction of the same bytes. #wrong: parameters of all ranks whose bits differ from the naive
 # loop's""",
     (
-        report.name("step", 26),
+        Column("step", "name", width=-26),
         *report.times("ms"),
-        Column("x one", "", 6, lambda about, row: report.number(OF_ONE(row))),
-        report.of_row("reduct", "reduction", "(ms)", 10, 3, 1e3),
-        Column("% step", "", 6, lambda about, row: report.number(training.share(row))),
-        report.wrong(),
+        Column("x one", lambda about, row: OF_ONE(row)),
+        Column("reduct", "reduction", "(ms)", 10, 3, 1e3),
+        Column("% step", lambda about, row: training.share(row)),
+        report.WRONG,
     ),
     lambda result: f"# {report.place(result.about)}",
 )
@@ -67,7 +64,7 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
     how = effort(args, single_calls=True)
     yield STEPS
     for case in cases(args):
-        yield training.measure(case, how, not args.no_ddp, args.compile)
+        yield training.measure(case, how, not args.no_ddp)
 
 
 TWO = where(world=(2,), batch=report.at_least(256))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 # A candidate's timed loop: for n calls it returns their n times in seconds. Its first use warms up,
 # and may determine the size of batches; the returned times are then ignored.
@@ -98,15 +97,6 @@ class Timing:
         """Return the smallest time that `percent` % of all calls did not exceed."""
         ordered = sorted(t for r in self.samples for t in r)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
-
-    def of_same_calls(self, seconds: Sequence[float]) -> Timing:
-        """Return the timing of the last `count` of `seconds`, in the same rounds.
-
-        >>> Timing(((1.0, 2.0), (3.0,))).of_same_calls([9.0, 4.0, 5.0, 6.0]).samples
-        ((4.0, 5.0), (6.0,))
-        """
-        left = iter(seconds[-self.count :])
-        return Timing(tuple(tuple(islice(left, len(r))) for r in self.samples))
 
 
 def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ group, or of MPI. A new collective needs only an entry (and its peers, in peers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -22,8 +22,6 @@ Call = Callable[[], object]
 CPU = torch.device("cpu")
 # Parameter shapes of the from-scratch LeNet of Dive into Deep Learning, in its order.
 LENET = ((20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,))
-# Number of elements that are compared at once, to limit the memory of a comparison.
-_COMPARED = 1 << 20
 # A part of an expected result: (source, start, count) means elements [start, start + count) of the
 # input of rank `source`, or of the reduction if `source` is None.
 Part = tuple["int | None", int, int]
@@ -98,10 +96,6 @@ class Case:
             return {"moved": self.minimum_bytes / seconds}
         return {"busbw": self.nbytes * self.spec.bus_factor(self.world) / seconds}
 
-    def is_sum(self, *dtypes: torch.dtype) -> bool:
-        """Whether this is the sum of all_reduce in one of these dtypes."""
-        return (self.collective, self.op) == ("all_reduce", "sum") and self.dtype in dtypes
-
     def about(self) -> dict[str, Any]:
         """Return the case for the record and the table."""
         return {
@@ -142,37 +136,27 @@ class Buffers:
 
     def fill(self, pattern: Pattern) -> None:
         """Write the rank's inputs of a pattern."""
-        # Outputs that are not inputs are wrong before the call, in every element.
-        for start, piece in _pieces([] if self.case.spec.in_place else self.outputs):
-            piece.copy_(are_zero(self._expected(pattern, start, piece.numel())))
-        for start, piece in _pieces(self.inputs):
-            piece.copy_(pattern.part(self.rank, start, piece.numel()))
+        count = sum(tensor.numel() for tensor in self.inputs)
+        _write(self.inputs, pattern.part(self.rank, 0, count))
+        if not self.case.spec.in_place:  # the outputs are wrong before the call, in every element
+            _write(self.outputs, are_zero(self._expected(pattern)))
 
     def wrong(self, pattern: Pattern) -> int:
         """Return the number of elements that are not the collective's result of this pattern."""
-        return sum(
-            count_wrong(piece, self._expected(pattern, start, piece.numel()))
-            for start, piece in _pieces(self.outputs)
-        )
+        flat = torch.cat([tensor.view(-1) for tensor in self.outputs])
+        return count_wrong(flat, self._expected(pattern))
 
-    def _expected(self, pattern: Pattern, start: int, count: int) -> Tensor:
-        """Return `count` elements of the outputs from `start` on, of all of them together."""
-        found, at = [], 0
-        for source, first, length in self.case.spec.parts(self.case, self.rank):
-            low, high = max(start, at), min(start + count, at + length)
-            if low < high:
-                found.append(pattern.part(source, first + low - at, high - low))
-            at += length
-        return torch.cat(found)
+    def _expected(self, pattern: Pattern) -> Tensor:
+        """Return the elements of all outputs together; none of a barrier."""
+        parts = [(None, 0, 0), *self.case.spec.parts(self.case, self.rank)]
+        return torch.cat([pattern.part(*part) for part in parts])
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield flat pieces of the tensors, each with its start in all of them together."""
-    start = 0
-    for tensor in tensors:
-        for piece in torch.split(tensor.view(-1), _COMPARED) if tensor.numel() else ():
-            yield start, piece
-            start += piece.numel()
+def _write(tensors: Sequence[Tensor], values: Tensor) -> None:
+    """Copy the flat values to the tensors, one after the other."""
+    parts = torch.split(values, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 _pattern = cache(Pattern)
@@ -202,6 +186,10 @@ class Collective:
     parts: Callable[[Case, int], list[Part]]
     buffers_moved: Callable[[int], float]  # world to moved bytes per byte of a rank
     bus_factor: Callable[[int], float]  # nccl-tests' ratio of bus to algorithm bandwidth
+    # Bytes of a call that cross the link of the busiest host in its busier direction, at least,
+    # divided by the size, for this number of hosts and ranks of a host: hosts reduce before they
+    # send. None: not measured between hosts.
+    link: Callable[[int, int], float] | None = None
     lists: bool = False  # whether pycollect has it on lists of tensors
     group: Callable[[Buffers, Any], Call] | None = None
     mpi: Callable[[Buffers, Any, Any], Call] | None = None
@@ -256,6 +244,7 @@ _ALL_REDUCE = Collective(
     parts=lambda case, rank: [(None, 0, case.count)],
     buffers_moved=lambda world: 2 * world,
     bus_factor=lambda world: 2 * (world - 1) / world,
+    link=lambda hosts, ranks: 2 * (hosts - 1) / hosts,
     in_place=True,
     reduces=True,
 )
@@ -279,6 +268,7 @@ COLLECTIVES: dict[str, Collective] = {
         parts=lambda case, rank: [(0, 0, case.count)],
         buffers_moved=lambda world: world,
         bus_factor=lambda world: 1,
+        link=lambda hosts, ranks: 1,
         in_place=True,
     ),
     "all_gather": Collective(
@@ -288,6 +278,7 @@ COLLECTIVES: dict[str, Collective] = {
         parts=lambda case, rank: _of_each(case, 0),
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: (world - 1) / world,
+        link=lambda hosts, ranks: (hosts - 1) / hosts,
         gathers=True,
     ),
     "reduce_scatter": Collective(
@@ -299,6 +290,7 @@ COLLECTIVES: dict[str, Collective] = {
         ],
         buffers_moved=lambda world: world + 1,
         bus_factor=lambda world: (world - 1) / world,
+        link=lambda hosts, ranks: (hosts - 1) / hosts,
         scatters=True,
         reduces=True,
     ),
@@ -308,6 +300,7 @@ COLLECTIVES: dict[str, Collective] = {
         parts=lambda case, rank: _of_each(case, rank * (case.count // case.world)),
         buffers_moved=lambda world: 2 * world,
         bus_factor=lambda world: (world - 1) / world,
+        link=lambda hosts, ranks: ranks * (hosts - 1) / hosts,
     ),
     "send_recv": Collective(
         group=_send_recv,
@@ -315,6 +308,7 @@ COLLECTIVES: dict[str, Collective] = {
         parts=lambda case, rank: [(_farthest(rank, case.world)[1], 0, case.count)],
         buffers_moved=lambda world: 2 * world,
         bus_factor=lambda world: 1,
+        link=lambda hosts, ranks: ranks,
     ),
     "barrier": Collective(
         group=lambda b, group: partial(dist.barrier, group),

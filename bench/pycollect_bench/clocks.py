@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from pycollect._timing import Sampler, Timing, estimate, host_time, nothing
+from pycollect._timing import Sampler, host_time, nothing
 from pycollect.gpus import synchronizer
 
 # Number of calls in one graph, over which the cost of a replay is spread.
@@ -124,44 +123,13 @@ def sized(
     def sample(calls: int) -> list[float]:
         batch, begun = least, 0
         while not found:
-            took = slowest(estimate(sampler := make(batch)))
+            sampler = make(batch)
+            took = slowest(batch * sampler(1)[0])
             begun += batch
             if begun >= calls and (took >= wanted or batch == most):
                 found.append(sampler)
                 return []
-            batch = min(most, max(batch, math.ceil(1.1 * batch * wanted / took)))
+            batch = min(most, max(batch, math.ceil(1.1 * batch * wanted / max(took, 1e-9))))
         return found[0](calls)
 
     return sample
-
-
-def recorded(call: Callable[[], object], seconds: list[float]) -> Callable[[], None]:
-    """Return a function that calls `call` and appends the seconds until it returns.
-
-    >>> seconds = []
-    >>> recorded(lambda: None, seconds)()
-    >>> 0 <= seconds[0] < 1
-    True
-    """
-
-    def run() -> None:
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-
-    return run
-
-
-def slowest_rank(of_ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
-    """Return the time of each call on its slowest rank.
-
-    >>> ranks = [{"a": Timing(((1.0, 4.0),))}, {"a": Timing(((2.0, 3.0),))}]
-    >>> slowest_rank(ranks)["a"].samples
-    ((2.0, 4.0),)
-    """
-
-    def slowest(name: str) -> Timing:
-        rounds = zip(*(timings[name].samples for timings in of_ranks), strict=True)
-        return Timing(tuple(tuple(map(max, zip(*ranks, strict=True))) for ranks in rounds))
-
-    return {name: slowest(name) for name in of_ranks[0]}

@@ -11,9 +11,10 @@ computing, after it data move.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from statistics import median_low
 from time import monotonic_ns, perf_counter
 from typing import Any, NamedTuple
 
@@ -23,12 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 
 import pycollect
-from pycollect._timing import Effort, interleave, shuffled
+from pycollect._timing import Effort, shuffled
 
 from .llama import DIVIDED, GATHER, Case, Collectives, Llama, dist, weights
 from .ranks import Rank, threads_of
+from .runner import OURS, PEER, Result, Row, Way, in_turns
 
-ALONE, GLOO, OURS = "alone", "gloo", "pycollect"
+ALONE, GLOO = "alone", "gloo"
+# Largest error of a divided model's logits: other orders of sums, rounded in the model's dtype, and
+# with experts tokens of which two experts are nearly equal. Without one sum it is about 1.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 # The calls of a decoder: the logits (batch, vocab) after some tokens that begin at a position.
 Decoder = Callable[[Tensor, int], Tensor]
 # Without its types, because its functions are replaced.
@@ -192,20 +197,21 @@ class Turn(NamedTuple):
     calls: Sequence[Stays] = ()
 
 
-# A variant's turns on one rank, and the error of its logits: the norm of the difference from those
-# of one rank alone, divided by their norm.
-Measured = tuple[list[Turn], float]
-
-
 class Candidate:
     """A variant on this rank; one rank alone has no decoder on the other ranks."""
 
     def __init__(self, name: str, parts: Parts, rank: Rank) -> None:
         make, self._backend = VARIANTS[name]
+        self._name, self._parts, self._rank = name, parts, rank
         alone = name == ALONE
-        self._parts, self._threads = parts, threads_of(1 if alone else rank.world)
+        self._threads = threads_of(1 if alone else rank.world)
         self._decoder = None if alone and rank.number else make(parts, self._backend)
-        self.turns: list[Turn] = []
+        self._turns: list[Turn] = []
+
+    @property
+    def kind(self) -> str:
+        """The kind of its row."""
+        return {"": ALONE, GLOO: PEER}.get(self._backend, OURS)
 
     def logits(self) -> Tensor:
         """Return the logits after the prompt and after one more token, in float32."""
@@ -219,12 +225,12 @@ class Candidate:
         return logits
 
     def sample(self, turns: int) -> list[float]:
-        """Return the seconds of a token in each of some turns; a sampler."""
+        """Return the seconds of a token in each of some turns on the slowest rank; a sampler."""
         for _ in range(turns):
             torch.set_num_threads(self._threads)
-            self.turns.append(self._turn())
+            self._turns.append(self._turn())
             dist.barrier()  # of gloo, in which the other ranks sleep while one rank is alone
-        return [turn.token for turn in self.turns[-turns:]]
+        return [self._rank.slowest(turn.token) for turn in self._turns[-turns:]]
 
     def _turn(self) -> Turn:
         if not self._decoder:
@@ -240,21 +246,56 @@ class Candidate:
             ids = self._decoder(ids, case.prompt + number).argmax(-1, keepdim=True)
         return Turn(first, (perf_counter() - begin) / case.tokens, start(""))
 
+    def numbers(self, turns: int) -> dict[str, float]:
+        """Return what the last turns spent a token on; collective.
+
+        `first` is of the slowest rank, `waiting` and `moving` are parts of a token in the mean of
+        the ranks, `calls` is the number of a token's collectives.
+
+        Raises:
+            RuntimeError: if a token has not its number of calls, so that times are missing.
+        """
+        case, everyone = self._parts.case, [Any] * self._rank.world
+        dist.all_gather_object(everyone, self._turns[-turns:])
+        of_turns = list(zip(*everyone, strict=True))
+        of_layer = 5 if case.moe else 2  # a sum, and three exchanges and a gather or another sum
+        calls = (case.layers * of_layer + 1) * (self._name != ALONE)
+        found = {len(one.calls) / case.tokens for turn in of_turns for one in turn}
+        if found != {calls}:
+            raise RuntimeError(f"{self._name} makes {found} collectives of a token, not {calls}")
+        shares = zip(*(divided([one.calls for one in turn]) for turn in of_turns), strict=True)
+        waiting, moving = (median_low(share) / case.tokens for share in shares)
+        first = median_low(max(one.first for one in turn) for turn in of_turns)
+        return {"first": first, "waiting": waiting, "moving": moving, "calls": calls}
+
 
 def measured(
     names: Sequence[str], parts: Parts, effort: Effort, seed: int, rank: Rank
-) -> dict[str, Measured]:
-    """Measure the variants of these names in turns, and check their logits."""
-    made = {name: Candidate(name, parts, rank) for name in (ALONE, *names)}
+) -> Result | None:
+    """Measure the variants of these names in turns, and check their logits; rank 0 has the result.
+
+    The `error` of logits is the norm of their difference from those of one rank alone, divided by
+    the norm of these.
+    """
+    case, made = parts.case, {name: Candidate(name, parts, rank) for name in (ALONE, *names)}
     right = made[ALONE].logits()
     dist.broadcast(right, 0)
     errors = {ALONE: 0.0}
     for name in filter(ALONE.__ne__, names):
         error = (made[name].logits() - right).norm() / right.norm()
-        errors[name] = float(error.nan_to_num(torch.inf))
-    samplers = {name: made[name].sample for name in names}
-    timings = interleave(samplers, effort, shuffled(seed), rank.slowest)
-    return {name: (made[name].turns[-timings[name].count :], errors[name]) for name in names}
+        errors[name] = rank.slowest(float(error.nan_to_num(torch.inf)))  # of all ranks the largest
+
+    def numbers(row: Row) -> dict[str, float]:
+        return made[row.name].numbers(row.timing.count) | {"error": errors[row.name]}
+
+    ways = {name: Way(made[name].sample, made[name].kind) for name in names}
+    rows = []
+    for row in in_turns(ways, effort, shuffled(seed), rank.slowest, numbers):
+        gloo = row.speedup.get(f"{row.name.partition(':')[0]}:{GLOO}")
+        speedup = {} if gloo is None else {GLOO: gloo}  # over the model that is divided likewise
+        wrong = int(errors[row.name] > TOLERANCE[case.dtype])
+        rows.append(replace(row, wrong=wrong, speedup=speedup))
+    return None if rank.number else Result({**asdict(case), "world": rank.world}, rows)
 
 
 def work(rank: Rank, task: tuple[Sequence[str], Effort]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,17 +12,31 @@ from torch import Tensor
 import pycollect
 from pycollect import _C
 from pycollect._sizes import size_range
-from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave
+from pycollect._timing import Effort, batched, host_time
 from pycollect.gpus import synchronizer
 
 from . import options, report
 from .cases import CPU, LENET, Buffers, Call, Case, run_checked, sized_case
 from .clocks import GRAPH_CALLS, gpu_time, graph_of
+from .options import devices
 from .peers import NAIVE, NAMES, limits, naive_all_reduce, peer, stack_all_reduce
 from .report import ONE_GPU, Column, Table, Target, at_least, over, percent_of_limit, where
-from .runner import GPU, GRAPH, LIMIT, OURS, PEER, WALL, Result, Row, clocked
+from .runner import (
+    GPU,
+    GRAPH,
+    INSIDE,
+    LIMIT,
+    OURS,
+    PEER,
+    Result,
+    Row,
+    Way,
+    clocked,
+    in_turns,
+    reason,
+)
 
-DEFAULT, INSIDE = "default", "inside"  # `algorithm=None`, and the same call without Python
+DEFAULT = "default"  # `algorithm=None`
 KIB, MIB = 1 << 10, 1 << 20
 # Name of the row in the table of call costs that has a target.
 CALL = "all_reduce, 4 ranks x 4 elements"
@@ -59,30 +72,26 @@ def table(
     peers: Sequence[str],
     legend: str,
     title: Callable[[Result], str] = lambda result: "",
+    more: Sequence[Column] = (),
 ) -> Table:
     """Return nccl-tests' table; for ranks on one memory `moved` replaces `busbw`."""
     speed = "moved" if one_memory else "busbw"
     columns = (
-        report.of_about("world", "world"),
-        report.of_about("size", "bytes", "(B)", 11),
-        report.of_about("count", "count", width=10),
-        report.of_about("type", "dtype", width=13),
-        report.of_about("redop", "op", width=5),
-        report.name(),
+        Column("world"),
+        Column("size", "bytes", "(B)", 11),
+        Column("count", width=10),
+        Column("type", "dtype", width=13),
+        Column("redop", "op", width=5),
+        Column("algorithm", "name", width=-16),
         *report.times(),
-        Column("algbw", "(GB/s)", 8, lambda a, r: report.number(a["bytes"] / r.seconds, 2, 1e-9)),
-        report.of_row(speed, speed, "(GB/s)", scale=1e-9),
-        report.limit(),
-        *map(report.faster, peers),
-        report.wrong(),
+        Column("algbw", unit="(GB/s)", width=8, scale=1e-9),
+        Column(speed, unit="(GB/s)", width=8, scale=1e-9),
+        report.LIMIT,
+        *(Column(f"x{peer}") for peer in peers),
+        *more,
+        report.WRONG,
     )
     return Table(legend, columns, title)
-
-
-def devices(named: str | None, world: int) -> tuple[torch.device, ...]:
-    """Return a device per rank: the named devices, repeated in order."""
-    found = pycollect.devices(named)
-    return tuple(found[rank % len(found)] for rank in range(world))
 
 
 def algorithms(text: str | None, collective: str) -> tuple[str | None, ...]:
@@ -140,18 +149,8 @@ def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
         names = usual if args.peers is None else args.peers
         yield Candidates(case, algorithms(args.algorithms, case.collective), names).result(effort)
     if args.overhead or args.targets:
-        yield Table("", (report.name("call", 36), *report.times()))
+        yield Table("", (Column("call", "name", width=-36), *report.times()))
         yield call_costs(effort, devices(args.devices, 1)[0])
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a row is timed; a call of `checked` has the result whose wrong elements are counted."""
-
-    kind: str
-    clock: str
-    sampler: Sampler
-    checked: Call | None = None
 
 
 class Candidates:
@@ -160,7 +159,7 @@ class Candidates:
     def __init__(
         self, case: Case, algorithms: Sequence[str | None] = (None,), peers: Sequence[str] = ()
     ) -> None:
-        self.case, self.peers = case, peers
+        self.case = case
         self.memory: list[Tensor] = []  # that of all buffers, as float32
         self.ranks = [Buffers(case, r, partial(self._empty, d)) for r, d in enumerate(case.devices)]
         self.synchronize = synchronizer(case.devices)
@@ -170,7 +169,7 @@ class Candidates:
             self._try(algorithm or DEFAULT, OURS, partial(self._call, algorithm))
         on_cpu = case.one_memory and not case.on_gpus
         if case.collective == "all_reduce" and on_cpu and DEFAULT in self.ways:
-            self.ways[INSIDE] = Way(INSIDE, WALL, self._inside)
+            self.ways[INSIDE] = Way(self._inside, INSIDE)
         for name in peers:
             self._try(name, PEER, partial(peer, name, case, self.ranks))
         for limit, (call, rewrite) in limits(case, self.memory).items():
@@ -209,7 +208,7 @@ class Candidates:
                 raise
             self.not_run[name] = reason(error)
             return
-        self._add(name, kind, call, self.rewrite, call)
+        self._add(name, kind, call, self.rewrite, self._check(call))
         if kind == OURS and self.case.on_gpus and self.case.one_memory:
             graph = clocked(name, GRAPH)
             try:
@@ -220,16 +219,24 @@ class Candidates:
             else:
                 zeros = partial(self.rewrite, 0)
                 sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
-                self.ways[graph] = Way(OURS, GRAPH, sampler, once)
+                self.ways[graph] = Way(sampler, OURS, GRAPH, self._check(once))
+
+    def _check(self, call: Call) -> Callable[[], int]:
+        return partial(run_checked, self.ranks, call, self.synchronize)
 
     def _add(
-        self, name: str, kind: str, call: Call, rewrite: Call, checked: Call | None = None
+        self,
+        name: str,
+        kind: str,
+        call: Call,
+        rewrite: Call,
+        check: Callable[[], int] | None = None,
     ) -> None:
         sampler = host_time(call, rewrite, self.synchronize)
-        self.ways[name] = Way(kind, WALL, sampler, checked)
+        self.ways[name] = Way(sampler, kind, check=check)
         if self.case.on_gpus:
             sampler = gpu_time(call, rewrite, self.case.devices)
-            self.ways[clocked(name, GPU)] = Way(kind, GPU, sampler)
+            self.ways[clocked(name, GPU)] = Way(sampler, kind, GPU)
 
     def _inside(self, calls: int) -> list[float]:
         """Return the seconds of calls that the extension makes itself, without Python."""
@@ -239,31 +246,10 @@ class Candidates:
 
     def result(self, effort: Effort) -> Result:
         """Measure every candidate in turns, check its result, and return its ratios."""
-        timings = interleave({name: way.sampler for name, way in self.ways.items()}, effort)
-        rows = [self._row(name, way, timings) for name, way in self.ways.items()]
+        rows = in_turns(self.ways, effort, numbers=lambda row: self.case.speed(row.seconds))
         # A call that does not run in a graph fails the run as well.
         failed = DEFAULT in {name.partition(":")[0] for name in self.not_run}
         return Result(self.case.about(), rows, self.not_run, failed)
-
-    def _row(self, name: str, way: Way, timings: dict[str, Timing]) -> Row:
-        by = WALL if way.clock == WALL else GPU  # the clock of peers and limits
-        peers = {p: timings[clocked(p, by)] for p in self.peers if clocked(p, by) in timings}
-        wrong = way.checked and run_checked(self.ranks, way.checked, self.synchronize)
-        numbers = self.case.speed(timings[name].percentile(50))
-        row = Row(name, timings[name], way.kind, way.clock, wrong, numbers=numbers)
-        found = [timings[n] for n, w in self.ways.items() if (w.kind, w.clock) == (LIMIT, by)]
-        fastest = min(found, key=lambda timing: timing.percentile(50), default=None)
-        return row.compared(peers, None if way.kind == INSIDE else fastest)  # it rewrites nothing
-
-
-def reason(error: Exception) -> str:
-    """Return one line with the reason why a candidate does not run: of a rank's traceback the last.
-
-    >>> reason(RuntimeError("no connection\\nat a.cpp:1")), reason(KeyError())
-    ('no connection', 'KeyError')
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-("Traceback" in str(error))] if lines else type(error).__name__
 
 
 def call_costs(effort: Effort, device: torch.device) -> Result:
@@ -273,20 +259,18 @@ def call_costs(effort: Effort, device: torch.device) -> Result:
     the time ends when the call returns, without synchronization between calls.
     """
     data = [torch.zeros(_ELEMENTS, device=device) for _ in range(_RANKS)]
-    samplers: dict[str, Sampler] = {
-        CALL: batched(partial(pycollect.all_reduce, data), _BATCH),
-        "the same, naive loop": batched(partial(naive_all_reduce, data), _BATCH // 10),
-        "the same, stack and sum": batched(partial(stack_all_reduce, data), _BATCH // 10),
-        "torch: one add_ of 4 elements": batched(partial(data[0].add_, data[1]), _BATCH),
+    few, many = _BATCH // 10, _BATCH
+    ways = {
+        CALL: Way(batched(partial(pycollect.all_reduce, data), many)),
+        "the same, naive loop": Way(batched(partial(naive_all_reduce, data), few), PEER),
+        "the same, stack and sum": Way(batched(partial(stack_all_reduce, data), few), PEER),
+        "torch: one add_ of 4 elements": Way(batched(partial(data[0].add_, data[1]), many), PEER),
     }
     if device == CPU:
         inside = partial(_C.time_all_reduce, data, "sum", None)
-        samplers["the same, inside the extension"] = inside
-    timings = interleave(samplers, effort)
-    kinds = {CALL: OURS, "the same, inside the extension": INSIDE}
-    rows = [Row(name, timing, kinds.get(name, PEER)) for name, timing in timings.items()]
+        ways["the same, inside the extension"] = Way(inside, INSIDE)
     about = {"collective": "cost of a call", "world": _RANKS, "bytes": 4 * _ELEMENTS}
-    return Result(about, rows)
+    return Result(about, in_turns(ways, effort))
 
 
 # What results of the sums with targets are about.

@@ -15,7 +15,7 @@ from typing import Any
 
 from pycollect._command import interrupts_kept_from_children
 
-from .ranks import RanksFailed
+from .ranks import RanksFailed, output
 
 NAMES = Path("/run/netns")  # where `ip netns` keeps the names of namespaces
 PREFIX = "pycollect"  # of our names, which go on with the process id of their owner
@@ -27,13 +27,6 @@ MOST_HOSTS = 200  # addresses 10.77.0.1 and up, in one subnet
 # is 500 kB); a smaller one does not reach the rate, as a timer fires too late to use it.
 _BUCKET_SECONDS, _LEAST_BUCKET = 100e-6, 32 << 10
 _QUEUE = "50ms"  # longest time of a packet in the queue: what TCP keeps in it is never dropped
-
-
-def call(*command: str) -> None:
-    """Run a command; raise RanksFailed with its error if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RanksFailed(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
 def remove() -> None:
@@ -73,32 +66,32 @@ class Namespaces:
 
     def _make(self) -> None:
         for name in self.names:
-            call("ip", "netns", "add", name)
+            output("ip", "netns", "add", name)
         if len(self.names) == 2:
             self._pair(self.names[0], INTERFACE, self.names[1])
         else:
             self._bridge(f"{self._base}-bridge")
         for name, address in zip(self.names, self.addresses, strict=True):
-            call("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
-            call("ip", "-n", name, "link", "set", "lo", "up")
+            output("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+            output("ip", "-n", name, "link", "set", "lo", "up")
             # Without addresses of IPv6 no packet is counted that nobody has sent.
-            call("ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up")
+            output("ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up")
 
     def _pair(self, name: str, peer: str, of_peer: str) -> None:
         """Make a host's interface; its other end is `peer` in the namespace `of_peer`."""
         pair = ("type", "veth", "peer", "name", peer, "netns", of_peer)
-        call("ip", "-n", name, "link", "add", INTERFACE, *pair)
+        output("ip", "-n", name, "link", "add", INTERFACE, *pair)
 
     def _bridge(self, switch: str) -> None:
-        call("ip", "netns", "add", switch)
+        output("ip", "netns", "add", switch)
         quiet = ("mcast_snooping", "0")  # otherwise the bridge sends queries of its own
-        call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", *quiet)
+        output("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", *quiet)
         up = ("addrgenmode", "none", "up")
-        call("ip", "-n", switch, "link", "set", "bridge", *up)
+        output("ip", "-n", switch, "link", "set", "bridge", *up)
         for host, name in enumerate(self.names):
             port = f"port{host}"
             self._pair(name, port, switch)
-            call("ip", "-n", switch, "link", "set", port, "master", "bridge", *up)
+            output("ip", "-n", switch, "link", "set", port, "master", "bridge", *up)
             self._queues.append((switch, port))
 
     def limit(self, rate: float | None) -> None:
@@ -108,11 +101,11 @@ class Namespaces:
             bucket = max(_LEAST_BUCKET, round(rate / 8 * _BUCKET_SECONDS))
             how = ("tbf", "rate", f"{round(rate)}bit", "burst", f"{bucket}b", "latency", _QUEUE)
         for name, interface in self._queues:
-            call("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", *how)
+            output("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", *how)
 
     def link(self, host: int, state: str) -> None:
         """Connect a host ("up"), or disconnect it ("down"): packets from and to it get lost."""
-        call("ip", "-n", self.names[host], "link", "set", INTERFACE, state)
+        output("ip", "-n", self.names[host], "link", "set", INTERFACE, state)
 
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Colours that the colour-blind can distinguish (Okabe and Ito); the library has the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
 _PEERS = dict.fromkeys(("naive", "gloo"), "#d55e00") | dict.fromkeys(("stack", "mpi"), "#e69f00")
-_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7") | {"cupy": "#56b4e9"}
+_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7")
 _GREY = "#7f7f7f"
 # Colours of bars: of what the others are compared with, and of the parts of a time.
 BASELINE, COMPUTING, WAITING, MOVING = "#bdbdbd", "#56b4e9", "#e69f00", "#d55e00"
@@ -31,7 +31,7 @@ _Key = tuple[str, str, str]
 Bar = tuple[str, Mapping[str, float], str]
 
 
-def drawn(record: dict[str, Any]) -> list[_Case]:
+def _drawn(record: dict[str, Any]) -> list[_Case]:
     """Return the cases of a run that its plot shows: those of the requested sizes.
 
     Cases that only the targets need have too few sizes.
@@ -118,7 +118,7 @@ def plot(record: dict[str, Any], path: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     groups: dict[_Key, dict[int, list[_Case]]] = {}
-    for case in drawn(record):
+    for case in _drawn(record):
         key = case["collective"], case["dtype"], case["op"]
         groups.setdefault(key, {}).setdefault(case["world"], []).append(case)
     if not groups:

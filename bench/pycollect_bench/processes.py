@@ -1,12 +1,19 @@
-"""Collectives of ranks that are processes: cases, table and targets.
+"""Collectives of ranks that are processes, also on several hosts: cases, table and targets.
 
-The ranks do all the timing (rank_work.py), while the process that starts them sleeps.
+The ranks do all the timing (rank_work.py), while the process that starts them sleeps. Hosts are
+network namespaces of this machine, joined by limited links. There `hsdp` is the all_reduce that
+torch's HSDP composes: reduce_scatter in the group of the host, all_reduce of the shard over gloo
+among the ranks in the same place of each host, all_gather in the group of the host. The limit,
+`link`, is one send of the same bytes by gloo, from the first rank of the first host to the first
+rank of the second.
 """
 
 from __future__ import annotations
 
 import argparse
+from argparse import ArgumentTypeError
 from collections.abc import Container, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 
@@ -16,12 +23,15 @@ from pycollect._sizes import size_range
 
 from . import mpi, options
 from .cases import COLLECTIVES, Case, sized_case
-from .lists import KIB, MANY, MIB, SUMS, devices, table
-from .rank_work import DEEPSPEED, GLOO, MPI, OPERATOR, PEERS, PROGRAM, ZERO_COPY, Task
+from .lists import KIB, MANY, MIB, SUMS, table
+from .namespaces import MOST_HOSTS, Namespaces, why_no_namespaces
+from .options import devices
+from .rank_work import DEEPSPEED, GLOO, HSDP, MPI, OPERATOR, PEERS, PROGRAM, ZERO_COPY, Task
 from .ranks import Ranks, threads_of
-from .report import Table, Target, at_least, over, where
+from .report import Column, Table, Target, at_least, over, where
 from .runner import OURS, Result
 
+HOST_PEERS = (GLOO, HSDP)
 # Timeout of a call in seconds, and of the answer of ranks on devices. On one host longer is a hang,
 # and a run on a device has only minutes.
 _TIMEOUT, _DEVICE_TIMEOUT, _DEVICE_ANSWER = 120.0, 30.0, 120.0
@@ -50,18 +60,63 @@ _DEVICE_LEGEND = """\
 # #wrong: elements of all ranks that differ from the exact result, in a separate run."""
 
 
-def why_no_mpi() -> str:
-    """Return the reason why MPI is not measured, or ""; between processes it is only Open MPI."""
-    if find_spec("mpi4py") is None:
-        return "mpi4py is not installed"
-    return "" if mpi.find(mpi.OPEN_MPI) else "Open MPI was not found"
+_HOSTS_LEGEND = """\
+# Hosts are network namespaces of this machine. A process per rank; times are of one call through
+# Python, on the slowest rank. Before each timed call every rank rewrites its buffer, and all pass a
+# barrier in shared memory; up to 16 KiB calls are timed in batches. The candidates take turns.
+# hsdp: reduce_scatter in a pycollect group of the host, all_reduce of the shard over gloo between
+# the hosts, all_gather in the group of the host. link: one send of S bytes by gloo from the first
+# host to the second. %limit: relative to link. xgloo, xhsdp: the peer's time divided by this one's.
+# first: the first call of this size. out/S, in/S: bytes of a call on the link, with headers, that a
+# host sends and receives, on the host with most, divided by the size; least/S: the lower bound.
+# #wrong: elements that differ from the exact result, in a separate run."""
+_HOSTS_COLUMNS = (
+    Column("ranks", "shape"),
+    Column("link", lambda a, row: f"{a['rate'] / 1e9:g}" if a["rate"] else "none", "(Gb/s)"),
+    Column("first", unit="(ms)", width=8, scale=1e3),
+    Column("out/S", "sent"),
+    Column("in/S", "received"),
+    Column("least/S", "least"),
+)
+
+
+def ranks_of(text: str) -> tuple[int, int]:
+    """Parse the numbers of hosts and of ranks on each host.
+
+    >>> ranks_of("2x4")
+    (2, 4)
+    """
+    hosts, x, ranks = text.partition("x")
+    if not x:
+        raise ArgumentTypeError(f"{text!r} is not hosts x ranks of each host, for example 2x4")
+    if not 2 <= options.positive(hosts) <= MOST_HOSTS:
+        raise ArgumentTypeError(f"{text!r} has {hosts} hosts; there may be 2 to {MOST_HOSTS}")
+    return int(hosts), options.positive(ranks)
+
+
+def rate_of(text: str) -> float | None:
+    """Parse a rate in Gbit/s; return bits per second.
+
+    >>> rate_of("2.5")
+    2500000000.0
+    """
+    if text == "none":
+        return None
+    rate = float(text) * 1e9
+    if not 1e6 <= rate <= 1e12:
+        raise ArgumentTypeError(f"{text!r} is not a rate from 0.001 to 1000 Gbit/s, or none")
+    return rate
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError if there are no such devices, or peers have no calls on devices."""
+    """Raise ValueError if there are no such devices or hosts, or no such calls on them."""
     devices(args.devices or "cpu", 1)
     if args.devices and not {GLOO}.issuperset(args.peers or ()):
         raise ValueError(f"with --processes and --devices the only peer is {GLOO}")
+    if args.hosts and COLLECTIVES[args.collective].link is None:
+        raise ValueError(f"--collective {args.collective} is not measured on hosts")
+    if args.hosts and (reason := why_no_namespaces()):
+        raise ValueError(reason)
 
 
 def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Case]:
@@ -78,27 +133,35 @@ def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Ca
 
 
 def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
-    """Measure world by world."""
-    usual = [GLOO] if args.devices else [*PEERS]
-    names = usual if args.peers is None else args.peers
-    no_mpi = why_no_mpi()
-    missing = [MPI] * bool(no_mpi) + [DEEPSPEED] * (find_spec("deepspeed") is None)
-    shown = [name for name in names if name not in missing]
-    launcher = mpi.find(mpi.OPEN_MPI) if MPI in shown else None
+    """Measure world by world; between hosts each on links of each rate."""
+    usual: Sequence[str] = PEERS
     ours, legend, timeout, seconds = [OURS, ZERO_COPY, OPERATOR], _LEGEND, _TIMEOUT, None
     if args.devices:
+        usual = [GLOO]
         ours, legend, timeout, seconds = [OURS], _DEVICE_LEGEND, _DEVICE_TIMEOUT, _DEVICE_ANSWER
-    effort, both_clocks = options.effort(args), bool(args.devices)
-    for world in args.processes:
-        on = devices(args.devices or "cpu", world)
+    elif args.hosts:
+        usual, ours, legend = HOST_PEERS, [OURS], _HOSTS_LEGEND
+    names = usual if args.peers is None else args.peers
+    launcher = mpi.find(mpi.OPEN_MPI) if MPI in names and find_spec("mpi4py") else None
+    missing = [MPI] * (not launcher) + [DEEPSPEED] * (not find_spec("deepspeed"))
+    shown = [name for name in names if name not in missing]
+    for hosts, ranks in args.hosts or [(1, world) for world in args.processes]:
+        on = devices(args.devices or "cpu", hosts * ranks)
         found = tuple(dict.fromkeys(cases(args, on)))
-        threads = args.torch_threads or threads_of(world)
+        threads = args.torch_threads or threads_of(len(on))
         one_memory = all(case.one_memory for case in found)
-        yield table(one_memory, shown, legend.format(threads=threads), title)
-        task = Task(on, (*ours, *names), effort, args.backend, no_mpi, both_clocks)
-        with Ranks(world, PROGRAM, task, threads=threads, timeout=timeout, mpi=launcher) as ranks:
-            for case in found:
-                yield ranks.ask(case, seconds)[0]
+        more = _HOSTS_COLUMNS if args.hosts else ()
+        header = table(one_memory, shown, legend.format(threads=threads), title, more)
+        with Namespaces(hosts) if args.hosts else nullcontext() as namespaces:
+            for rate in args.rates if namespaces else [None]:
+                if namespaces:
+                    namespaces.limit(rate)
+                yield header
+                both_clocks, effort = bool(args.devices), options.effort(args)
+                task = Task(on, (*ours, *names), effort, args.backend, both_clocks, hosts, rate)
+                with Ranks(len(on), PROGRAM, task, threads, timeout, launcher, namespaces) as pool:
+                    for case in found:
+                        yield pool.ask(case, seconds)[0]
 
 
 def title(result: Result) -> str:

@@ -3,7 +3,7 @@
 Every rank runs `work` at the same time. All candidates use the same tensors, except `zero-copy`,
 whose tensors are in the group's symmetric memory. The limit is `memory`: every rank multiplies its
 share of the bytes in place. For ranks on one GPU it is `memcpy`: rank 0 copies the same bytes
-there. Between hosts it is `link` (hosts.py).
+there. Between hosts it is `link` (hosts.py). A time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -13,33 +13,37 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pycollect
-from pycollect._timing import Effort, Sampler, Timing, batched, host_time, interleave, shuffled
+from pycollect._timing import Effort, Sampler, batched, host_time, shuffled
 from pycollect.gpus import synchronizer
 
-from . import host_calls
+from . import hosts
 from .cases import Buffers, Call, Case, run_checked
-from .clocks import (
-    LEAST_ON_DEVICE,
-    batch_seconds,
-    gpu_time,
-    recorded,
-    sized,
-    slowest_rank,
-)
-from .lists import reason
+from .clocks import LEAST_ON_DEVICE, batch_seconds, gpu_time, sized
 from .ranks import Rank
-from .runner import GPU, LIMIT, OURS, PEER, RETURN, WALL, Result, Row, clocked
+from .runner import (
+    GPU,
+    LIMIT,
+    OURS,
+    PEER,
+    RETURN,
+    WALL,
+    Result,
+    Row,
+    Way,
+    clocked,
+    in_turns,
+    reason,
+)
 
 PROGRAM = "pycollect_bench.rank_work:work"
 ZERO_COPY, OPERATOR = "zero-copy", "operator"
@@ -66,16 +70,14 @@ _MPI_TYPES = {
 class Task:
     """What the ranks of one world measure.
 
-    `no_mpi` is the reason why MPI is not measured, or "". With `both_clocks` candidates are timed
-    by the host's and by the device's clock. `hosts` is the number of hosts, `rate` that of their
-    links in bits per second, if it is limited.
+    With `both_clocks` candidates are timed by the host's and by the device's clock. `hosts` is the
+    number of hosts, `rate` that of their links in bits per second, if it is limited.
     """
 
     devices: tuple[torch.device, ...]
     names: tuple[str, ...]
     effort: Effort
     backend: str = OURS
-    no_mpi: str = ""
     both_clocks: bool = False
     hosts: int = 1
     rate: float | None = None
@@ -85,21 +87,21 @@ class Task:
         """The number of ranks of each host."""
         return len(self.devices) // self.hosts
 
+    def about(self, case: Case) -> dict[str, Any]:
+        """Return the case for the record and the table."""
+        shape = {"shape": f"{self.hosts}x{self.ranks_per_host}", "rate": self.rate}
+        return case.about() | (shape if self.hosts > 1 else {})
+
 
 @dataclass
 class Candidate:
-    """A candidate on one rank; `check` runs one call and returns this rank's wrong elements.
-
-    `wrong` counts those of all ranks; `numbers` has what is measured only between hosts.
-    """
+    """A candidate on one rank; `check` runs one call and returns this rank's wrong elements."""
 
     name: str
     call: Call
     rewrite: Callable[[int], object] = lambda value: None
     check: Callable[[], int] | None = None
     first: float = 0.0  # seconds of the first call on this rank
-    wrong: int | None = None
-    numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -109,9 +111,7 @@ class Candidate:
 
 def work(rank: Rank, task: Task) -> None:
     """Measure the cases that are requested; rank 0 answers with the results."""
-    if task.devices[rank.number].type == "cuda":
-        torch.cuda.set_device(task.devices[rank.number])
-    rank.init_process_group()
+    rank.init_process_group(device=task.devices[rank.number])
     measurement = Measurement(rank, task)
     for number, case in enumerate(rank.requests()):
         rank.send(measurement.result(case, number))
@@ -123,16 +123,14 @@ def _group(backend: str, timeout: timedelta) -> Any:
     return dist.new_group(backend=backend, timeout=timeout)
 
 
-def _mpi(no_mpi: str) -> Any:
-    if no_mpi:
-        raise ValueError(no_mpi)
+def _mpi() -> Any:
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        raise ValueError("mpi4py is not installed, or Open MPI was not found")
     return import_module("mpi4py.MPI")  # which initialises MPI
 
 
 def _deepspeed(rank: Rank) -> Any:
     """Return DeepSpeed's operator for shared memory, which is compiled at its first use."""
-    if find_spec("deepspeed") is None:
-        raise ValueError("DeepSpeed is not installed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it warns that it found no other one
     # It names its shared memory after the port, and uses it if all ranks are on this host.
     os.environ |= {"MASTER_PORT": rank.folder.name, "LOCAL_SIZE": str(rank.world)}
@@ -155,9 +153,9 @@ class Measurement:
         makers: dict[str, Callable[[], Any]] = {
             GLOO: lambda: dist.group.WORLD,
             OURS: partial(_group, task.backend, rank.timeout),
-            MPI: partial(_mpi, task.no_mpi),
+            MPI: _mpi,
             DEEPSPEED: partial(_deepspeed, rank),
-            HSDP: partial(host_calls.hsdp_groups, task.hosts, task.ranks_per_host),
+            HSDP: partial(hosts.hsdp_groups, task.hosts, task.ranks_per_host),
         }
         self.groups = {n: self._tries(n, makers[n]) for n in task.names if n in makers}
 
@@ -200,9 +198,6 @@ class Measurement:
         check = partial(run_checked, [buffers], call, self.synchronize)
         if case.collective == "barrier":
             check = partial(_early, call, self.rank)
-        folds = case.op == "sum" and case.dtype.is_floating_point
-        if self.task.hosts > 1 and name == OURS and folds:
-            check = partial(host_calls.fold_checked, buffers, call, check)
         return Candidate(name, call, buffers.rewrite, check, first)
 
     def _call(self, name: str, buffers: Buffers) -> Call:
@@ -210,7 +205,8 @@ class Measurement:
         case = buffers.case
         group = self._group(OURS if name in (ZERO_COPY, OPERATOR) else name)
         if name in (OPERATOR, DEEPSPEED):
-            if not case.is_sum(torch.float32, torch.bfloat16, torch.float16):
+            of_floats = case.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            if (case.collective, case.op) != ("all_reduce", "sum") or not of_floats:
                 raise ValueError("is measured only for sums of floats by all_reduce")
             if name == DEEPSPEED:
                 return partial(group, buffers.input)
@@ -223,7 +219,7 @@ class Measurement:
             assert case.spec.mpi is not None
             return case.spec.mpi(buffers, group, getattr(group, _MPI_TYPES[case.dtype]))
         if name == HSDP:
-            return host_calls.hsdp_call(buffers, group)
+            return hosts.hsdp_call(buffers, group)
         if (name, case.collective, self.device.type) == (GLOO, "send_recv", "cuda"):
             # gloo reads GPU memory as host memory, and the failing write ends the process.
             raise ValueError("cannot send CUDA tensors")
@@ -234,86 +230,96 @@ class Measurement:
         """Return the limit of this case, or nothing for small sizes and on several GPUs."""
         task, number = self.task, self.rank.number
         if task.hosts > 1:
-            send = host_calls.link_call(case, number, task.ranks_per_host, task.rate)
+            send = hosts.link_call(case, number, task.ranks_per_host, task.rate)
             return [Candidate(LINK, send)]
         if case.nbytes < _LEAST_FOR_LIMIT or (case.on_gpus and not case.one_memory):
             return []
         return [_memcpy(case, self.rank) if case.on_gpus else _memory(case, self.rank)]
 
-    def _samplers(self, one: Candidate, case: Case, returned: list[float]) -> dict[str, Sampler]:
-        """Return the candidate's samplers by row name: one, or one each for host and device.
-
-        With both clocks `returned` gets the seconds until each call returned, warm-up included.
-        """
+    def _ways(self, one: Candidate, case: Case) -> dict[str, Way]:
+        """Return the candidate's ways by row name: one, or with both clocks one for each clock."""
         rank, barrier, name = self.rank, self.rank.barrier.barrier, one.name
         zeros, ones = (partial(one.rewrite, value) for value in (0, 1))
-        one_by_one = partial(host_time, rewrite=ones, synchronize=self.synchronize, barrier=barrier)
+        one_by_one = partial(host_time, one.call, barrier=barrier)
+        whole = one_by_one(ones, self.synchronize)
+        # Limits are timed one by one because a batch of sends is no latency.
+        few = case.nbytes <= _LARGEST_IN_BATCHES and name not in (ZERO_COPY, *LIMITS)
+        if few and not self.task.both_clocks:
+            timer = partial(host_time, rewrite=zeros, barrier=barrier)
+            in_batches = partial(batched, one.call, timer=timer)
+            whole = sized(in_batches, rank.slowest, batch_seconds(rank.world))
+        check = one.check and partial(self._of_all, one.check)
+        ways = {name: Way(self._slowest(whole, one), one.kind, WALL, check)}
         if self.task.both_clocks:
-            on_device = partial(
+            timer = partial(
                 gpu_time, rewrite=zeros, devices=[self.device], barrier=barrier, delayed=False
             )
-            in_batches = partial(batched, one.call, timer=on_device)
-            return {
-                name: one_by_one(recorded(one.call, returned)),
-                clocked(name, GPU): sized(in_batches, rank.slowest, least=LEAST_ON_DEVICE),
-            }
-        # Limits are timed one by one because a batch of sends is no latency.
-        if case.nbytes > _LARGEST_IN_BATCHES or name in (ZERO_COPY, *LIMITS):
-            return {name: one_by_one(one.call)}
-        on_host = partial(host_time, rewrite=zeros, barrier=barrier)
-        in_batches = partial(batched, one.call, timer=on_host)
-        return {name: sized(in_batches, rank.slowest, batch_seconds(rank.world))}
+            in_batches = partial(batched, one.call, timer=timer)
+            on_device = sized(in_batches, rank.slowest, least=LEAST_ON_DEVICE)
 
-    def _measured(self, found: list[Candidate], case: Case, seed: int) -> dict[str, Timing]:
-        """Return this rank's times by row name.
+            def rewritten() -> None:
+                ones()
+                self.synchronize()
+
+            until_return = {RETURN: one_by_one(rewritten)} if one.kind != LIMIT else {}
+            samplers = {**until_return, GPU: on_device}
+            for clock, sampler in samplers.items():
+                ways[clocked(name, clock)] = Way(self._slowest(sampler, one), one.kind, clock)
+        return ways
+
+    def _slowest(self, sampler: Sampler, one: Candidate) -> Sampler:
+        """Return a sampler of the times of the slowest rank; collective.
+
+        In a send between two hosts the other ranks sleep.
+        """
+        sleeps = one.name == LINK and self.rank.number not in (0, self.task.ranks_per_host)
+
+        def sample(calls: int) -> list[float]:
+            return [self.rank.slowest(0.0 if sleeps else mine) for mine in sampler(calls)]
+
+        return sample
+
+    def _of_all(self, check: Callable[[], int]) -> int:
+        """Return the wrong elements of all ranks; collective."""
+        return int(sum(self.rank.barrier.gather(check())))
+
+    def result(self, case: Case, seed: int) -> Result | None:
+        """Measure the candidates of a case and check their results; rank 0 gets the result.
 
         All ranks take the same turns. The order is shuffled, because the threads of a peer may
         still be busy after its turn: they must not always disturb the same candidate.
         """
-        returned: dict[str, list[float]] = {one.name: [] for one in found}
-        ways: dict[str, Sampler] = {}
-        for one in found:
-            ways |= self._samplers(one, case, returned[one.name])
-        timings = interleave(ways, self.task.effort, shuffled(seed), self.rank.slowest)
-        for one in found if self.task.both_clocks else ():
-            if one.kind != LIMIT:
-                same = timings[one.name].of_same_calls(returned[one.name])
-                timings[clocked(one.name, RETURN)] = same
-        if LINK in timings and self.rank.number not in (0, self.task.ranks_per_host):
-            nothing = ((0.0,) * len(seconds) for seconds in timings[LINK].samples)
-            timings[LINK] = Timing(tuple(nothing))  # this rank slept
-        return timings
-
-    def result(self, case: Case, seed: int) -> Result | None:
-        """Measure the candidates of a case and check their results; rank 0 gets the result."""
         plain = Buffers(case, self.rank.number, partial(torch.empty, device=self.device))
         names = [name for name in self.task.names if case.count or name != ZERO_COPY]
         tried = {name: self._tries(name, partial(self._candidate, name, plain)) for name in names}
         not_run = {name: refusal for name, (_, refusal) in tried.items() if refusal}
-        found = [one for name, (one, _) in tried.items() if name not in not_run]
-        found += self._limits(case)
-        mine = self._measured(found, case, seed)
-        page = self.rank.barrier
-        for one in found if self.task.hosts > 1 else ():
-            one.rewrite(0)
-            if one.kind != LIMIT:
-                one.numbers["first"] = self.rank.slowest(one.first)
-            one.numbers |= host_calls.link_bytes(one.call, case.nbytes, page)
-        for one in found:
-            if one.check:
-                one.wrong = int(sum(page.gather(one.check())))
-        everyone: list[Any] | None = [None] * case.world if self.rank.number == 0 else None
-        dist.gather_object(mine, everyone)
-        if everyone is None:
-            return None
-        timings = slowest_rank(everyone)
-        rows = [
-            _row(one, clock, case, timings)
-            for one in found
-            for clock in (WALL, RETURN, GPU)
-            if clocked(one.name, clock) in timings
-        ]
-        return Result(case.about(), rows, not_run, OURS in not_run)
+        found = {name: one for name, (one, _) in tried.items() if name not in not_run}
+        found |= {one.name: one for one in self._limits(case)}
+        ways: dict[str, Way] = {}
+        for one in found.values():
+            ways |= self._ways(one, case)
+
+        def numbers(row: Row) -> dict[str, Any]:
+            speed = case.speed(row.seconds) if case.count else {}
+            if self.task.hosts == 1:
+                return speed
+            return speed | self._between_hosts(found[row.name], case)
+
+        slowest = self.rank.slowest
+        rows = in_turns(ways, self.task.effort, shuffled(seed), slowest, numbers)
+        result = Result(self.task.about(case), rows, not_run, OURS in not_run)
+        return None if self.rank.number else result
+
+    def _between_hosts(self, one: Candidate, case: Case) -> dict[str, Any]:
+        """Return what is measured only between hosts; collective."""
+        task = self.task
+        assert case.spec.link is not None
+        one.rewrite(0)
+        moved = hosts.link_bytes(one.call, case.nbytes, self.rank.barrier)
+        if one.kind == LIMIT:
+            return moved | {"least": 1}
+        least = case.spec.link(task.hosts, task.ranks_per_host)
+        return moved | {"first": self.rank.slowest(one.first), "least": least}
 
 
 def _early(call: Call, rank: Rank) -> int:
@@ -350,14 +356,3 @@ def _memcpy(case: Case, rank: Rank) -> Candidate:
         torch.zeros(nbytes, dtype=torch.uint8, device=case.devices[rank.number]) for _ in range(2)
     )
     return Candidate("memcpy", partial(target.copy_, source), source.fill_)
-
-
-def _row(one: Candidate, clock: str, case: Case, timings: dict[str, Timing]) -> Row:
-    name = clocked(one.name, clock)
-    ways = [] if clock == RETURN else [clocked(limit, clock) for limit in LIMITS]
-    limit = next((timings[way] for way in ways if way in timings), None)
-    peers = {p: timings[clocked(p, clock)] for p in PEERS if clocked(p, clock) in timings}
-    speed = case.speed(timings[name].percentile(50)) if case.count else {}
-    wrong = one.wrong if clock == WALL else None
-    row = Row(name, timings[name], one.kind, clock, wrong, numbers=speed | one.numbers)
-    return row.compared(peers, limit)

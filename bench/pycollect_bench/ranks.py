@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,15 @@ _POLLS = 2_000
 
 class RanksFailed(RuntimeError):
     """A rank failed, ended, or did not answer in time."""
+
+
+def output(*command: str | Path, seconds: float | None = None) -> str:
+    """Return what a command prints; raise RanksFailed with its error if it fails."""
+    how: Any = {"capture_output": True, "text": True, "timeout": seconds, "check": True}
+    try:
+        return str(subprocess.run(list(map(str, command)), **how).stdout)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise RanksFailed(f"{error} {str(error.stderr or '').strip()}") from None
 
 
 def threads_of(world: int) -> int:
@@ -117,8 +126,10 @@ class Rank:
         self.barrier = SpinBarrier(folder / "page", number, world)
         self._parent = parent
 
-    def init_process_group(self, backend: str = "gloo") -> None:
-        """Make torch's default group of all ranks."""
+    def init_process_group(self, backend: str = "gloo", device: torch.device | None = None) -> None:
+        """Make torch's default group of all ranks, and use this GPU."""
+        if device and device.type == "cuda":
+            torch.cuda.set_device(device)
         store = dist.FileStore(str(self.folder / "store"), self.world)
         about = {"rank": self.number, "world_size": self.world, "timeout": self.timeout}
         dist.init_process_group(backend, store=store, **about)
@@ -156,7 +167,6 @@ class Ranks:
         world: int,
         program: str,
         task: Any = None,
-        *,
         threads: int | None = None,
         timeout: float = 120.0,
         mpi: Mpi | None = None,
@@ -207,14 +217,14 @@ class Ranks:
                 self._processes.append(subprocess.Popen(command, env=on_one_host | own))
 
     def _accept(self, listener: socket.socket) -> None:
-        """Wait for the connections of all ranks: a rank's socket is named by its number."""
+        """Wait for the connections of all ranks, each of which sends its number."""
         listener.settimeout(_POLL_SECONDS)
         deadline = time.monotonic() + _START_SECONDS
         while len(self._ranks) < self.world:
             try:
-                rank, name = listener.accept()
-                self._ranks[Connection(rank.detach())] = int(Path(name).name)
-            except TimeoutError:
+                rank: Connection[Any, Any] = Connection(listener.accept()[0].detach())
+                self._ranks[rank] = rank.recv()
+            except (TimeoutError, EOFError):
                 ended = [p.returncode for p in self._processes if p.poll() is not None]
                 if ended or time.monotonic() > deadline:
                     raise RanksFailed(
@@ -265,33 +275,29 @@ class Ranks:
 
     def _end(self, at_once: bool) -> list[int]:
         try:
-            for process in self._processes:
-                if at_once:
-                    # A process that hangs in a driver needs SIGKILL. mpirun ends its ranks itself.
-                    process.terminate() if self._mpi else process.kill()
+            for process in self._processes if at_once else ():
+                # A process that hangs in a driver needs SIGKILL. mpirun ends its ranks itself.
+                process.terminate() if self._mpi else process.kill()
             for process in self._processes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_END_SECONDS)
-                process.kill()  # without effect if it has ended
-            return [process.wait() for process in self._processes]
         finally:
-            for process in self._processes:  # those left if the wait was interrupted
+            for process in self._processes:  # those that hang, or if the wait was interrupted
                 process.kill()
             for rank in self._ranks:
                 rank.close()
             self._folder.cleanup()
+        return [process.wait() for process in self._processes]
 
 
 def main(folder: str, number: str = "") -> int:
     """Run the program of the job in this folder; return the exit status."""
     number = number or os.environ["OMPI_COMM_WORLD_RANK"]
-    with socket.socket(socket.AF_UNIX) as end:
-        try:
-            end.bind(str(Path(folder, number)))
-            end.connect(str(Path(folder, "ranks")))
-        except OSError:
-            return 1  # the parent process has ended, and has reported why
-        parent: Connection[Any, Any] = Connection(end.detach())
+    try:
+        parent = Client(str(Path(folder, "ranks")))
+        parent.send(int(number))
+    except OSError:
+        return 1  # the parent process has ended, and has reported why
     try:
         program, task, threads, *about = pickle.loads(Path(folder, "job").read_bytes())
         torch.set_num_threads(threads)

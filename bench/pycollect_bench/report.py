@@ -38,20 +38,41 @@ _COMPARE = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: heading, unit, and text of a row; a negative width aligns left.
+    """A column of a table: heading, value, unit, width, and the digits and scale of a number.
 
-    `text` is called with what the result is about and with the row.
+    `value` is a key of `values`, that of the heading if it is empty, or a function of what the
+    result is about and of the row. A negative width aligns left.
     """
 
     head: str
-    unit: str
-    width: int
-    text: Callable[[dict[str, Any], Row], str]
+    value: str | Callable[[dict[str, Any], Row], object] = ""
+    unit: str = ""
+    width: int = 6
+    digits: int = 2
+    scale: float = 1.0
+
+    def text(self, about: dict[str, Any], row: Row) -> str:
+        """Return the text of a row: a dash for None, no digits after the point from 1000 on."""
+        key = self.value or self.head
+        found = values(about, row).get(key) if isinstance(key, str) else key(about, row)
+        if not isinstance(found, float):
+            return _NOTHING if found is None else str(found)
+        found *= self.scale
+        return f"{found:.{self.digits if found < 1000 else 0}f}"
 
     def fit(self, text: str) -> str:
         """Pad to the column's width, or to that of the heading."""
         width = max(abs(self.width), len(self.head), len(self.unit))
         return text.ljust(width) if self.width < 0 else text.rjust(width)
+
+
+def values(about: dict[str, Any], row: Row) -> dict[str, Any]:
+    """Return what columns show of a row, in seconds, bytes per second and ratios."""
+    times = {"time": row.seconds, "p99": row.timing.percentile(99)}
+    algbw = {"algbw": about["bytes"] / row.seconds} if "bytes" in about else {}
+    known = {"name": row.name, "%limit": percent_of_limit(row), "#wrong": row.wrong}
+    speedup = {f"x{peer}": ratio for peer, ratio in row.speedup.items()}
+    return {**about, **row.numbers, **times, **algbw, **known, **speedup}
 
 
 @dataclass(frozen=True)
@@ -76,59 +97,14 @@ class Table:
         ]
 
 
-def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
-    """Return a number as text, or a dash for None.
-
-    >>> number(0.256, 1, 100), number(None)
-    ('25.6', '-')
-    """
-    return _NOTHING if value is None else f"{value * scale:.{digits}f}"
-
-
-def of_about(head: str, key: str, unit: str = "", width: int = 6) -> Column:
-    """Return the column of a value that all rows of a result share."""
-    return Column(head, unit, width, lambda about, row: str(about[key]))
-
-
-def of_row(
-    head: str, key: str, unit: str = "", width: int = 8, digits: int = 2, scale: float = 1.0
-) -> Column:
-    """Return the column of one of the row's own numbers."""
-    return Column(head, unit, width, lambda about, row: number(row.numbers.get(key), digits, scale))
-
-
-def name(head: str = "algorithm", width: int = 16) -> Column:
-    """Return the column of the candidates' names."""
-    return Column(head, "", -width, lambda about, row: row.name)
-
-
 def times(unit: str = "us") -> tuple[Column, Column]:
     """Return the columns of the median and of the 99th percentile, in us, ms or s."""
     scale, digits = {"us": (1e6, 2), "ms": (1e3, 2), "s": (1, 4)}[unit]
-
-    def column(head: str, percent: int) -> Column:
-        def text(about: dict[str, Any], row: Row) -> str:
-            found = scale * row.timing.percentile(percent)
-            return number(found, digits if found < 1000 else 0)
-
-        return Column(head, f"({unit})", 9, text)
-
-    return column("time", 50), column("p99", 99)
+    p50, p99 = (Column(head, head, f"({unit})", 9, digits, scale) for head in ("time", "p99"))
+    return p50, p99
 
 
-def faster(peer: str, head: str = "") -> Column:
-    """Return the column of how many times faster than the peer a row is."""
-    return Column(head or f"x{peer}", "", 6, lambda about, row: number(row.faster_than(peer)))
-
-
-def limit() -> Column:
-    """Return the column of the percentage of the limit's speed."""
-    return Column("%limit", "", 6, lambda about, row: number(percent_of_limit(row), 0))
-
-
-def wrong() -> Column:
-    """Return the column of wrong elements."""
-    return Column("#wrong", "", 6, lambda about, row: number(row.wrong, 0))
+LIMIT, WRONG = Column("%limit", digits=0), Column("#wrong")
 
 
 Value = Callable[["Row"], "float | None"]
@@ -221,12 +197,12 @@ def at_least(number: int) -> range:
 
 def over(peer: str) -> Value:
     """Return the value of how many times faster a row is than a peer."""
-    return lambda row: row.faster_than(peer)
+    return lambda row: row.speedup.get(peer)
 
 
 def time_over(peer: str) -> Value:
     """Return the value of a row's time divided by that of a peer."""
-    return lambda row: (speedup := row.faster_than(peer)) and 1 / speedup
+    return lambda row: (speedup := row.speedup.get(peer)) and 1 / speedup
 
 
 def percent_of_limit(row: Row) -> float | None:
@@ -240,7 +216,7 @@ def target_lines(targets: Iterable[dict[str, Any]]) -> list[str]:
     out = [f"# {'target':<58} {'wanted':>9} {'measured':>9}  met  worst at"]
     for t in targets:
         wanted = f"{t['sign']} {t['wanted']:g}{t['unit']}"
-        measured = number(t["measured"]) + t["unit"] * (t["met"] is not None)
+        measured = _NOTHING if t["met"] is None else f"{t['measured']:.2f}{t['unit']}"
         line = f"# {t['target']:<58} {wanted:>9} {measured:>9}  {words[t['met']]:<3}  {t['where']}"
         out.append(line.rstrip())
     return out

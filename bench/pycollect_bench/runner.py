@@ -21,7 +21,7 @@ from pycollect import _command
 from pycollect._command import Interruption
 from pycollect._files import check_output_path, check_picture, writing
 from pycollect._files import replace as replace_file
-from pycollect._timing import Timing, median_ratio
+from pycollect._timing import Effort, Order, Sampler, Timing, interleave, median_ratio, rotated
 from pycollect.info import machine
 
 from . import report
@@ -33,8 +33,8 @@ from .report import Table, Target
 # the host's until the call returns. Names of rows end with the clock, such as default:gpu, unless
 # it is the first.
 WALL, GPU, GRAPH, RETURN = "wall", "gpu", "graph", "return"
-# Kinds of rows; LIMIT is what no candidate can exceed.
-OURS, PEER, LIMIT = "pycollect", "peer", "limit"
+# Kinds of rows; LIMIT is what no candidate can exceed, INSIDE a call that leaves Python out.
+OURS, INSIDE, PEER, LIMIT = "pycollect", "inside", "peer", "limit"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,73 @@ class Row:
         """The median of all calls."""
         return self.timing.percentile(50)
 
-    def faster_than(self, peer: str) -> float | None:
-        """Return the speedup over a peer, or None if it did not run."""
-        return self.speedup.get(peer)
 
-    def compared(self, peers: Mapping[str, Timing], limit: Timing | None = None) -> Row:
-        """Return the row with its ratios to the peers and to the limit."""
-        mine = self.timing.rounds
-        speedup = {peer: median_ratio(timing.rounds, mine) for peer, timing in peers.items()}
-        share = median_ratio(limit.rounds, mine) if limit else None
-        return replace(self, speedup=speedup, limit_share=share)
+@dataclass(frozen=True)
+class Way:
+    """How a row is timed; `check`, after all turns, returns its number of wrong elements."""
+
+    sampler: Sampler
+    kind: str = OURS
+    clock: str = WALL
+    check: Callable[[], int] | None = None
+
+
+def in_turns(
+    ways: Mapping[str, Way],
+    effort: Effort,
+    order: Order = rotated,
+    agreed: Callable[[float], float] = float,
+    numbers: Callable[[Row], dict[str, Any]] = lambda row: {},
+) -> list[Row]:
+    """Measure the ways of all rows in turns, check their results, and return the compared rows.
+
+    `numbers` returns what else is known of a row. For the other arguments see `interleave`.
+    """
+    timings = interleave({name: way.sampler for name, way in ways.items()}, effort, order, agreed)
+    rows = []
+    for name, timing in timings.items():
+        way = ways[name]
+        row = Row(name, timing, way.kind, way.clock, way.check and way.check())
+        rows.append(replace(row, numbers=numbers(row)))
+    return compared(rows)
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their ratios to each peer and to the fastest limit, by the same clock.
+
+    The clock of peers and limits is the GPU's for a call in a graph.
+    """
+
+    def ratios(row: Row) -> Row:
+        clock, mine = GPU if row.clock == GRAPH else row.clock, row.timing.rounds
+        speedup = {
+            other.name.removesuffix(f":{clock}"): median_ratio(other.timing.rounds, mine)
+            for other in rows
+            if other.clock == clock and other.kind == PEER
+        }
+        limit = fastest_limit(rows, clock)
+        if limit is None or row.kind == INSIDE:  # which rewrites nothing
+            return replace(row, speedup=speedup)
+        share = median_ratio(limit.timing.rounds, mine)
+        return replace(row, speedup=speedup, limit_share=share)
+
+    return list(map(ratios, rows))
+
+
+def fastest_limit(rows: Iterable[Row], clock: str = WALL) -> Row | None:
+    """Return the row of the fastest limit by this clock, or None."""
+    limits = [row for row in rows if row.kind == LIMIT and row.clock == clock]
+    return min(limits, key=lambda row: row.seconds, default=None)
+
+
+def reason(error: Exception) -> str:
+    """Return one line with the reason why a candidate does not run: of a rank's traceback the last.
+
+    >>> reason(RuntimeError("no connection\\nat a.cpp:1")), reason(KeyError())
+    ('no connection', 'KeyError')
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-("Traceback" in str(error))] if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -76,14 +133,13 @@ class Result:
     """All rows of a case. `not_run` has the reason for each candidate that did not run.
 
     `about` is the case in the record, the table and the targets. `failed`: something that must run
-    did not. `notes` are printed after the rows.
+    did not.
     """
 
     about: dict[str, Any]
     rows: Sequence[Row]
     not_run: dict[str, str] = field(default_factory=dict)
     failed: bool = False
-    notes: tuple[str, ...] = ()
 
     def row(self, name: str) -> Row | None:
         """Return the row of that name, if it was measured."""
@@ -92,8 +148,7 @@ class Result:
     @property
     def limit(self) -> Row | None:
         """The row of the fastest limit by the host's clock, or None."""
-        rows = [row for row in self.rows if row.kind == LIMIT and row.clock == WALL]
-        return min(rows, key=lambda row: row.seconds, default=None)
+        return fastest_limit(self.rows)
 
 
 def clocked(name: str, clock: str) -> str:
@@ -126,7 +181,6 @@ class Script:
     check: Callable[[argparse.Namespace], object] = lambda args: None
     targets: Callable[[argparse.Namespace], Iterable[Target]] | None = None
     draw: Callable[[dict[str, Any], str], None] | None = None
-    drawable: Callable[[dict[str, Any]], object] = lambda record: record["cases"]
     about: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -183,7 +237,7 @@ class Script:
             raise ValueError("--redraw needs --plot, the picture to write")
         record = report.read(args.redraw)
         ours = (record.get("schema"), record.get("script")) == (report.SCHEMA, self.name)
-        if not ours or not self.drawable(record):
+        if not ours or not record["cases"]:
             raise ValueError(f"the record {args.redraw} has no results of {self.name} to draw")
         assert self.draw
         self.draw(record, args.plot)
@@ -237,7 +291,7 @@ class Run:
         record["interrupted"] = bool(interruption)
         self._keep()
         self._print(report.footer(record["noise"]))
-        if script.draw and args.plot and script.drawable(record):
+        if script.draw and args.plot and record["cases"]:
             script.draw(json.loads(report.text(record)), args.plot)  # as it is redrawn later
         interruption.reraise(args.json)
         if record["failure"] or any(
@@ -263,7 +317,6 @@ class Run:
             self._print(
                 [f"# {name} not run: {why}" for name, why in item.not_run.items()], once=True
             )
-            self._print(item.notes)
             self._keep()
 
     def _print(self, lines: Sequence[str], once: bool = False) -> None:

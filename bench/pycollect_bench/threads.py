@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,38 +19,28 @@ import torch.distributed as dist
 
 import pycollect
 from pycollect._sizes import size_range
-from pycollect._timing import (
-    Effort,
-    Sampler,
-    Timing,
-    batched,
-    host_time,
-    interleave,
-    no_garbage_collection,
-    shuffled,
-    turns,
-)
+from pycollect._timing import Effort, Sampler, batched, host_time, no_garbage_collection, shuffled
 from pycollect.gpus import synchronizer
 from pycollect.threads import launch
 
 from . import report
-from .lists import reason
+from .clocks import sized
+from .lists import KIB, MIB
 from .options import effort
 from .ranks import Rank, Ranks
-from .report import Target, where
-from .runner import OURS, PEER, Item, Result, Row
+from .report import Column, Target, where
+from .runner import OURS, PEER, Item, Result, Row, Way, in_turns, reason
 
 # Backends of the processes.
 PEERS = ("gloo", "pycollect")
 # Ways to call all_reduce; of the threads also the way to run a world.
 THREADS, PARALLEL, LIST = "threads", "threads, parallel", "list"
 GLOO_PROCESSES = "processes, gloo"
-# One call without other ranks, and its backend: what torch, Python and this library take for it.
-FLOORS = {"fake backend": "fake", "world of one": "pycollect"}
 # A case of its own, and its peer.
 START, PROCESSES = "start and end of a world", "processes"
+# Kinds of rows; the others are pycollect's.
+KINDS = dict.fromkeys((LIST, GLOO_PROCESSES, PROCESSES), PEER)
 
-_KIB, _MIB = 1 << 10, 1 << 20
 _ELEMENT_BYTES = 4  # of float32
 # Seconds of a batch, some time slices of each rank if there are more ranks than cores, and the
 # largest number of its calls.
@@ -71,29 +60,26 @@ _TABLE = report.Table(
 # dist.all_reduce of float32 in batches of calls on zeros. time: from the first rank's begin to the
 # last rank's end, per collective; call: that divided by the number of ranks' calls.
 # threads: pycollect.threads.launch, one rank at a time unless parallel. processes: started once,
-# idle between their turns. list: pycollect.all_reduce on a list. fake backend: torch and Python
-# alone; world of one: a group without other ranks.
+# idle between their turns. list: pycollect.all_reduce on a list.
 # All ways take turns; times are medians, ratios are medians over rounds.
 # xgloo, xlist: the time of gloo between processes, and of the list call, divided by this time.""",
     [
-        report.Column(
-            "world", "", 5, lambda a, row: "1" if row.name in FLOORS else str(a["world"])
-        ),
-        report.of_about("size", "bytes", "(B)", 9),
-        report.name("way", 24),
+        Column("world"),
+        Column("size", "bytes", "(B)", 9),
+        Column("way", "name", width=-24),
         *report.times(),
-        report.of_row("call", "call", "(us)", 9, scale=1e6),
-        report.faster("gloo"),
-        report.faster("list"),
+        Column("call", unit="(us)", width=9, scale=1e6),
+        Column("xgloo", f"x{GLOO_PROCESSES}"),
+        Column("xlist"),
     ],
 )
 _START_TABLE = report.Table(
     "# Start and end of a world whose ranks do nothing: a launch, or processes that import torch.",
     [
-        report.of_about("world", "world"),
-        report.name("way", 10),
+        Column("world"),
+        Column("way", "name", width=-10),
         *report.times("ms"),
-        report.faster(PROCESSES),
+        Column(f"x{PROCESSES}"),
     ],
 )
 
@@ -131,14 +117,10 @@ def measure(args: argparse.Namespace) -> Iterator[Item]:
 def run_batches(
     rank: int, world: int, group: Any, device: torch.device, elements: int, batches: int, calls: int
 ) -> list[Interval]:
-    """Run the batches on this rank, after an untimed call whose result is checked.
-
-    The fake backend does nothing, and nothing is checked.
-    """
+    """Run the batches on this rank, after an untimed call whose result is checked."""
     tensor = torch.full((elements,), 1.0 + rank, device=device)
     dist.all_reduce(tensor, group=group)
-    right = dist.get_backend(group) == "fake" or (tensor == world * (world + 1) / 2).all()
-    if not right:
+    if not (tensor == world * (world + 1) / 2).all():
         raise AssertionError(f"all_reduce of {elements} elements is wrong on rank {rank}")
     tensor.zero_()  # no sum changes it
     synchronize = synchronizer([device])
@@ -156,27 +138,12 @@ def run_batches(
 
 def serve(rank: Rank, device: torch.device) -> None:
     """Run batches as one of the processes: a request names the backend and the batches."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    rank.init_process_group("gloo")
+    rank.init_process_group(device=device)
     ours = dist.new_group(backend="pycollect", timeout=_CALL_LIMIT)
     with no_garbage_collection():  # as in the process of the other ways
         for backend, *asked in rank.requests():
             group = ours if backend == "pycollect" else None
             rank.send(run_batches(rank.number, rank.world, group, device, *asked))
-
-
-def _alone(
-    backend: str, device: torch.device, elements: int, batches: int, calls: int
-) -> list[list[Interval]]:
-    """Run the batches in this thread, as the only rank of a group."""
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
-    store: Any = vars(dist)["HashStore"]()  # torch has no type annotations for its stores
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        return [run_batches(0, 1, None, device, elements, batches, calls)]
-    finally:
-        dist.destroy_process_group()
 
 
 def _sampler(run: RunBatches, calls: int) -> Sampler:
@@ -216,58 +183,46 @@ def _ways(
     return {**ways, LIST: partial(batched, partial(pycollect.all_reduce, tensors), timer=timer)}
 
 
-def _calls(make: Callable[[int], Sampler]) -> int:
-    """Return the number of calls in a batch of about `_BATCH_SECONDS`.
-
-    Unlike `clocks.sized`, it regards the calls alone: the start of a world takes longer.
-    """
-    calls = 1
-    while (took := calls * make(calls)(1)[0]) < _BATCH_SECONDS and calls < _MOST_CALLS:
-        wanted = int(1.2 * calls * _BATCH_SECONDS / took)
-        calls = min(_MOST_CALLS, max(2 * calls, min(wanted, 16 * calls)))
-    return calls
-
-
 def _measure_sizes(
     args: argparse.Namespace, world: int, device: torch.device, names: Sequence[str]
 ) -> Iterator[Result]:
-    """Measure all ways at each size, and those without other ranks at the smallest one."""
+    """Measure all ways at each size."""
+
+    def numbers(row: Row) -> dict[str, float]:
+        return {} if row.name == LIST else {"call": row.seconds / world}  # a list has one call
+
     server = f"{__name__}:{serve.__name__}"
     with Ranks(world, server, device) if names else nullcontext() as ranks:
         for nbytes in size_range(args.minbytes, args.maxbytes, args.stepfactor):
-            elements = nbytes // _ELEMENT_BYTES
-            ways = _ways(world, device, elements, ranks, names)
-            if nbytes == args.minbytes:
-                for floor, backend in FLOORS.items():
-                    ways[floor] = partial(_sampler, partial(_alone, backend, device, elements))
+            ways = _ways(world, device, nbytes // _ELEMENT_BYTES, ranks, names)
+            samplers = {
+                way: sized(make, float, _BATCH_SECONDS, 1, _MOST_CALLS)
+                for way, make in ways.items()
+            }
             about = {"collective": "all_reduce", "bytes": nbytes}
-            yield _measured({**about, "world": world, "device": str(device)}, ways, effort(args))
+            about |= {"world": world, "device": str(device)}
+            yield _in_turns(about, samplers, effort(args), numbers)
 
 
-def _measured(
-    about: dict[str, Any], ways: Mapping[str, Callable[[int], Sampler]], effort: Effort
+def _in_turns(
+    about: dict[str, Any],
+    samplers: Mapping[str, Sampler],
+    effort: Effort,
+    numbers: Callable[[Row], dict[str, float]] = lambda row: {},
 ) -> Result:
-    """Measure all ways at one size, interleaved; those that fail have their reason in `not_run`."""
-    samplers: dict[str, Sampler] = {}
+    """Measure in turns the samplers whose first use does not fail; of others keep the reason."""
+    ways: dict[str, Way] = {}
     not_run: dict[str, str] = {}
-    for way, make in ways.items():
+    for way, sampler in samplers.items():
         try:
-            samplers[way] = make(_calls(make))
+            sampler(1)
         except Exception as error:  # any error is the reason why the way has no time
             not_run[way] = reason(error)
-    timings = interleave(samplers, effort, shuffled(about["bytes"]))
-    rows = [_row(way, about["world"], timings) for way in timings]
+        else:
+            ways[way] = Way(sampler, KINDS.get(way, OURS))
+    order = shuffled(about.get("bytes", 0))
+    rows = in_turns(ways, effort, order, numbers=numbers)
     return Result(about, rows, not_run, failed=bool(not_run.keys() & {THREADS, PARALLEL}))
-
-
-def _row(way: str, world: int, timings: Mapping[str, Timing]) -> Row:
-    timing = timings[way]
-    if way in FLOORS:
-        return Row(way, timing, "floor", numbers={"call": timing.percentile(50)})
-    of_rank = {} if way == LIST else {"call": timing.percentile(50) / world}  # a list has one call
-    peers = {"gloo": GLOO_PROCESSES, "list": LIST}
-    row = Row(way, timing, PEER if way == GLOO_PROCESSES else OURS, numbers=of_rank)
-    return row.compared({key: timings[peer] for key, peer in peers.items() if peer in timings})
 
 
 def nothing(rank: object, argument: object) -> None:
@@ -275,51 +230,34 @@ def nothing(rank: object, argument: object) -> None:
 
 
 def _start_and_end(world: int, rounds: int, with_processes: bool) -> Result:
-    """Start and end worlds in turns: in a round, some launches and one world of processes.
-
-    A way that fails leaves the turns, and its error is in `not_run`.
-    """
+    """Start and end worlds in turns: in a round, some launches and one world of processes."""
 
     def processes() -> None:
         with Ranks(world, f"{__name__}:{nothing.__name__}"):
             pass
 
-    ways = {THREADS: host_time(partial(launch, nothing, world))}
+    launches = host_time(partial(launch, nothing, world))
+    samplers: dict[str, Sampler] = {THREADS: lambda calls: launches(_LAUNCHES * calls)}
     if with_processes:
-        ways[PROCESSES] = host_time(processes)
-    samples: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
-    not_run: dict[str, str] = {}
-    # The first launch is untimed, as it may import modules.
-    for number, way in [(-1, THREADS), *turns(list(ways), rounds)]:
-        if way in not_run:
-            continue
-        try:
-            seconds = ways[way](_LAUNCHES if way == THREADS and number >= 0 else 1)
-        except Exception as error:  # any error is the reason why the way has no time
-            not_run[way] = reason(error)
-        else:
-            samples[way] += [tuple(seconds)] * (number >= 0)
-    timings = {way: Timing(tuple(of)) for way, of in samples.items() if way not in not_run}
-    peers = {way: timing for way, timing in timings.items() if way != THREADS}
-    kinds = {THREADS: OURS, PROCESSES: PEER}
-    rows = [Row(way, timing, kinds[way]).compared(peers) for way, timing in timings.items()]
-    return Result({"what": START, "world": world}, rows, not_run, failed=THREADS in not_run)
+        samplers[PROCESSES] = host_time(processes)
+    effort = Effort(iterations=rounds, warmup=1, single_calls=True)
+    return _in_turns({"what": START, "world": world}, samplers, effort)
 
 
 _LIST_SHARE = report.time_over(LIST)
 _GPU_TARGETS = (
     Target("all_reduce on a GPU: time over the list call's", 1.2, THREADS, _LIST_SHARE,
-           where(bytes=report.at_least(_MIB)), "<="),
-    Target("all_reduce on a GPU: faster than gloo", 10, THREADS, report.over("gloo"),
-           where(bytes=report.at_least(_MIB))),
+           where(bytes=report.at_least(MIB)), "<="),
+    Target("all_reduce on a GPU: faster than gloo", 10, THREADS, report.over(GLOO_PROCESSES),
+           where(bytes=report.at_least(MIB))),
 )  # fmt: skip
 _TARGETS = (
     Target("start and end of a world of threads", 50, THREADS, lambda row: row.seconds * 1e3,
            where(what=(START,)), "<=", " ms"),
     Target("all_reduce of little data: a rank's call", 15, THREADS,
-           lambda row: row.numbers["call"] * 1e6, where(bytes=range(_KIB + 1)), "<=", " us"),
+           lambda row: row.numbers["call"] * 1e6, where(bytes=range(KIB + 1)), "<=", " us"),
     Target("all_reduce of 1 MiB: time over the list call's", 1.3, THREADS, _LIST_SHARE,
-           where(bytes=(_MIB,)), "<="),
+           where(bytes=(MIB,)), "<="),
 )  # fmt: skip
 
 

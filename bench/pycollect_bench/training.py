@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pycollect._timing import Effort, Sampler, host_time, interleave
+from pycollect._timing import Effort, Sampler, host_time
 from pycollect.gpus import synchronizer
 from pycollect.train.graph import GraphedStep
 from pycollect.train.losses import sgd_factory, summed_cross_entropy
@@ -30,11 +30,11 @@ from pycollect.train.replica_trainer import ReplicaTrainer
 
 from .ranks import Rank, Ranks, RanksFailed
 from .report import ONE_GPU, devices_named
-from .runner import OURS, PEER, Result, Row
+from .runner import OURS, PEER, Result, Row, Way, in_turns
 
 ONE = "one replica, whole batch"
 NAIVE, PYCOLLECT, OVERLAPPED = "naive loop", "pycollect", "pycollect, overlapped"
-GRAPH, COMPILED = "pycollect, graph", "pycollect, compiled"
+GRAPH = "pycollect, graph"
 WHOLE = "naive loop, whole step"
 BY_HOST = (WHOLE, GRAPH)  # timed by the host's clock
 DDP_GLOO, DDP_OURS = "DDP, gloo", "DDP, pycollect"
@@ -77,7 +77,7 @@ class TrainingCase:
         return X, torch.randint(10, (self.batch,), generator=generator)
 
 
-def _names(case: TrainingCase, compiled: bool = False) -> list[str]:
+def _names(case: TrainingCase) -> list[str]:
     """Return the candidates of this process.
 
     With one rank there is no reduction, and most would equal ONE.
@@ -87,7 +87,7 @@ def _names(case: TrainingCase, compiled: bool = False) -> list[str]:
         names += [NAIVE, PYCOLLECT, OVERLAPPED]
         if case.model == "lenet" and devices_named(case.devices) in ONE_GPU:
             names += BY_HOST
-    return names + [COMPILED] * compiled
+    return names
 
 
 def _steps(name: str, case: TrainingCase, lr: float) -> tuple[Callable[[], object], ReplicaTrainer]:
@@ -99,12 +99,9 @@ def _steps(name: str, case: TrainingCase, lr: float) -> tuple[Callable[[], objec
         reduction=GRADIENT_REDUCTIONS["naive" if name in (NAIVE, WHOLE) else "pycollect"],
         overlap=name == OVERLAPPED,
         exact_times=name not in BY_HOST,
-        compile=name == COMPILED,
     )
     X, y = case.examples()
     step = partial(GraphedStep.of(X, y, replicas) if name == GRAPH else replicas.step, X, y)
-    for _ in range(2 * (name == COMPILED)):
-        step()  # the second step compiles
     return step, replicas
 
 
@@ -154,9 +151,7 @@ def ddp_rank(rank: Rank, task: tuple[TrainingCase, str]) -> None:
     """
     case, backend = task
     device = case.devices[rank.number]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    rank.init_process_group(backend)
+    rank.init_process_group(backend, device)
     X, y = (part.tensor_split(case.world)[rank.number].to(device) for part in case.examples())
     module = nn.parallel.DistributedDataParallel(MODELS[case.model]().to(device))
     sgd = torch.optim.SGD(module.parameters(), lr=_LR, fused=True)
@@ -195,11 +190,10 @@ def _ddp_sampler(name: str, ranks: Ranks, reductions: list[float]) -> Sampler:
     return sample
 
 
-def measure(case: TrainingCase, effort: Effort, ddp: bool = True, compiled: bool = False) -> Result:
+def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
     """Time a step of all candidates in turns, and compare the bits of those of this process.
 
-    With `ddp` there is a process per rank and backend. `compiled` adds the step as one graph of
-    torch.compile, which rounds its own operations differently, so its bits are not compared.
+    With `ddp` there is a process per rank and backend.
 
     Raises:
         RanksFailed: if a process of DDP fails.
@@ -207,23 +201,24 @@ def measure(case: TrainingCase, effort: Effort, ddp: bool = True, compiled: bool
     reductions: dict[str, list[float]] = defaultdict(list)
     samplers: dict[str, Sampler] = {}
     with ExitStack() as stack:
-        for name in _names(case, compiled):
+        for name in _names(case):
             samplers[name] = _sampler(name, case, reductions[name])
         for name, backend in BACKENDS.items() if ddp else ():
             program = f"{__name__}:{ddp_rank.__name__}"
             ranks = stack.enter_context(Ranks(case.world, program, (case, backend)))
             samplers[name] = _ddp_sampler(name, ranks, reductions[name])
-        timings = interleave(samplers, effort)
+        kinds = {name: PEER if name in PEERS else OURS for name in samplers}
+        ways = {name: Way(sampler, kinds[name]) for name, sampler in samplers.items()}
+
+        def numbers(row: Row) -> dict[str, float]:
+            taken = reductions[row.name][-row.timing.count :]
+            return {"reduction": statistics.median(taken)} if taken else {}
+
+        rows = in_turns(ways, effort, numbers=numbers)
     samplers.clear()  # the memory of their replicas, before those of the check
-    peers = {name: timings[name] for name in PEERS if name in timings}
-    wrong, rows = wrong_parameters(case), []
-    for name, timing in timings.items():
-        taken = reductions[name][-timing.count :]
-        numbers = {"reduction": statistics.median(taken)} if taken else {}
-        kind = PEER if name in PEERS else OURS
-        row = Row(name, timing, kind, wrong=wrong.get(name), numbers=numbers)
-        rows.append(row.compared(peers))
-    return Result(case.about, rows)
+    ways.clear()
+    wrong = wrong_parameters(case)
+    return Result(case.about, [replace(row, wrong=wrong.get(row.name)) for row in rows])
 
 
 def share(row: Row) -> float | None:
