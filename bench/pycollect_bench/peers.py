@@ -1,14 +1,14 @@
 """The peers of lists, which `--peers` selects, and their limits: loops and library calls.
 
 `naive` is Dive into Deep Learning's loop over the tensors. All_reduce has more peers: `stack` uses
-torch's stack and sum; on GPUs `comm` is torch.cuda.comm. The limit is `memory`, which multiplies
-all buffers in place by a number; on a GPU it is `memcpy`.
+torch's stack and sum; on GPUs `comm` is torch.cuda.comm, and `cupy` is CuPy on the same memory. The
+limit is `memory`, which multiplies all buffers in place by a number; on a GPU it is `memcpy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from .cases import Buffers, Call, Case
 
 NAIVE = "naive"
-NAMES = (NAIVE, "stack", "comm")
+NAMES = (NAIVE, "stack", "comm", "cupy")
 comm: Any = import_module("torch.cuda.comm")  # a module without type annotations
 
 
@@ -84,6 +84,7 @@ def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
     """Return the peer's call on these buffers, one after the other for several tensors of a rank.
 
     Raises:
+        ImportError: if its library is not installed.
         ValueError: if the peer has no such collective, op or device.
     """
     collective = case.collective.removesuffix("_coalesced")
@@ -92,6 +93,8 @@ def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
         raise ValueError(f"is measured only for sums, not {case.op}")
     if name != NAIVE and collective != "all_reduce":
         raise ValueError(f"is measured only for all_reduce, not {collective}")
+    if name == "cupy":
+        return _cupy(case, columns)
     if name == "comm" and not case.on_gpus:
         raise ValueError("needs every rank on a GPU")
     others = {"stack": stack_all_reduce, "comm": _comm_all_reduce}
@@ -106,6 +109,23 @@ def peer(name: str, case: Case, ranks: Sequence[Buffers]) -> Call:
 def _for_each(function: Callable[[list[Tensor]], object], columns: list[list[Tensor]]) -> None:
     for data in columns:
         function(data)
+
+
+def _cupy(case: Case, columns: list[list[Tensor]]) -> Call:
+    """Return the call that adds the arrays of all ranks with CuPy, and copies the sum to each."""
+    if not (case.on_gpus and case.one_memory):
+        raise ValueError("needs all ranks on one GPU")
+    cupy = import_module("cupy")
+    arrays = [[cupy.from_dlpack(t) for t in column] for column in columns]
+
+    def call() -> None:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            for of_ranks in arrays:
+                total = reduce(cupy.add, of_ranks)
+                for array in of_ranks:
+                    array[...] = total
+
+    return call
 
 
 def limits(case: Case, memory: Sequence[Tensor]) -> dict[str, tuple[Call, Call]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Colours that the colour-blind can distinguish (Okabe and Ito); the library has the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
 _PEERS = dict.fromkeys(("naive", "gloo"), "#d55e00") | dict.fromkeys(("stack", "mpi"), "#e69f00")
-_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7")
+_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7") | {"cupy": "#56b4e9"}
 _GREY = "#7f7f7f"
 # Colours of bars: of what the others are compared with, and of the parts of a time.
 BASELINE, COMPUTING, WAITING, MOVING = "#bdbdbd", "#56b4e9", "#e69f00", "#d55e00"
