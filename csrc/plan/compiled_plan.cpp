@@ -1,13 +1,12 @@
 // Compiles plans and caches them. A repeated call costs a comparison with the thread's last key, or
-// one lookup in a hash table under a shared lock.
+// one lookup under a shared lock.
 #include "compiled_plan.h"
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "verify.h"
@@ -15,22 +14,7 @@
 namespace pycollect {
 namespace {
 
-struct PlanHash {
-  std::size_t operator()(const PlanKey& k) const {
-    std::size_t h = std::hash<const void*>()(k.algorithm);
-    const auto mix = [&](std::size_t part) {
-      h = h * 1000003 + part;  // any large odd number spreads them
-    };
-    for (int part : {k.world, k.root, k.pieces, static_cast<int>(k.in_place)}) mix(part);
-    if (!k.reach) return h;
-    const std::hash<std::vector<bool>> of_row;
-    mix(of_row(k.reach->on_host));
-    for (const std::vector<bool>& row : k.reach->directly) mix(of_row(row));
-    return h;
-  }
-};
-
-using Plans = std::unordered_map<PlanKey, CompiledPlan, PlanHash>;
+using Plans = std::map<PlanKey, CompiledPlan>;
 using CachedPlan = Plans::value_type;
 
 class PlanCache {

@@ -41,7 +41,7 @@ struct PlanKey {
   // None: the ranks share all memory. Else the plan has copies through the host, see `stage`, whose
   // pieces overlap.
   std::optional<MemoryReach> reach = {};
-  bool operator==(const PlanKey&) const = default;
+  auto operator<=>(const PlanKey&) const = default;
 };
 
 // Returns the plan from the cache, which keeps it forever, or compiles it. Thread-safe.

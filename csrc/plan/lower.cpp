@@ -7,7 +7,6 @@
 #include <queue>
 #include <utility>
 
-#include "cell_map.h"
 #include "program.h"
 
 namespace pycollect {
@@ -24,47 +23,6 @@ struct TaskInfo {
   int newest;   // largest Wait::count among the task's direct and indirect dependencies
 };
 
-// A count for each rank, 0 until set. Most ranks of a large world wait for few others, and a table
-// of all ranks for each rank would take more memory than the plan.
-class RankCounts {
- public:
-  explicit RankCounts(int world) : world_(world) {}
-  int operator[](Rank r) const {
-    if (!all_.empty()) return all_[r];
-    const auto found = find(r);
-    return found == few_.end() ? 0 : found->second;
-  }
-  void set(Rank r, int count) {
-    if (all_.empty() && !set_few(r, count)) {
-      all_.resize(world_);
-      for (const auto& [rank, known] : few_) all_[rank] = known;
-    }
-    if (!all_.empty()) all_[r] = count;
-  }
-
- private:
-  static constexpr std::size_t kFew = 16;  // a search through two cache lines
-  using Few = std::vector<std::pair<Rank, int>>;
-
-  Few::const_iterator find(Rank r) const {
-    return std::find_if(few_.begin(), few_.end(), [r](const auto& one) { return one.first == r; });
-  }
-  bool set_few(Rank r, int count) {
-    const auto found = few_.begin() + (find(r) - few_.cbegin());
-    if (found != few_.end())
-      found->second = count;
-    else if (few_.size() < kFew)
-      few_.emplace_back(r, count);
-    else
-      return false;
-    return true;
-  }
-
-  int world_;
-  Few few_;
-  std::vector<int> all_;  // [rank], if there are more than a few
-};
-
 // The tasks that one rank's waits imply: the first known[r] tasks of every rank r. The waits of
 // these tasks are implied, too: those of the first searched[r] tasks are included, those of the
 // tasks up to a wait in `pending` are not yet.
@@ -75,7 +33,7 @@ struct VectorClock {
     bool operator<(const Pending& o) const { return newest < o.newest; }
   };
   explicit VectorClock(int world) : known(world), searched(world) {}
-  RankCounts known, searched;
+  std::vector<int> known, searched;  // [rank]
   std::priority_queue<Pending> pending = {};
 };
 
@@ -86,13 +44,13 @@ class Lowering {
         in_place_(in_place),
         level_policy_(level_policy),
         boundary_(boundary),
-        cells_(plan, LastAccess()),
+        cells_(cells(plan)),
         program_(plan.world),
         infos_(plan.world),
         wanted_(plan.world),
         clocks_(plan.world, VectorClock(plan.world)),
         boundary_cells_(plan.world) {
-    CellMap<char> found(plan, false);
+    std::vector<char> found(cells(plan));
     for (const Step& s : plan.steps)
       for (const Slices* side : {&s.dsts, &s.srcs})
         for (const Slice& slice : *side) find_boundary_cells(slice, found);
@@ -111,7 +69,7 @@ class Lowering {
 
  private:
   // A boundary task writes all cells of its rank's buffers, but only those that steps use matter.
-  void find_boundary_cells(const Slice& s, CellMap<char>& found) {
+  void find_boundary_cells(const Slice& s, std::vector<char>& found) {
     if (boundary_ == kInOutBuffers && s.buffer != Buffer::input && s.buffer != Buffer::output)
       return;
     each_cell(plan_, in_place_, s, [&](int c) {
@@ -186,14 +144,14 @@ class Lowering {
       clock.pending.pop();
       for (int i = clock.searched[p.rank]; i < p.count; ++i)
         for (Wait v : program_[p.rank][i].waits) add_wait(clock, v);
-      clock.searched.set(p.rank, std::max(clock.searched[p.rank], p.count));
+      clock.searched[p.rank] = std::max(clock.searched[p.rank], p.count);
     }
     return clock.known[w.rank] >= w.count;
   }
 
   void add_wait(VectorClock& clock, Wait w) {
     if (clock.known[w.rank] >= w.count) return;
-    clock.known.set(w.rank, w.count);
+    clock.known[w.rank] = w.count;
     if (info(w).newest > 0) clock.pending.push({info(w).newest, w});
   }
 
@@ -203,7 +161,7 @@ class Lowering {
   bool in_place_;
   LevelPolicy level_policy_;
   int boundary_;
-  CellMap<LastAccess> cells_;
+  std::vector<LastAccess> cells_;
   Program program_;
   std::vector<std::vector<TaskInfo>> infos_;
   std::vector<int> wanted_;    // [rank]: the count for which the current task must wait; 0: none

@@ -7,7 +7,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "cell_map.h"
 #include "error.h"
 
 namespace pycollect {
@@ -35,8 +34,8 @@ class Staging {
         in_place_(in_place),
         reach_(reach),
         result_{plan.world, plan.chunks},
-        values_(plan, kOwn),
-        needed_(plan, false),
+        values_(cells(plan), kOwn),
+        needed_(cells(plan)),
         next_value_(cells(plan)) {
     if (reach.shares_staging()) return;  // no copies in, for which unused scratch is room
     has_scratch_.assign(cells(plan), true);
@@ -147,14 +146,10 @@ class Staging {
     }
   }
 
+  int cell(const Slice& s) const { return first_cell(plan_, in_place_, s); }
   bool is_among(const Slices& slices, const Slice& s) const {
     return std::any_of(slices.begin(), slices.end(),
-                       [&](const Slice& other) { return first_cell(other) == first_cell(s); });
-  }
-  int first_cell(const Slice& s) const {
-    int at = 0;
-    each({s.rank, s.buffer, s.first}, [&](int c) { at = c; });
-    return at;
+                       [&](const Slice& other) { return cell(other) == cell(s); });
   }
 
   // Returns the place of the result of a fold whose only destinations within reach are host memory.
@@ -222,8 +217,8 @@ class Staging {
   bool in_place_;
   const MemoryReach& reach_;
   Plan result_;
-  CellMap<int> values_;                     // value numbers; equal for equal content
-  CellMap<char> needed_;                    // the current step still has to read the cell
+  std::vector<int> values_;                 // value numbers; equal for equal content
+  std::vector<char> needed_;                // the current step still has to read the cell
   std::vector<bool> has_scratch_;           // [cell]: the original plan does not use it
   std::unordered_map<int, Slice> lies_at_;  // [value]: last host copy; may be overwritten since
   int next_value_;
@@ -305,8 +300,8 @@ class Merging {
       : plan_(std::move(plan)),
         in_place_(in_place),
         result_{plan_.world, plan_.chunks},
-        writer_(plan_, kNone),
-        touched_(plan_, kNone) {
+        writer_(cells(plan_), kNone),
+        touched_(cells(plan_), kNone) {
     result_.steps.reserve(plan_.steps.size());
   }
 
@@ -327,13 +322,9 @@ class Merging {
   void each(const Slice& s, F&& f) const {
     each_cell(plan_, in_place_, s, std::forward<F>(f));
   }
-  int first_cell(const Slice& s) const {
-    int at = 0;
-    each({s.rank, s.buffer, s.first}, [&](int c) { at = c; });
-    return at;
-  }
+  int cell(const Slice& s) const { return first_cell(plan_, in_place_, s); }
   bool same(const Slice& a, const Slice& b) const {
-    return a.count == b.count && first_cell(a) == first_cell(b);
+    return a.count == b.count && cell(a) == cell(b);
   }
   bool is_among(const Slices& slices, const Slice& s) const {
     return std::any_of(slices.begin(), slices.end(), [&](const Slice& o) { return same(o, s); });
@@ -342,7 +333,7 @@ class Merging {
   // If `src` is the result of a fold by the same rank, and no step touched `d` since, adds `d` to
   // the fold's destinations and returns true.
   bool joins_fold(Rank by, const Slice& d, const Slice& src) {
-    const int at = writer_[first_cell(src)];
+    const int at = writer_[cell(src)];
     if (at == kNone) return false;
     Step& fold = result_.steps[at];
     if (fold.srcs.size() == 1 || fold.owner() != by || !is_among(fold.dsts, src)) return false;
@@ -365,7 +356,7 @@ class Merging {
   Plan plan_;
   bool in_place_;
   Plan result_;
-  CellMap<int> writer_, touched_;  // the last step of the result
+  std::vector<int> writer_, touched_;  // the last step of the result
 };
 
 bool fills_own(const Step& step) {
@@ -383,8 +374,8 @@ bool fills_own(const Step& step) {
 Plan forward_copies(Plan plan, bool in_place) { return Merging(std::move(plan), in_place).run(); }
 
 Plan hoist_local_copies(Plan plan, bool in_place) {
-  CellMap<char> written(plan, false), touched(plan, false);  // by steps that are not moved
-  std::vector<bool> moves;                                   // [step]
+  std::vector<char> written(cells(plan)), touched(cells(plan));  // by steps that are not moved
+  std::vector<bool> moves;                                       // [step]
   for (const Step& step : plan.steps) {
     bool first = fills_own(step);
     auto each = [&](const Slices& slices, auto&& f) {

@@ -26,7 +26,7 @@ struct MemoryReach {
     return rank == of || on_host[of] || directly[rank][of];
   }
   bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
-  bool operator==(const MemoryReach&) const = default;
+  auto operator<=>(const MemoryReach&) const = default;
 
   // Returns the reach of processes, which share scratch and host memory. `input`, `output`:
   // whether these buffers are shared, too.

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "cell_map.h"
 #include "error.h"
 
 namespace pycollect {
@@ -22,7 +21,7 @@ std::string words(const Slice& s) {
 class Checking {
  public:
   Checking(const Plan& plan, bool in_place)
-      : plan_(plan), in_place_(in_place), written_(plan, LastWrite{kNever, 0}) {}
+      : plan_(plan), in_place_(in_place), written_(cells(plan), LastWrite{kNever, 0}) {}
 
   void run() {
     for (; step_ < static_cast<int>(plan_.steps.size()); ++step_) {
@@ -51,7 +50,7 @@ class Checking {
     if (s.rank < 0 || s.rank >= plan_.world)
       refuse("names ", words(s), ", but the world has ", plan_.world, " ranks");
     if (static_cast<int>(s.buffer) >= kBuffers)
-      refuse("names a buffer that is not in, out, tmp, host or acc");
+      refuse("names a buffer that is not in, out, tmp or host");
     if (s.count < 1 || s.first < 0 || s.first > plan_.chunks - s.count)
       refuse("names ", words(s), ", but a buffer has ", plan_.chunks, " chunks");
     if (s.count != count) refuse("moves ", count, " chunks, but ", words(s), " has ", s.count);
@@ -83,7 +82,7 @@ class Checking {
 
   const Plan& plan_;
   bool in_place_;
-  CellMap<LastWrite> written_;
+  std::vector<LastWrite> written_;
   int step_ = 0;
 };
 

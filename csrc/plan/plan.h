@@ -70,6 +70,12 @@ void each_cell(const Plan& p, bool in_place, const Slice& s, F&& f) {
   for (int i = 0; i < s.count; ++i) f(base + i);
 }
 
+inline int first_cell(const Plan& p, bool in_place, const Slice& s) {
+  int at = 0;
+  each_cell(p, in_place, {s.rank, s.buffer, s.first}, [&](int c) { at = c; });
+  return at;
+}
+
 // Throws ValueError for a slice outside the world or its buffer, a step without sources or
 // destinations, slices of one step of different widths, and a source that overlaps a destination of
 // its step without being the same slice.

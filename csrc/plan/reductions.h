@@ -16,8 +16,8 @@ struct BitAnd {
   static constexpr const char* kName = "band";
   static constexpr auto kOperands = Operands::bits;
   using OnBools = BitAnd;  // the same reduction of bools, as an operation on bits; void: none
-  // `kNans`: the operands may be NaN.
-  template <bool kNans, class V>
+  // `kFloat`: the operands are floats, which may be NaN.
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a & b;
   }
@@ -27,7 +27,7 @@ struct BitOr {
   static constexpr const char* kName = "bor";
   static constexpr auto kOperands = Operands::bits;
   using OnBools = BitOr;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a | b;
   }
@@ -37,7 +37,7 @@ struct BitXor {
   static constexpr const char* kName = "bxor";
   static constexpr auto kOperands = Operands::bits;
   using OnBools = BitXor;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a ^ b;
   }
@@ -47,7 +47,7 @@ struct Sum {
   static constexpr const char* kName = "sum";
   static constexpr auto kOperands = Operands::numbers;
   using OnBools = BitOr;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a + b;
   }
@@ -62,7 +62,7 @@ struct Prod {
   static constexpr const char* kName = "prod";
   static constexpr auto kOperands = Operands::numbers;
   using OnBools = BitAnd;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
     return a * b;
   }
@@ -74,9 +74,9 @@ struct Min {
   static constexpr const char* kName = "min";
   static constexpr auto kOperands = Operands::ordered;
   using OnBools = BitAnd;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
-    if constexpr (kNans) return (a < b) | (a != a) ? a : b;
+    if constexpr (kFloat) return (a < b) | (a != a) ? a : b;
     return a < b ? a : b;
   }
 };
@@ -85,9 +85,9 @@ struct Max {
   static constexpr const char* kName = "max";
   static constexpr auto kOperands = Operands::ordered;
   using OnBools = BitOr;
-  template <bool kNans, class V>
+  template <bool kFloat, class V>
   [[gnu::always_inline]] static constexpr V combined(V a, V b) {
-    if constexpr (kNans) return (a > b) | (a != a) ? a : b;
+    if constexpr (kFloat) return (a > b) | (a != a) ? a : b;
     return a > b ? a : b;
   }
 };

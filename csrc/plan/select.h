@@ -17,7 +17,6 @@ enum class Topology : uint8_t {
   shm_buffers,    // processes with private tensors and small shared staging buffers on the host
   shm_symmetric,  // processes whose tensors lie in shared memory (symmetric heap)
 };
-inline constexpr std::size_t kTopologies = 5;
 
 // Selection key: the properties of a call that determine its algorithm.
 struct SelectionKey {

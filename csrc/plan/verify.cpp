@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <utility>
 
-#include "cell_map.h"
 #include "error.h"
 
 namespace pycollect {
@@ -55,7 +54,7 @@ class SymbolicRun {
   void mark_ranks(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const;
 
  private:
-  int cell(const Slice& s) const;
+  int cell(const Slice& s) const { return first_cell(plan_, in_place_, s); }
   void run(const Step& step, int i);
   TermId combine(std::vector<TermId> srcs);
   bool fits(const Term& src, std::size_t i, const std::vector<TermId>& srcs) const;
@@ -76,12 +75,6 @@ SymbolicRun::SymbolicRun(const Plan& plan, bool in_place, Buffer initial, FoldOr
     }
   for (const Step& step : plan.steps)
     for (int i = 0; i < step.dsts.front().count; ++i) run(step, i);
-}
-
-int SymbolicRun::cell(const Slice& s) const {
-  int at = 0;
-  each_cell(plan_, in_place_, {s.rank, s.buffer, s.first}, [&](int c) { at = c; });
-  return at;
 }
 
 void SymbolicRun::run(const Step& step, int i) {
@@ -316,7 +309,7 @@ Verification verify(Collective collective, const Plan& plan, Rank root, bool in_
 // instead of naming them: in a plan that `verify` accepts no leaf is added twice, so a term with as
 // many leaves as ranks has one of each rank.
 std::vector<bool> finishes(const Plan& plan, bool in_place) {
-  CellMap<int> leaves(plan, kNone);
+  std::vector<int> leaves(cells(plan), kNone);
   const auto is_input = [&](int c) { return c / plan.chunks % kBuffers == 0; };
   const auto count = [&](int c) { return leaves[c] == kNone ? is_input(c) : leaves[c]; };
   std::vector<bool> result(plan.steps.size());

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "../group/segment_layout.h"
-#include "../plan/cell_map.h"
 #include "../plan/error.h"
 #include "../plan/passes.h"
 #include "../plan/verify.h"
@@ -20,8 +19,8 @@ bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer 
 // Returns for each step the number of a chunk that has the size of what the step moves. A value in
 // host memory may have another chunk's index than the one it was copied from.
 std::vector<int> chunks_of_steps(const Plan& plan, bool in_place) {
-  CellMap<int> held(plan, 0);  // of host memory: the chunk of the cell's value
-  std::vector<int> result;     // [step]
+  std::vector<int> held(cells(plan));  // of host memory: the chunk of the cell's value
+  std::vector<int> result;             // [step]
   const auto cell = [&](const Slice& s) {
     int at = 0;
     each_cell(plan, in_place, s, [&](int c) { at = c; });
