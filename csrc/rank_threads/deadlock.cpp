@@ -65,8 +65,8 @@ void RankScheduler::take_turns_of_blocked(Lock& lock) {
 Member* RankScheduler::first_limited() {
   Member* first = nullptr;
   const auto consider = [&](Member& m) {
-    if (m.waits() && m.condition->is_limited &&
-        (first == nullptr || m.condition->deadline < first->condition->deadline))
+    if (m.waits() && m.pending.condition->is_limited &&
+        (first == nullptr || m.pending.condition->deadline < first->pending.condition->deadline))
       first = &m;
   };
   for (const auto& m : ranks_) consider(*m);
@@ -89,7 +89,7 @@ bool RankScheduler::all_stuck() {
   for (Member* const m : helpers_)  // one that acts for another rank may have been granted
     if (!m->waits()) return false;
   const bool may_wait_for_others = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& m) {
-    return m->state == MemberState::outside || (m->waits() && m->condition->is_open);
+    return m->state == MemberState::outside || (m->waits() && m->pending.condition->is_open);
   });
   return !may_wait_for_others || others_stuck();
 }
@@ -150,12 +150,13 @@ std::string RankScheduler::describe_ranks(Lock& lock) {
   std::vector<std::string> ranks;
   std::string helpers;
   for (const auto& m : ranks_)
-    ranks.push_back(m->condition                     ? text(" waits for ", m->condition->describe())
-                    : m->state == MemberState::ended ? " has ended"
+    ranks.push_back(m->pending.condition ? text(" waits for ", m->pending.condition->describe())
+                    : m->state == MemberState::ended   ? " has ended"
                     : m->state == MemberState::outside ? " is blocked"
                                                        : " runs");
   for (const Member* m : helpers_)
-    helpers += text("\n  a thread of rank ", m->rank, " waits for ", m->condition->describe());
+    helpers +=
+        text("\n  a thread of rank ", m->rank, " waits for ", m->pending.condition->describe());
   std::string report;
   unlocked(lock, [&] {  // finding a line may take the GIL
     for (Rank r = 0; r < world_; ++r) report += text("\n  rank ", r, ranks[r], hooks_.find_line(r));

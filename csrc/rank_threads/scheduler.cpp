@@ -83,27 +83,10 @@ class ForeignWait {
 };
 
 // A callback that runs at the beginning of a turn may wait, too: keeps the wait that it interrupts.
-class OuterWait {
- public:
-  explicit OuterWait(Member& member)
-      : member_(member),
-        condition_(member.condition),
-        yields_(member.yields),
-        expired_(member.expired),
-        released_(member.released) {}
-  ~OuterWait() {
-    member_.condition = condition_;
-    member_.yields = yields_;
-    member_.expired = expired_;
-    member_.released = released_;
-  }
-  OuterWait(const OuterWait&) = delete;
-  OuterWait& operator=(const OuterWait&) = delete;
-
- private:
-  Member& member_;
-  const ReadyCondition* const condition_;
-  const bool yields_, expired_, released_;
+struct OuterWait {
+  Member& member;
+  const PendingWait before;
+  ~OuterWait() { member.pending = before; }
 };
 
 // Returns the calls, but for those of locks, in which threads of the process sleep now, or slept
@@ -214,9 +197,8 @@ bool RankScheduler::wait(Rank rank, const ReadyCondition& condition, WaitMode mo
   if (aborted_) throw_cause(condition.describe());
   // Without a turn, a thread need not end it for others.
   if (mode == WaitMode::yield && (!me.is_main || parallel_)) return false;
-  const OuterWait outer(me);
-  me.condition = &condition;
-  me.yields = mode == WaitMode::yield;
+  const OuterWait outer{me, me.pending};
+  me.pending = {&condition, mode == WaitMode::yield};
   const bool holds = park(lock, me, mode);
   if (!holds && aborted_) throw_cause(condition.describe());
   return holds;
@@ -255,15 +237,14 @@ void RankScheduler::regain_turn() {
 // Returns whether the member's condition holds. It does not after a deadline, an abort, or if the
 // member yields and no other can continue.
 bool RankScheduler::park(Lock& lock, Member& me, WaitMode mode) {
-  me.expired = me.released = false;
   for (;;) {
     end_turn(lock, me, mode == WaitMode::in_order ? world_ - 1 : me.rank);
     while (me.waits()) sleep(lock, me);
     begin_turn(lock, me);
-    if (me.condition->ready()) return true;
+    if (me.pending.condition->ready()) return true;
     if (deadlocked_ && !aborted_) end_in_deadlock(lock);
-    if (aborted_ || me.expired || me.released) return false;
-    if (me.condition->deadline <= Clock::now()) return false;
+    if (aborted_ || me.pending.expired || me.pending.released) return false;
+    if (me.pending.condition->deadline <= Clock::now()) return false;
   }
 }
 
@@ -374,7 +355,8 @@ void RankScheduler::sleep(Lock& lock, Member& me) {
   unlocked(lock, [&] { yield_while(me.state, before, share_); });
   if (me.state != before) return;
   const bool polls = expects_unknown_waits();
-  Deadline until = me.condition && !me.expired ? me.condition->deadline : Deadline::max();
+  Deadline until = me.pending.condition && !me.pending.expired ? me.pending.condition->deadline
+                                                               : Deadline::max();
   if (polls) until = std::min(until, Clock::now() + kPollInterval);
   me.sleeps = true;
   if (until == Deadline::max())
@@ -383,8 +365,9 @@ void RankScheduler::sleep(Lock& lock, Member& me) {
     me.granted.wait_until(lock, until);
   me.sleeps = false;
   if (me.state != before) return;
-  if (me.condition && !me.expired && me.condition->deadline <= Clock::now()) {
-    me.expired = true;
+  if (me.pending.condition && !me.pending.expired &&
+      me.pending.condition->deadline <= Clock::now()) {
+    me.pending.expired = true;
     dispatch();
   }
   if (polls && me.state == before) poll_if_first(lock, me);
@@ -393,8 +376,9 @@ void RankScheduler::sleep(Lock& lock, Member& me) {
 bool RankScheduler::can_continue(const Member& m) const {
   if (m.state == MemberState::queued) return true;
   return m.waits() &&
-         (aborted_ || m.expired || !m.tasks.empty() || m.condition->ready() ||
-          (m.condition->deadline != Deadline::max() && m.condition->deadline <= Clock::now()));
+         (aborted_ || m.pending.expired || !m.tasks.empty() || m.pending.condition->ready() ||
+          (m.pending.condition->deadline != Deadline::max() &&
+           m.pending.condition->deadline <= Clock::now()));
 }
 
 void RankScheduler::grant(Member& m) {
@@ -423,13 +407,13 @@ Member* RankScheduler::next() {
   };
   if (Member* const m = find([&](const Member& m) { return can_continue(m); })) return m;
   if (running_ > 0) return nullptr;
-  if (Member* const m = find([](const Member& m) { return m.waits() && m.yields; })) {
-    m->released = true;
+  if (Member* const m = find([](const Member& m) { return m.waits() && m.pending.yields; })) {
+    m->pending.released = true;
     return m;
   }
   if (!all_stuck()) return nullptr;
   if (Member* const m = first_limited()) {
-    m->expired = true;
+    m->pending.expired = true;
     return m;
   }
   deadlocked_ = true;

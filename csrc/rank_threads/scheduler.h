@@ -47,16 +47,21 @@ enum class MemberState {
   ended
 };
 
+// What a waiting member waits for.
+struct PendingWait {
+  const ReadyCondition* condition = nullptr;
+  bool yields = false;    // it continues if no other member can
+  bool expired = false;   // the condition's deadline is over
+  bool released = false;  // granted because no other member can continue
+};
+
 // A thread of a launch as the scheduler sees it: the main thread of a rank, or a helper.
 struct Member {
   Rank rank;
   const bool is_main;
   std::atomic<MemberState> state{MemberState::absent};  // changed with the scheduler locked
   bool sleeps = false;                                  // in `granted`
-  const ReadyCondition* condition = nullptr;            // of a waiting member
-  bool yields = false;                                  // it continues if no other member can
-  bool expired = false;                                 // the condition's deadline is over
-  bool released = false;  // granted because no other member can continue
+  PendingWait pending = {};
   std::condition_variable granted = {};
   std::vector<std::function<void()>> tasks = {};  // run at the beginning of the next turn
   std::atomic<bool> at_work{false};
