@@ -211,9 +211,7 @@ std::vector<int64_t> to_common_order(const ListArgs& args, Tensors& inputs, Rank
     at::Tensor ordered;
     on_stream_of(args.streams, rank,
                  [&] { ordered = empty_in_order(t.sizes(), order, t.options()); });
-    check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
-    call.add_layout_copy(ordered, t, rank);
-    t = std::move(ordered);
+    call.replace(t, std::move(ordered), rank);
   }
   return order;
 }

@@ -138,11 +138,8 @@ void to_one_layout(Tensors& tensors, ListCall& call) {
   if (are_dense_alike(tensors)) return;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
-    if (t.is_contiguous()) continue;
-    const at::Tensor dense = at::empty(t.sizes(), t.options());
-    check_tensor(dense, AccessMode::write, {"tree_sum", "a copy of an input"});
-    call.add_layout_copy(dense, t, static_cast<Rank>(i));
-    t = dense;
+    if (!t.is_contiguous())
+      call.replace(t, at::empty(t.sizes(), t.options()), static_cast<Rank>(i));
   }
 }
 
@@ -197,11 +194,7 @@ DtypeGroups check_sources(Tensors& tensors, Rank root, ListCall& call) {
     add(groups, moved_dtype_of(t, label), i, t.nbytes());
     require(t.device() == tensors[0].device(), "replicate: ", label, " is on ", t.device(),
             " and tensors[0] on ", tensors[0].device(), "; all must be on one device");
-    if (t.is_non_overlapping_and_dense()) continue;
-    const at::Tensor dense = at::empty(t.sizes(), t.options());
-    check_tensor(dense, AccessMode::write, {"replicate", "a copy of an input"});
-    call.add_layout_copy(dense, t, root);
-    t = dense;
+    if (!t.is_non_overlapping_and_dense()) call.replace(t, at::empty(t.sizes(), t.options()), root);
   }
   return groups;
 }

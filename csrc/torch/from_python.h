@@ -33,7 +33,6 @@ std::string_view string_from(py::handle string, const char* call, const char* na
 ReduceOp op_from(py::handle op, const char* call);
 std::string_view algorithm_from(py::handle name, const char* call);  // empty for None
 
-inline AccessMode read_access(int) { return AccessMode::read; }
 inline AccessMode write_access(int) { return AccessMode::write; }
 
 // Accepts None, or a list with one item per rank: a stream of the rank's device, or None for its

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -92,9 +93,11 @@ void ListCall::find_pageable(Binding& binding) const {
     }
 }
 
-void ListCall::add_layout_copy(const at::Tensor& dst, const at::Tensor& src, Rank rank) {
-  scratch.push_back(dst);
-  layout_copies.push_back({dst, src.detach(), rank});
+void ListCall::replace(at::Tensor& input, at::Tensor copy, Rank rank) {
+  check_tensor(copy, AccessMode::write, {name, "a copy of an input"});
+  scratch.push_back(copy);
+  layout_copies.push_back({copy, input.detach(), rank});
+  input = std::move(copy);
 }
 
 void ListCall::commit() const {
@@ -129,55 +132,43 @@ class QueuedWork : public Work {
     if (CallerProfile::is_active()) caller_.emplace();
   }
 
-  bool wait(std::optional<double> seconds) override;
-  bool is_completed() override;
-  std::exception_ptr exception() override;
-  void run() noexcept;
+  bool wait(std::optional<double> seconds) override {
+    if (seconds && !is_completed_within(*seconds)) return false;
+    done_.get();
+    return true;
+  }
+  bool is_completed() override { return is_completed_within(0); }
+  std::exception_ptr exception() override {
+    try {
+      if (is_completed()) done_.get();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  void run() noexcept {
+    std::exception_ptr error;
+    try {
+      const ProfilerRange range(call_.name, caller_);
+      call_.run(threads());
+    } catch (...) {
+      error = std::current_exception();
+    }
+    call_ = ListCall{.name = call_.name};
+    error ? ended_.set_exception(error) : ended_.set_value();
+  }
 
  private:
+  bool is_completed_within(double seconds) const {
+    return done_.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
+  }
+
   ListCall call_;
   std::optional<CallerProfile> caller_;  // none: no profiler
-  std::mutex mutex_;
-  std::condition_variable finished_;
-  bool done_ = false;
-  std::exception_ptr error_;
+  std::promise<void> ended_;
+  const std::shared_future<void> done_ = ended_.get_future();
 };
-
-bool QueuedWork::wait(std::optional<double> seconds) {
-  std::unique_lock lock(mutex_);
-  auto done = [&] { return done_; };
-  if (!seconds)
-    finished_.wait(lock, done);
-  else if (!finished_.wait_for(lock, std::chrono::duration<double>(*seconds), done))
-    return false;
-  if (error_) std::rethrow_exception(error_);
-  return true;
-}
-
-bool QueuedWork::is_completed() {
-  const std::lock_guard lock(mutex_);
-  return done_;
-}
-
-std::exception_ptr QueuedWork::exception() {
-  const std::lock_guard lock(mutex_);
-  return error_;
-}
-
-void QueuedWork::run() noexcept {
-  std::exception_ptr error;
-  try {
-    const ProfilerRange range(call_.name, caller_);
-    call_.run(threads());
-  } catch (...) {
-    error = std::current_exception();
-  }
-  call_ = ListCall{.name = call_.name};
-  const std::lock_guard lock(mutex_);
-  error_ = error;
-  done_ = true;
-  finished_.notify_all();
-}
 
 class WorkQueue {
  public:

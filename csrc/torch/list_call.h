@@ -65,8 +65,8 @@ struct ListCall {
   // is allocated here for the ranks where the plan uses it, and added to `scratch`.
   void bind(BoundPlan& plan, PlanOffsets offsets, std::vector<BufferMemory> memory,
             std::size_t rows = 1);
-  // Adds a copy into memory of the call itself.
-  void add_layout_copy(const at::Tensor& dst, const at::Tensor& src, Rank rank);
+  // Replaces an input of the rank by `copy`, memory of the call itself, into which it copies it.
+  void replace(at::Tensor& input, at::Tensor copy, Rank rank);
   // Bumps the versions of the tensors in `written`, so that autograd detects the change. Called
   // once, after all checks and before the run.
   void commit() const;
