@@ -64,12 +64,10 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
   const Agreement agreed = await_agreement(mine, first, context, &program_);
   for (const auto& [ranks, regions] : unmapped_) group_.map_staging(ranks, regions);
   abort_on_error(group_, context, [&] {
-    if (agreed.zero_copy) {
-      check_exposed(prepared, context);
+    if (agreed.zero_copy)
       program_.use_tensors();
-    } else {
+    else
       program_.cut(agreed.pieces);
-    }
     program_.run(first);
   });
   if (!request.part_of) group_.end_call(call + 1, first + program_.pieces().count);
@@ -143,31 +141,6 @@ std::optional<RegisteredOffsets> RankExecutor::find_registered(const CollectiveR
             registered.output))
     return {};
   return registered;
-}
-
-// Checks the registered offsets at which this rank will access the peers' tensors. No rank
-// publishes an offset outside its heap, but an overwritten word may hold one. Offset 0 (a tensor
-// that is not exposed, or rank 0's first) always passes.
-void RankExecutor::check_exposed(const PreparedRequest& prepared, const OpContext& context) const {
-  const CollectiveRequest& request = prepared.request;
-  const std::size_t heap = group_.layout().sizes.symmetric_heap_bytes;
-  const auto ranks = static_cast<std::size_t>(group_.world());
-  const auto out = request.output.blocks;
-  const auto blocks = out.size() == ranks ? out : request.input.blocks;
-  const auto inside = [&](Rank r, uint64_t offset, BlockContent holds) {
-    const std::size_t block = blocks.size() == ranks ? blocks[r] * prepared.item() : 0;
-    const std::size_t exposed = holds == BlockContent::own_block ? block : prepared.bytes;
-    return offset == 0 || (offset <= heap && exposed <= heap - offset);
-  };
-  for (Rank r = 0; r < group_.world(); ++r) {
-    const RegisteredOffsets& registered = group_.entry(r, context.call).registered;
-    if (inside(r, registered.input, input_of(request.collective, request.in_place)) &&
-        inside(r, registered.output, output_of(request.collective, request.in_place)))
-      continue;
-    group_.abort(
-        text("rank ", group_.world_rank(r), " exposed a tensor outside its shared memory"));
-    group_.require_healthy(context);
-  }
 }
 
 // Awaits and compares the fingerprints. Throws std::invalid_argument on all ranks alike if they

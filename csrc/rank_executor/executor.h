@@ -67,7 +67,6 @@ class RankExecutor final : public CollectiveExecutor {
   void reserve(const PreparedRequest& prepared, const BoundProgram& program);
   std::optional<RegisteredOffsets> find_registered(const CollectiveRequest& request,
                                                    const BoundProgram& bound) const;
-  void check_exposed(const PreparedRequest& prepared, const OpContext& context) const;
   void publish_refusal(Collective collective, const OpContext& context, std::string_view why);
   Agreement await_agreement(const CallFingerprint& mine, uint64_t run, const OpContext& context,
                             ProgramRun* data);

@@ -78,9 +78,7 @@ void Mailbox::read_replies(MailPeer& peer) {
     }
     const Envelope wanted{reply->bytes, reply->dtype, transfer->envelope.tag};
     const Rank to = group_.world_rank(peer.rank);
-    const auto why = mismatch(group_.world_rank(me_), transfer->envelope, to, wanted);
-    if (!why) throw CollectiveError(text("rank ", to, " refused a message that fits"));
-    finish(*transfer, why);
+    finish(*transfer, mismatch(group_.world_rank(me_), transfer->envelope, to, wanted));
   }
 }
 

@@ -38,8 +38,6 @@ class Transfer {
   }
   // For a wildcard receive: kAnySource until a message has been matched, then the message's sender.
   Rank peer() const { return peer_.load(std::memory_order_relaxed); }
-  // Number of leading bytes copied out of or into the buffer. For any thread once it is done.
-  uint64_t moved() const { return moved_; }
 
   const Envelope envelope;
   const bool receives;
