@@ -159,14 +159,4 @@ void Segment::touch(std::size_t offset, std::size_t bytes) const noexcept {
     std::atomic_ref(reinterpret_cast<unsigned char&>(data_[at])).load(std::memory_order_relaxed);
 }
 
-void Segment::decommit(std::size_t offset, std::size_t bytes) noexcept {
-  const std::size_t begin = (offset + kPage - 1) / kPage * kPage;
-  const std::size_t end = (offset + bytes) / kPage * kPage;
-  if (begin >= end) return;
-  while (fallocate(descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, end - begin) !=
-             0 &&
-         errno == EINTR) {
-  }
-}
-
 }  // namespace pycollect::ipc

@@ -28,8 +28,6 @@ class Segment {
   // Maps a committed range's pages into this process, so that collectives cause no page faults. The
   // range may be in use meanwhile.
   void touch(std::size_t offset, std::size_t bytes) const noexcept;
-  // Frees the memory of the whole pages in the range.
-  void decommit(std::size_t offset, std::size_t bytes) noexcept;
 
  private:
   UniqueFd file_;

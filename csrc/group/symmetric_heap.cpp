@@ -5,9 +5,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <iterator>
-#include <ranges>
 
 #include "../plan/error.h"
 #include "group.h"
@@ -17,9 +15,6 @@ namespace {
 
 // The most that a heap commits beyond a block: takes about 30 ms.
 constexpr std::size_t kMostGrowth = 64 << 20;
-// Free memory that exceeds the memory in use by more than this is returned to the kernel. With a
-// lower limit, the next step of a training loop would commit it again, at 2 us for 4 KiB.
-constexpr std::size_t kCacheBytes = 256 << 20;
 // Without these offsets, large blocks of equal sizes, and the blocks of different ranks, would fall
 // on the same cache sets; copies between such blocks are a third slower.
 constexpr std::size_t kLargeBlock = 32 << 10, kBlockStagger = 5 * SymmetricHeap::kAlignment;
@@ -53,8 +48,7 @@ SymmetricHeap::SymmetricHeap(const Group& group)
     : segment_(group.segment()),
       abort_state_(reinterpret_cast<Control*>(segment_->data())->record, group.settings().name),
       begin_(group.layout().heap(group.rank())),
-      bytes_(group.layout().sizes.symmetric_heap_bytes),
-      is_committed_((bytes_ + kGranule - 1) / kGranule) {
+      bytes_(group.layout().sizes.symmetric_heap_bytes) {
   const std::size_t first = std::min(group.rank() * kRankStagger, bytes_);
   add_gap(first, bytes_ - first);
 }
@@ -83,7 +77,7 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
     throw std::runtime_error(text("no place for ", size, " bytes in this rank's symmetric heap: ",
                                   used_, " of ", bytes_, " bytes are in use by tensors"));
   const auto [gap, offset] = *best;
-  commit(offset, offset + size);
+  commit(offset + size);
   by_size_.erase(best);
   areas_[offset] = {size, false};
   if (gap > size) add_gap(offset + size, gap - size);
@@ -91,33 +85,21 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
   return offset;
 }
 
-// Commits memory for a block, and at least as much as the heap has, up to kMostGrowth: a small heap
-// grows little, and a large one rarely.
-void SymmetricHeap::commit(std::size_t begin, std::size_t end) {
-  const std::size_t last = (end + kGranule - 1) / kGranule;
-  std::size_t g = begin / kGranule, more = last;
-  while (g < last && is_committed_[g]) ++g;
-  if (g == last) return;
-  const std::size_t growth = std::min(committed_, kMostGrowth) / kGranule;
-  const std::size_t most = std::min(g + growth, is_committed_.size());
-  while (more < most && !is_committed_[more]) ++more;
+// Commits memory up to there, and at least as much again as the heap has, up to kMostGrowth: a
+// small heap grows little, and a large one rarely.
+void SymmetricHeap::commit(std::size_t end) {
+  if (end <= committed_) return;
+  const auto up_to = [&](std::size_t last) {
+    last = std::min((last + kGranule - 1) / kGranule * kGranule, bytes_);
+    segment_->commit(begin_ + committed_, last - committed_);
+    committed_ = last;
+  };
+  const std::size_t grown = committed_ + std::min(committed_, kMostGrowth);
   try {
-    commit_granules(g, more);
+    up_to(std::max(end, grown));
   } catch (const std::runtime_error&) {
-    if (more == last) throw;
-    commit_granules(g, last);  // memory may suffice for this block
-  }
-}
-
-// Commits those of the granules that are not committed.
-void SymmetricHeap::commit_granules(std::size_t begin, std::size_t end) {
-  for (std::size_t g = begin, run = 0; g < end; g += run) {
-    for (run = 1; g + run < end && is_committed_[g + run] == is_committed_[g];) ++run;
-    if (is_committed_[g]) continue;
-    const std::size_t at = g * kGranule, bytes = std::min(run * kGranule, bytes_ - at);
-    segment_->commit(begin_ + at, bytes);
-    std::fill_n(is_committed_.begin() + g, run, true);
-    committed_ += bytes;
+    if (grown <= end) throw;
+    up_to(end);  // memory may suffice for this block
   }
 }
 
@@ -139,34 +121,11 @@ void SymmetricHeap::free(std::size_t offset) noexcept {
   offset = first->first;
   areas_.erase(first, behind);
   add_gap(offset, bytes);
-  if (cached_bytes() > used_ + kCacheBytes) trim();
-}
-
-// Decommits granules of gaps, of the largest first, because small ones are requested most often,
-// and from their ends, because blocks are taken from their beginnings.
-void SymmetricHeap::trim() noexcept {
-  const auto too_much = [&] {
-    return cached_bytes() - std::min(cached_bytes(), used_ + kCacheBytes);
-  };
-  for (const auto& [bytes, offset] : std::views::reverse(by_size_)) {
-    const std::size_t first = (offset + kGranule - 1) / kGranule;
-    for (std::size_t end = (offset + bytes) / kGranule; end > first && too_much() > 0;) {
-      const std::size_t most = (too_much() + kGranule - 1) / kGranule;
-      std::size_t begin = end;
-      while (begin > first && end - begin < most && is_committed_[begin - 1]) --begin;
-      if (begin < end) {
-        segment_->decommit(begin_ + begin * kGranule, (end - begin) * kGranule);
-        std::fill(is_committed_.begin() + begin, is_committed_.begin() + end, false);
-        committed_ -= (end - begin) * kGranule;
-      }
-      end = begin < end ? begin : end - 1;
-    }
-  }
 }
 
 SymmetricHeap::HeapUsage SymmetricHeap::usage() const {
   const std::lock_guard lock(mutex_);
-  return {used_, cached_bytes(), bytes_};
+  return {used_, committed_ - used_, bytes_};
 }
 
 }  // namespace pycollect::ipc

@@ -1,6 +1,6 @@
 // Allocator of a rank's symmetric heap, where peers read and write tensors in place (zero-copy). It
-// commits more memory than requested and keeps free memory for a while, because fresh pages cost
-// more than a collective does. It keeps the segment mapped after the group is destroyed.
+// commits more memory than requested and keeps free memory, because fresh pages cost more than a
+// collective does. It keeps the segment mapped after the group is destroyed.
 //
 // After a failed call, peers that were in the middle of it may still access exposed tensors for a
 // while. So the heap of an aborted group neither frees nor allocates memory.
@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <vector>
 
 #include "../plan/plan.h"
 #include "failures.h"
@@ -45,8 +44,7 @@ class SymmetricHeap {
   HeapUsage usage() const;
 
  private:
-  // Memory is committed and decommitted in granules of this size.
-  static constexpr std::size_t kGranule = 1 << 20;
+  static constexpr std::size_t kGranule = 1 << 20;  // memory is committed in multiples of this size
 
   // A block, or a gap between blocks.
   struct Area {
@@ -55,10 +53,7 @@ class SymmetricHeap {
   };
 
   void add_gap(std::size_t offset, std::size_t bytes);
-  void commit(std::size_t begin, std::size_t end);
-  void commit_granules(std::size_t begin, std::size_t end);
-  std::size_t cached_bytes() const { return committed_ - used_; }
-  void trim() noexcept;
+  void commit(std::size_t end);
 
   const ForkGuard fork_guard_;
   const std::shared_ptr<Segment> segment_;
@@ -67,9 +62,9 @@ class SymmetricHeap {
   mutable std::mutex mutex_;
   std::map<std::size_t, Area> areas_;                      // by offset: blocks and gaps
   std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the gaps
-  std::vector<bool> is_committed_;                         // [granule]
-  std::size_t used_ = 0, committed_ = 0;                   // bytes of blocks, and of such granules
-  uint64_t calls_ = 0;                                     // number of calls of `allocate`
+  std::size_t used_ = 0;                                   // bytes of blocks
+  std::size_t committed_ = 0;  // bytes from the beginning of the heap, in which all blocks lie
+  uint64_t calls_ = 0;         // number of calls of `allocate`
 };
 
 }  // namespace pycollect::ipc

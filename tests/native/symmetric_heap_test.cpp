@@ -1,5 +1,5 @@
-// The allocator of the symmetric heap: blocks do not overlap, memory is committed and decommitted,
-// and a forked child can neither allocate nor free.
+// The allocator of the symmetric heap: blocks do not overlap, free memory is used again, and a
+// forked child can neither allocate nor free.
 #include "../../csrc/group/symmetric_heap.h"
 
 #include <sys/resource.h>
@@ -61,35 +61,12 @@ void blocks_do_not_overlap() {
   }
   while (!blocks.empty()) release();
   expect(heap.usage().used == 0, "blocks are left");
-  expect(heap.usage().cached <= 256 * kMiB + 64 * kMiB, "too much memory is cached");
   const std::size_t before = committed_bytes(*group->segment());
   for (int i = 0; i < 100; ++i) {
     const std::size_t a = heap.allocate(4 * kMiB), b = heap.allocate(kMiB / 2);
     heap.free(a), heap.free(b);
   }
   expect(committed_bytes(*group->segment()) == before, "freed memory was not used again");
-}
-
-void decommits_free_memory() {
-  const auto group = make_group(4096 * kMiB);
-  SymmetricHeap heap(*group);
-  const auto allocate = [&] {
-    const std::size_t block = heap.allocate(48 * kMiB);
-    std::memset(heap.data() + block, 7, 48 * kMiB);
-    return block;
-  };
-  std::vector<std::size_t> blocks;
-  while (blocks.size() < 12) blocks.push_back(allocate());
-  expect(committed_bytes(*group->segment()) > 576 * kMiB, "was not committed");
-  while (blocks.size() > 1) {
-    heap.free(blocks.front());
-    blocks.erase(blocks.begin());
-    for (std::size_t block : blocks)
-      for (std::size_t i : {std::size_t{0}, 24 * kMiB, 48 * kMiB - 1})
-        expect(heap.data()[block + i] == std::byte{7}, "memory in use was decommitted");
-  }
-  expect(committed_bytes(*group->segment()) < 448 * kMiB, "was not decommitted");
-  while (blocks.size() < 12) blocks.push_back(allocate());  // can be allocated again
 }
 
 void reports_exhaustion() {
@@ -166,7 +143,6 @@ void default_size_fits_address_space() {
 int main() {
   using namespace pycollect::ipc;
   blocks_do_not_overlap();
-  decommits_free_memory();
   reports_exhaustion();
   aborted_heap_is_frozen();
   child_cannot_allocate_or_free();
