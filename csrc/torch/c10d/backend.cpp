@@ -100,7 +100,7 @@ void Backend::publish_refusal(const Refusal& refusal, const CallParams& info) {
   if (refusal.published.empty()) return;
   const CollectiveWorkPtr work = new_work(info);
   work->call().refusal = truncated(refusal.published);
-  connection_->queue().refuse(work);
+  connection_->queue().run(work);
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.

@@ -194,7 +194,8 @@ void CallRunner::perform(GroupCall& call, ipc::Deadline deadline) {
     executor_->run(request, calls_++, deadline);
     if (request.sparse) exchange_entries(call, deadline);
   }
-  if (call.sparse) call.sparse->finish();  // last: the rank takes part in the call even if it fails
+  // Last: the rank takes part in the call even if it fails.
+  if (call.sparse) SparseSums::finish({call.sparse.get()});
   for (const auto& [to, from] : call.copies) copy_strided(to, from);
 }
 

@@ -25,13 +25,16 @@ Backend* own(c10d::Backend& backend) {
   return typeid(backend) == typeid(Backend) ? static_cast<Backend*>(&backend) : nullptr;
 }
 
-// Calls `call(backend)` for the backend of the tensor's device, and waits for its work.
+GroupPtr named(std::string_view name) { return c10d::resolve_process_group(std::string(name)); }
+
+// Calls `call(backend)` for the group's backend of the tensor's device, and waits for its work.
 template <class F>
-void run(c10d::ProcessGroup& group, const at::Tensor& tensor, const char* name, F&& call) {
+void run(std::string_view group, const at::Tensor& tensor, const char* name, F&& call) {
+  const GroupPtr of = named(group);
   require(!(tensor.requires_grad() && at::GradMode::is_enabled()), name,
           ": the tensor requires grad, and autograd does not record a call in place; call it under "
           "torch.no_grad(), or the operator without the last underscore");
-  const auto backend = group.getBackend(tensor.device().type());
+  const auto backend = of->getBackend(tensor.device().type());
   if (own(*backend) == nullptr && backend->getBackendName() != kBackendName)
     reject(name, ": the group has the backend ", backend->getBackendName(), " for ",
            tensor.device().type(), " tensors; pass the name of a group of pycollect");
@@ -43,48 +46,6 @@ c10d::ReduceOp op_of(std::string_view name, const char* call) {
   require(op < kTorchOps.size(), call, ": torch has no reduction ", name, " for groups");
   return kTorchOps[op];
 }
-
-void all_reduce_(c10d::ProcessGroup& group, const at::Tensor& tensor, std::string_view op) {
-  constexpr const char* kCall = "group_all_reduce_";
-  c10d::AllreduceOptions options;
-  options.reduceOp = op_of(op, kCall);
-  options.asyncOp = false;
-  run(group, tensor, kCall, [&](c10d::Backend& b) {
-    if (Backend* const backend = own(b)) return backend->all_reduce(tensor, options);
-    Tensors tensors{tensor};
-    return b.allreduce(tensors, options);
-  });
-}
-
-void all_gather_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input) {
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;
-  run(group, output, "group_all_gather_",
-      [&](c10d::Backend& b) { return b._allgather_base(output, input, options); });
-}
-
-void reduce_scatter_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
-                     std::string_view op) {
-  constexpr const char* kCall = "group_reduce_scatter_";
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = op_of(op, kCall);
-  options.asyncOp = false;
-  run(group, output, kCall,
-      [&](c10d::Backend& b) { return b._reduce_scatter_base(output, input, options); });
-}
-
-void all_to_all_(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor input,
-                 at::OptionalIntArrayRef output_splits, at::OptionalIntArrayRef input_splits) {
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  std::vector<int64_t> out, in;
-  if (output_splits) out = output_splits->vec();
-  if (input_splits) in = input_splits->vec();
-  run(group, output, "group_all_to_all_",
-      [&](c10d::Backend& b) { return b.alltoall_base(output, input, out, in, options); });
-}
-
-GroupPtr named(std::string_view name) { return c10d::resolve_process_group(std::string(name)); }
 
 // An uninitialised result with `rows` in the first dimension.
 at::Tensor new_rows(const at::Tensor& input, int64_t rows) {
@@ -98,42 +59,65 @@ int64_t rows_of(const at::Tensor& t) { return t.dim() == 0 ? 1 : t.size(0); }
 // The operators.
 
 void group_all_reduce_(at::Tensor& tensor, std::string_view op, std::string_view group) {
-  all_reduce_(*named(group), tensor, op);
+  constexpr const char* kCall = "group_all_reduce_";
+  c10d::AllreduceOptions options;
+  options.reduceOp = op_of(op, kCall);
+  options.asyncOp = false;
+  run(group, tensor, kCall, [&](c10d::Backend& b) {
+    if (Backend* const backend = own(b)) return backend->all_reduce(tensor, options);
+    Tensors tensors{tensor};
+    return b.allreduce(tensors, options);
+  });
 }
 at::Tensor group_all_reduce(const at::Tensor& tensor, std::string_view op, std::string_view group) {
   // The call checks the result, which no longer has what autograd knows of the tensor.
   check_tensor(tensor, AccessMode::read, {"group_all_reduce", "tensor"});
   at::Tensor result = at::clone(tensor.detach(), at::MemoryFormat::Contiguous);
-  all_reduce_(*named(group), result, op);
+  group_all_reduce_(result, op, group);
   return result;
 }
 
 void group_all_gather_(at::Tensor& output, const at::Tensor& input, std::string_view group) {
-  all_gather_(*named(group), output, input);
+  at::Tensor in = input;
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  run(group, output, "group_all_gather_",
+      [&](c10d::Backend& b) { return b._allgather_base(output, in, options); });
 }
 at::Tensor group_all_gather(const at::Tensor& input, std::string_view group) {
-  const GroupPtr of = named(group);
-  at::Tensor output = new_rows(input, rows_of(input) * of->getSize());
-  all_gather_(*of, output, input);
+  at::Tensor output = new_rows(input, rows_of(input) * named(group)->getSize());
+  group_all_gather_(output, input, group);
   return output;
 }
 
 void group_reduce_scatter_(at::Tensor& output, const at::Tensor& input, std::string_view op,
                            std::string_view group) {
-  reduce_scatter_(*named(group), output, input, op);
+  constexpr const char* kCall = "group_reduce_scatter_";
+  at::Tensor in = input;
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op_of(op, kCall);
+  options.asyncOp = false;
+  run(group, output, kCall,
+      [&](c10d::Backend& b) { return b._reduce_scatter_base(output, in, options); });
 }
 at::Tensor group_reduce_scatter(const at::Tensor& input, std::string_view op,
                                 std::string_view group) {
-  const GroupPtr of = named(group);
-  at::Tensor output = new_rows(input, rows_of(input) / of->getSize());
-  reduce_scatter_(*of, output, input, op);
+  at::Tensor output = new_rows(input, rows_of(input) / named(group)->getSize());
+  group_reduce_scatter_(output, input, op, group);
   return output;
 }
 
 void group_all_to_all_(at::Tensor& output, const at::Tensor& input, std::string_view group,
                        at::OptionalIntArrayRef output_splits,
                        at::OptionalIntArrayRef input_splits) {
-  all_to_all_(*named(group), output, input, output_splits, input_splits);
+  at::Tensor in = input;
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  std::vector<int64_t> to, from;
+  if (output_splits) to = output_splits->vec();
+  if (input_splits) from = input_splits->vec();
+  run(group, output, "group_all_to_all_",
+      [&](c10d::Backend& b) { return b.alltoall_base(output, in, to, from, options); });
 }
 at::Tensor group_all_to_all(const at::Tensor& input, std::string_view group,
                             at::OptionalIntArrayRef output_splits,
@@ -142,7 +126,7 @@ at::Tensor group_all_to_all(const at::Tensor& input, std::string_view group,
   if (output_splits && !output_splits->empty())
     rows = std::accumulate(output_splits->begin(), output_splits->end(), int64_t{});
   at::Tensor output = new_rows(input, rows);
-  all_to_all_(*named(group), output, input, output_splits, input_splits);
+  group_all_to_all_(output, input, group, output_splits, input_splits);
   return output;
 }
 

@@ -232,39 +232,27 @@ void replace_entries(const at::Tensor& t, const std::optional<c10::Stream>& stre
 
 }  // namespace
 
-void SparseSums::finish() {
-  for (std::size_t i = 0; i < operands_.size(); ++i) {
-    SparseOperand& operand = operands_[i];
-    std::vector<cpu::EntryList> ranks;
-    int64_t first = 0;
-    for (Rank r = 0; r < me_.world; first += count(r++, i))
-      ranks.push_back(operand.list(operand.all, first, count(r, i)));
-    const EntryTensors result = fold(operand, std::move(ranks));
-    replace_entries(operand.tensor, operand.stream, result.indices, result.values);
-    operand.own = operand.all = {};
-  }
-}
-
-void SparseSums::finish_jointly(const std::vector<SparseSums*>& all) {
-  SparseSums& first = *all.front();
-  std::vector<EntryTensors> results;
+void SparseSums::finish(const std::vector<SparseSums*>& here) {
+  const SparseSums& first = *here.front();
   for (std::size_t i = 0; i < first.operands_.size(); ++i) {
+    const SparseOperand& operand = first.operands_[i];
+    const bool exchanged = operand.all.indices.defined();
     std::vector<cpu::EntryList> ranks;
-    for (const SparseSums* of_rank : all) {
-      const SparseOperand& operand = of_rank->operands_[i];
-      ranks.push_back(operand.list(operand.own, 0, of_rank->own_counts_[i]));
-    }
-    results.push_back(first.fold(first.operands_[i], std::move(ranks)));
-  }
-  for (SparseSums* const of_rank : all)
-    for (std::size_t i = 0; i < results.size(); ++i) {
-      SparseOperand& operand = of_rank->operands_[i];
-      const auto& [indices, values] = results[i];
-      const bool last = of_rank == all.back();
-      replace_entries(operand.tensor, operand.stream, last ? indices : indices.clone(),
+    int64_t begin = 0;
+    for (Rank r = 0; r < first.me_.world; begin += first.count(r++, i))
+      ranks.push_back(exchanged
+                          ? operand.list(operand.all, begin, first.count(r, i))
+                          : operand.list(here[r]->operands_[i].own, 0, here[r]->own_counts_[i]));
+    const auto [indices, values] = first.fold(operand, std::move(ranks));
+    for (SparseSums* const of_rank : here) {
+      SparseOperand& replaced = of_rank->operands_[i];
+      const bool last = of_rank == here.back();
+      replace_entries(replaced.tensor, replaced.stream, last ? indices : indices.clone(),
                       last ? values : values.clone());
-      operand.own = {};
     }
+    for (SparseSums* const of_rank : here)
+      of_rank->operands_[i].own = of_rank->operands_[i].all = {};
+  }
 }
 
 }  // namespace pycollect::dist

@@ -28,10 +28,9 @@ class SparseSums {
   void coalesce();
   // Returns the request that exchanges the entries. Call after the first request has run.
   ipc::CollectiveRequest exchange();
-  // Adds up the entries of all ranks, and replaces those of the tensors by the result.
-  void finish();
-  // Does the same after coalesce(), instead of both requests, if all ranks are in this process.
-  static void finish_jointly(const std::vector<SparseSums*>& ranks);
+  // Adds up the entries of all ranks, and replaces those of the tensors of `here` by the result:
+  // of this rank or, after coalesce() instead of both requests, of all ranks.
+  static void finish(const std::vector<SparseSums*>& here);
 
  private:
   struct EntryTensors {  // contiguous, on the host

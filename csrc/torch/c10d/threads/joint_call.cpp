@@ -327,7 +327,7 @@ void sum_sparse(const std::vector<RequestReader>& ranks, std::size_t count) {
     if (ranks.front().request(i).sparse == nullptr) continue;
     std::vector<SparseSums*> sums;
     for (const RequestReader& rank : ranks) sums.push_back(rank.call().sparse.get());
-    SparseSums::finish_jointly(sums);
+    SparseSums::finish(sums);
   }
 }
 

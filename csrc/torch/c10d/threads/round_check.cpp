@@ -18,50 +18,32 @@ RequestList requests_of(const RankCalls& calls) {
   return all;
 }
 
-// What all ranks have published about one request, or about all of their requests.
-class Publications {
- public:
-  explicit Publications(std::size_t world)
-      : fingerprints_(world), details_(world), counts_(world) {}
-
-  void publish(Rank r, const CallFingerprint& mine, const CollectiveRequest* request) {
-    fingerprints_[r] = mine.fingerprint;
-    ipc::describe(details_[r], mine);
-    if (request == nullptr || !request->irregular) return;
-    counts_[r].resize(2 * fingerprints_.size());
-    ipc::write_counts(counts(r), *request, world());
-  }
-  void refuse(Rank r, const GroupCall& refused, uint64_t number) {
-    const CallFingerprint mine = ipc::refusal_of(refused.collective, number);
-    fingerprints_[r] = mine.fingerprint;
-    ipc::describe(details_[r], mine);
-    ipc::describe_refusal(details_[r], refused.refusal);
-  }
-
-  bool are_alike() const {
-    for (const ipc::Fingerprint& f : fingerprints_)
-      if (!ipc::is_same(f, fingerprints_[0].fingerprint_hash)) return false;
-    return true;
-  }
-  void check() {
-    if (!are_alike()) ipc::throw_mismatch(world(), published());
-  }
-  void check_counts(Collective collective) { ipc::check_counts(collective, world(), published()); }
-
- private:
-  int world() const { return static_cast<int>(fingerprints_.size()); }
-  ipc::ElementCounts counts(Rank r) {
-    return {counts_[r].data(), counts_[r].data() + fingerprints_.size()};
-  }
-  ipc::PublishedCalls published() {
-    return
-        [this](Rank r) -> ipc::PublishedCall { return {fingerprints_[r], details_[r], counts(r)}; };
-  }
-
-  std::vector<ipc::Fingerprint> fingerprints_;
-  std::vector<ipc::FingerprintDetails> details_;
-  std::vector<std::vector<uint64_t>> counts_;
+// What one rank publishes about one request, or about all of its requests.
+struct Publication {
+  ipc::Fingerprint fingerprint = {};
+  ipc::FingerprintDetails details = {};
+  std::vector<uint64_t> counts = {};  // of an irregular request
 };
+using Publications = std::vector<Publication>;  // [rank]
+
+Publication publication(const CallFingerprint& mine) {
+  Publication made{mine.fingerprint};
+  ipc::describe(made.details, mine);
+  return made;
+}
+
+// `irregular`: the collective whose counts are compared.
+void check(Publications& all, std::optional<Collective> irregular = {}) {
+  const auto world = static_cast<int>(all.size());
+  const auto published = [&](Rank r) -> ipc::PublishedCall {
+    uint64_t* const sent = all[r].counts.data();
+    return {all[r].fingerprint, all[r].details, {sent, sent + world}};
+  };
+  for (const Publication& of_rank : all)
+    if (!ipc::is_same(of_rank.fingerprint, all[0].fingerprint.fingerprint_hash))
+      ipc::throw_mismatch(world, published);
+  if (irregular) ipc::check_counts(*irregular, world, published);
+}
 
 // Returns whether two ranks make the same requests, as far as fingerprints of regular requests
 // tell.
@@ -79,30 +61,35 @@ bool any_refused(const std::vector<const RankCalls*>& calls) {
 }
 
 void check_request(const std::vector<RequestList>& requests, std::size_t i, uint64_t number) {
-  Publications all(requests.size());
-  for (std::size_t r = 0; r < requests.size(); ++r) {
-    CallFingerprint mine = ipc::fingerprint_of(*requests[r][i], number);
+  const auto world = static_cast<int>(requests.size());
+  Publications all;
+  for (const RequestList& own : requests) {
+    CallFingerprint mine = ipc::fingerprint_of(*own[i], number);
     mine.description.part = static_cast<uint32_t>(i);
-    mine.description.parts = static_cast<uint32_t>(requests[r].size());
-    all.publish(static_cast<Rank>(r), mine, requests[r][i]);
+    mine.description.parts = static_cast<uint32_t>(own.size());
+    std::vector<uint64_t>& counts = all.emplace_back(publication(mine)).counts;
+    counts.resize(own[i]->irregular ? 2 * world : 0);
+    if (own[i]->irregular)
+      ipc::write_counts({counts.data(), counts.data() + world}, *own[i], world);
   }
-  all.check();
-  if (requests[0][i]->irregular) all.check_counts(requests[0][i]->collective);
+  const CollectiveRequest& first = *requests[0][i];
+  check(all, first.irregular ? std::optional(first.collective) : std::nullopt);
 }
 
 // Throws if a rank has refused, or has another number of requests.
 void check_together(const std::vector<const RankCalls*>& calls,
                     const std::vector<RequestList>& requests, uint64_t number) {
-  Publications all(calls.size());
+  Publications all;
   for (std::size_t r = 0; r < calls.size(); ++r) {
-    if (calls[r]->refused) {
-      all.refuse(static_cast<Rank>(r), calls[r]->refused->call(), number);
+    if (!calls[r]->refused) {
+      all.push_back(publication(ipc::fingerprint_of(requests[r], number)));
       continue;
     }
-    const RequestList& own = requests[r];
-    all.publish(static_cast<Rank>(r), ipc::fingerprint_of(own, number), own.front());
+    const GroupCall& refused = calls[r]->refused->call();
+    all.push_back(publication(ipc::refusal_of(refused.collective, number)));
+    ipc::describe_refusal(all.back().details, refused.refusal);
   }
-  all.check();
+  check(all);
 }
 
 }  // namespace

@@ -22,7 +22,6 @@ class ThreadQueue final : public ThreadOwner<CallQueue> {
 
   void run(const CollectiveWorkPtr& work) override;
   void push_all(const std::vector<CollectiveWorkPtr>& works) override;
-  void refuse(const CollectiveWorkPtr& work) override;
 
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
@@ -47,6 +46,7 @@ void ThreadQueue::require_open(const char* operation) const {
 
 void ThreadQueue::run(const CollectiveWorkPtr& work) {
   const GilRelease gil_release;
+  if (!work->call().refusal.empty()) return void(group_->post(rank_, {.refused = work}));
   push_all({work});
   await(*work);
   if (const auto error = work->exception()) std::rethrow_exception(error);
@@ -59,11 +59,6 @@ void ThreadQueue::push_all(const std::vector<CollectiveWorkPtr>& works) {
   group_->require_healthy(rank_, works.front()->name());
   for (const CollectiveWorkPtr& work : works) work->enqueue(shared_from_this());
   if (group_->post(rank_, {.works = works})) has_run_ = true;
-}
-
-void ThreadQueue::refuse(const CollectiveWorkPtr& work) {
-  const GilRelease gil_release;
-  group_->post(rank_, {.refused = work});
 }
 
 ThreadGroup::GroupWait ThreadQueue::until_done(GroupWork& of, ipc::Deadline deadline,
