@@ -121,8 +121,8 @@ using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 // Queue of a group's collectives, in call order.
 class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueue> {
  public:
-  // Runs the call before it returns, and throws its error; or enqueues it. A refusal makes the peers
-  // of the next call throw it.
+  // Runs the call before it returns, and throws its error; or enqueues it. A refusal makes the
+  // peers of the next call throw it.
   virtual void run(const CollectiveWorkPtr& work) = 0;
   // Enqueues the calls as one operation: all of them run or none, with no other call between them.
   virtual void push_all(const std::vector<CollectiveWorkPtr>& works) = 0;
