@@ -343,8 +343,8 @@ def test_tensors_of_helpers_that_are_not_the_modules() -> None:
     torch.testing.assert_close(replicate_module(module, "cpu")[0](X), module(X))
 
 
-def test_other_objects_are_shared() -> None:
-    """Objects of other classes, such as optimizers, are shared, too."""
+def test_what_does_not_refer_to_the_module_is_shared() -> None:
+    """Optimizers, which refer to parameters, are shared, too."""
     seen: list[int] = []
     module = Calls(lambda self, x: x * all(vars(self.kept)[k] is kept[k] for k in kept))
     kept = {
@@ -354,15 +354,15 @@ def test_other_objects_are_shared() -> None:
     }
     module.kept = SimpleNamespace(module=module, **kept)
     module.note = seen.append
-    module.register_forward_hook(lambda me, *_: me.note(me.kept.module is module))
+    module.register_forward_hook(lambda me, *_: seen.append(me.kept.module is me))
     assert DataParallel(module, "cpu*2")(torch.ones(2, 3)).sum() == 6
     assert seen == [True, True]
 
 
 def test_a_hook_may_fill_a_dict_with_replicas_in_every_pass() -> None:
-    module, outputs = nn.Sequential(nn.BatchNorm1d(3)), {}
-    module[0].outputs = outputs
-    module[0].register_forward_hook(lambda me, _, output: me.outputs.update({me: output}))
+    outputs: dict[nn.Module, Tensor] = {}
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module[0].register_forward_hook(lambda me, _, output: outputs.update({me: output}))
     for times in range(1, 4):
         DataParallel(module, "cpu*2")(torch.randn(4, 3))
         assert len(outputs) == 2 * times

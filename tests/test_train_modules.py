@@ -7,12 +7,13 @@ parts, state in odd places.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from train_cases import Calls
 
 from pycollect.train import DataParallel, ReplicaTrainer
-
-Pair = namedtuple("Pair", ["first", "second"])
 
 
 class Twice(nn.Module):
@@ -59,20 +58,40 @@ class Compared(nn.Module):
         return x + sum(self.seen[layer] for layer in self.layers)
 
 
+class Ending:
+    """An object that knows its module, and whose end has effects."""
+
+    ended = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __del__(self) -> None:
+        Ending.ended += 1
+
+
+class Trainer:
+    """An object outside of the module that refers to it, as Lightning's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.file = model, Ending(model)
+
+
 class References(nn.Module):
     """Reaches its layers by containers, methods, partials, objects and parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         a, b = self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.layers, self.held = [a, {"b": (b,)}], SimpleNamespace(layer=a, model=self)
+        self.layers, self.held = [a, {"b": (b,)}], SimpleNamespace(layer=a)
         self.method, self.partial = self.helper, partial(References.helper, self)
         self.a.weight.scale = 0.5
         object.__setattr__(self.a, "parent", self)
+        self.trainer = Trainer(self)
         self.optimizer = torch.optim.Adam(self.parameters())
 
     def helper(self, x: Tensor) -> Tensor:
-        assert self.a.parent is self
+        assert self.trainer.model is self.a.parent is self
         return self.a.parent.b(x) * getattr(self.a.weight, "scale", 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,6 +99,48 @@ class References(nn.Module):
             self.handle = self.b.register_forward_hook(lambda _m, _i, output: output + 1)
         x = self.held.layer(self.layers[1]["b"][0](self.layers[0](x)))
         return self.partial(self.method(x))
+
+
+class Doubling(partial):
+    """A partial that calls twice as much."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+class Registry(dict):
+    """A dict that refuses what a copy does not need."""
+
+    def clear(self) -> None:
+        raise TypeError("a registry is never cleared")
+
+
+class Odd(nn.Module):
+    """Uses layers through references of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.pick, self.made = {"a": self.a}.get, defaultdict(lambda: self.b)
+        self.doubling, self.registry = Doubling(self.b), Registry(b=self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.doubling(self.registry["b"](self.made["b"](self.pick("a")(x))))
+
+
+class Referring(nn.Module):
+    """Computes with a layer to which `refer` gives another reference."""
+
+    def __init__(self, refer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.data = self.layer.weight.data
+        self.found, self.myself = refer(self), lambda: self
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.myself() is self
+        found = self.found() if isinstance(self.found, weakref.ref) else self.found
+        return found(x) + self.data.sum()
 
 
 class Recurrent(nn.Module):
@@ -101,6 +162,23 @@ class Kept(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.features = [self.linear(x)]
         return self.features[0]
+
+
+def with_another_forward(module: nn.Module) -> nn.Module:
+    before = module.forward
+
+    @functools.wraps(before)
+    def after(x: Tensor) -> Tensor:
+        return before(x) * 2
+
+    module.forward = after
+    return module
+
+
+def with_a_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module.register_forward_hook(lambda _module, _inputs, output: module[0](output))
+    return module
 
 
 class Sharing(Twice):
@@ -131,9 +209,21 @@ AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
     "a layer twice in a row": lambda: nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer),
     "a weight under two names": lambda: tied(nn.Linear(3, 3), nn.Linear(3, 3)),
     "references": References,
+    "odd references": Odd,
+    "a function": lambda: Referring(lambda module: lambda x: module.layer(x)),
+    "a default value": lambda: Referring(lambda module: lambda x, m=module: m.layer(x)),
+    "a weak reference": lambda: Referring(lambda module: weakref.ref(module.layer)),
+    "a cache": lambda: Referring(lambda module: functools.lru_cache(1)(module.layer.forward)),
+    "a mapped function": lambda: Referring(lambda module: torch.vmap(module.layer)),
+    "an object with a function": lambda: Referring(lambda module: Timed(lambda x: module.layer(x))),
+    "a compiled function": lambda: Referring(
+        lambda module: torch.compile(module.layer.forward, backend="eager")
+    ),
     "layers that are compared": Compared,
     "a recurrent layer": Recurrent,
     "kept features": Kept,
+    "another forward": lambda: with_another_forward(nn.Linear(3, 3)),
+    "a hook": with_a_hook,
     "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
     "weight_norm of a recurrent layer": lambda: Recurrent(
         lambda layer: nn.utils.weight_norm(layer, "weight_hh_l0")
@@ -170,6 +260,8 @@ def test_modules_as_people_write_them(name: str) -> None:
     replicas = ReplicaTrainer(
         original, "cpu*3", optimizer=sgd, loss=lambda out, y: (out - y).square().sum() / 3
     )
+    gc.collect()
+    ended = Ending.ended
     for x in X[:3]:
         outputs = [model(x) for model in trained]
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
@@ -178,6 +270,7 @@ def test_modules_as_people_write_them(name: str) -> None:
             (output - 1).square().mean().backward()
             step.step()
         replicas.step(x, torch.ones(7, 3))
+    assert Ending.ended == ended
     assert all(map(lambda now, then: now is then, module.parameters(), kept))
     assert all(isinstance(p, nn.Parameter) for p in kept)
     wanted = list(alone.parameters())
@@ -185,19 +278,6 @@ def test_modules_as_people_write_them(name: str) -> None:
     torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(replicas.parameters[2], wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close([p.detach() for p in original.parameters()], start, rtol=0, atol=0)
-
-
-class Counting(nn.Linear):
-    """A layer that counts its calls in training."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls.add_(1)
-        return super().forward(x)
 
 
 class Timed:
@@ -210,90 +290,81 @@ class Timed:
         return self.inner(x)
 
 
-class Referring(nn.Module):
-    """Computes with a layer to which `refer` gives another reference."""
+class Average:
+    """A helper that changes a buffer of its module."""
 
-    def __init__(self, refer: Callable[[Any], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = Counting()
-        self.found = refer(self)
+    __slots__ = ("__module",)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.found() if isinstance(self.found, weakref.ref) else self.found
-        return found(x)
+    def __init__(self, module: nn.Module) -> None:
+        self.__module = module
+
+    def update(self, x: Tensor) -> None:
+        self.__module.count.mul_(0.5).add_(0.5 * x.mean())
 
 
-def with_another_forward(module: Any) -> Callable[[Tensor], Tensor]:
-    before = module.layer.forward
-    module.layer.forward = functools.wraps(before)(lambda x: before(x))
-    return module.layer.forward
+def counting_down(module: Calls) -> Callable[[Tensor, int], Tensor]:
+    def count(x: Tensor, n: int) -> Tensor:
+        module.count.add_(1)
+        return x if n == 0 else count(x + module.count, n - 1)
 
-
-REFERENCES: dict[str, Callable[[Any], Any]] = {
-    "a function": lambda module: lambda x: module.layer(x),
-    "a function with a list": lambda module: lambda x, layers=[module.layer]: layers[0](x),
-    "another forward": with_another_forward,
-    "a weak reference": lambda module: weakref.ref(module.layer),
-    "a cache": lambda module: functools.lru_cache(0)(module.layer.forward),
-    "a container's method": lambda module: partial(
-        lambda get, x: get("layer")(x), {"layer": module.layer}.get
-    ),
-    "a mapped function": lambda module: torch.vmap(module.layer),
-    "an object with a function": lambda module: Timed(lambda x: module.layer(x)),
-    "a compiled function": lambda module: torch.compile(module.layer.forward, backend="eager"),
-    "an object": lambda module: Timed(module.layer.forward),
-}
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_references_that_replicas_share(name: str) -> None:
-    """They are exact as long as they change nothing; copies for a whole training have none."""
-    module, alone = Referring(REFERENCES[name]).eval(), Counting()
-    alone.load_state_dict(module.layer.state_dict())
-    x, sgd = torch.randn(7, 3), partial(torch.optim.SGD, lr=0.1)
-    for model in (alone.eval(), DataParallel(module, "cpu*3")):
-        output = model(x)
-        output.square().sum().backward()
-    torch.testing.assert_close(output, alone(x))
-    torch.testing.assert_close(
-        [p.grad for p in module.parameters()], [p.grad for p in alone.parameters()]
-    )
-    with pytest.raises(RuntimeError, match=r"while rank 1 ran, layer.calls has changed, which all"):
-        DataParallel(module.train(), "cpu*2")(x)
-    if name == "an object":
-        replicas = ReplicaTrainer(module, "cpu*2", optimizer=sgd, loss=lambda out, y: out.sum())
-        replicas.step(x, x)
-        assert [mine.layer.calls for mine in replicas.modules] == [3, 3]
-        assert module.layer.calls == 2
-    else:
-        with pytest.raises(ValueError, match="refers to the module, and the copies of all ranks"):
-            ReplicaTrainer(module, "cpu*2", optimizer=sgd)
+    return count
 
 
 def with_(**attributes: Callable[[Any], Any]) -> Calls:
     module = Calls(lambda self, x: self.run(self, x * self.weight))
     module.norm, module.plain = nn.BatchNorm1d(3), torch.zeros(3)
     module.loose = [nn.BatchNorm1d(3)]
+    module.run = lambda self, x: self.norm(x)
     for name, make in attributes.items():
         setattr(module, name, make(module))
     return module
 
 
+def forward_is(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Calls:
+    module = with_()
+    module.norm.forward = make(module.norm.forward)
+    return module
+
+
 STATEFUL: dict[str, Callable[[], Calls]] = {
-    "a method": lambda: with_(
-        act=lambda module: module.norm.forward, run=lambda _: lambda self, x: self.act(x)
+    "an object as forward": lambda: forward_is(Timed),
+    "a cache": lambda: forward_is(functools.lru_cache(maxsize=0)),
+    "a partial": lambda: forward_is(partial),
+    "a read-only mapping": lambda: with_(
+        names=lambda module: MappingProxyType({"norm": module.norm.forward}),
+        run=lambda _: lambda self, x: self.names["norm"](x),
     ),
-    "compiled in place": lambda: with_(
-        _=lambda module: compiled_in_place(module.norm), run=lambda _: lambda self, x: self.norm(x)
+    "a recursive function": lambda: with_(
+        counter=counting_down, run=lambda _: lambda self, x: self.counter(x, 2)
     ),
-    "containers": lambda: with_(
-        names=lambda module: {"norms": (Pair(deque([module.norm]), 1),)},
-        run=lambda _: lambda self, x: self.names["norms"][0].first[0](x),
+    "a tensor's method": lambda: with_(
+        add=lambda module: module.count.add_, run=lambda _: lambda self, x: x * self.add(len(x))
+    ),
+    "a namespace": lambda: with_(
+        names=lambda module: SimpleNamespace(norms=deque([module.norm])),
+        run=lambda _: lambda self, x: self.names.norms[0](x),
+    ),
+    "a helper": lambda: with_(
+        average=Average, run=lambda _: lambda self, x: self.average.update(x) or x - self.count
     ),
     "a view of a buffer": lambda: with_(
         view=lambda module: module.norm.running_mean[1:],
         run=lambda _: lambda self, x: self.norm(x) + self.view.add_(1).sum(),
+    ),
+    "a view in an object": lambda: with_(
+        view=lambda module: SimpleNamespace(mean=module.norm.running_mean[1:]),
+        run=lambda _: lambda self, x: self.norm(x) + self.view.mean.add_(1).sum(),
+    ),
+    "a weak reference": lambda: with_(
+        weak=lambda module: weakref.ref(module.norm), run=lambda _: lambda self, x: self.weak()(x)
+    ),
+    "a weak method": lambda: with_(
+        weak=lambda module: weakref.WeakMethod(module.norm.forward),
+        run=lambda _: lambda self, x: self.weak()(x),
+    ),
+    "a weak proxy": lambda: with_(
+        names=lambda module: [weakref.proxy(module.norm)],
+        run=lambda _: lambda self, x: self.names[0](x),
     ),
     "a plain tensor": lambda: with_(run=lambda _: lambda self, x: x + self.plain.add_(x.mean(0))),
     "an unregistered layer": lambda: with_(run=lambda _: lambda self, x: self.loose[0](x)),

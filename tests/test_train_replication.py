@@ -17,9 +17,10 @@ from train_cases import (
     batches,
     replicas_of,
     same_bits,
+    trained_ranks,
 )
 
-from pycollect.train import DataParallel, replicate_module
+from pycollect.train import DataParallel, SyncBatchNorm, convert_sync_batchnorm, replicate_module
 
 
 class Everything(nn.Module):
@@ -245,3 +246,44 @@ def test_parameters_and_buffers_of_any_kind() -> None:
         assert mine.get_buffer("scale").float().tolist() == [1, 1]
         assert torch.equal(mine.get_buffer("map").to_dense(), torch.eye(4))
         assert mine.get_buffer("conjugate").tolist() == [-1j]
+
+
+class Holder:
+    """An object that refers to a layer by a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_statistics_over_all_ranks_reach_layers_in_lists() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 4)
+            self.layers = [self.norm, nn.BatchNorm1d(6, affine=False)]
+            self.holder = Holder(self.linear)
+            self.holder.last = nn.BatchNorm1d(4, affine=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.layers, self.holder, self.holder.last):
+                x = layer(x)
+            return x
+
+    module = Listed()
+    whole, data = replicas_of(module, 1), batches([6, 6])
+    for X, y in data:
+        whole.step(X, y)
+    converted = trained_ranks(lambda: module, 2, data)[1]
+    for name, value in whole.modules[0].state_dict().items():
+        torch.testing.assert_close(converted.state_dict()[name], value, rtol=0, atol=1e-5)
+    layers = (*converted.layers, converted.holder.last)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in layers)
+    assert converted.layers[0] is converted.norm
+    assert converted.holder.function is converted.linear
+    fresh = Listed()
+    fresh.norm.forward = Holder(fresh.norm.forward)
+    with pytest.raises(ValueError, match="norm is a BatchNorm1d with another forward"):
+        convert_sync_batchnorm(fresh)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
 from contextlib import nullcontext
 from numbers import Number
 from typing import Any
@@ -29,16 +29,8 @@ from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 from pycollect.errors import shown
 
-from .module_replication import (
-    Held,
-    as_copy,
-    check_replicable,
-    copies_of,
-    held_by,
-    in_memory_of,
-    referents,
-    shallow_copy,
-)
+from .module_replication import as_copy, check_replicable, copies_of, in_memory_of
+from .references import References, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Bytes of earlier passes' replicas at which a collection of 50 to 100 ms takes less than they do.
@@ -62,13 +54,11 @@ class DataParallel(nn.Module):
 
     As in torch, a rank normalises over its own shard, only rank 0's changes to buffers are kept and
     other assignments to the module in ``forward`` are lost, and ``state_dict`` has the prefix
-    ``module.``. Replicas have their own methods, lists, tuples and dicts of parts, but share
-    functions and other objects: through these they compute with the module itself, on its device.
-    Unlike in torch, a parameter that no rank used has no gradient. Raises ValueError for a module
-    that is not on the first device or has no replicas (TorchScript, parameters without a shape),
-    inputs of different lengths, and inputs and outputs that cannot be split or joined; RuntimeError
-    if ``forward`` changes parameters differently on the ranks, or changes buffers of the module
-    itself in place of its replica's.
+    ``module.``. Unlike in torch, a parameter that no rank used has no gradient. Raises ValueError
+    for a module that is not on the first device or has no replicas (TorchScript, parameters without
+    a shape), inputs of different lengths, and inputs and outputs that cannot be split or joined;
+    RuntimeError if ``forward`` changes parameters differently on the ranks, or changes buffers of
+    the module itself in place of its replica's.
 
     >>> net = DataParallel(nn.Linear(3, 2), "cpu*2")
     >>> net(torch.zeros(5, 3)).shape
@@ -255,20 +245,24 @@ class _Replicas:
     """
 
     def __init__(self, module: nn.Module, ranks: Sequence[torch.device]) -> None:
-        self._module, held = module, held_by(module)
-        modules, tensors = held.modules, held.tensors
-        scripts = any(isinstance(part, torch.jit.ScriptModule) for part in modules)
+        self._module, references = module, References(module)
+        tensors = references.tensors
+        scripts = any(isinstance(part, torch.jit.ScriptModule) for part in references.modules)
         if scripts or any(map(nn.parameter.is_lazy, tensors)):
             check_replicable(module)
         # A computed tensor is left to the module that computes it, unless it is a buffer.
-        buffers = {id(t) for part in modules for t in part._buffers.values()}
+        buffers = {id(t) for part in references.modules for t in part._buffers.values()}
         tensors = [t for t in tensors if t.is_leaf or id(t) in buffers]
         tensors = [t for t in tensors if t.device == ranks[0]]
         # Rank 0 has the buffers themselves, also those that are differentiated.
         self._differentiated = [t for t in tensors if t.requires_grad and id(t) not in buffers]
         moved = [t for t in tensors if t.requires_grad and id(t) in buffers]
         self._shared = [t for t in tensors if not t.requires_grad]
-        self._watched = [*self._shared, *_of_objects(held)]
+        held = set(map(id, references.tensors))
+        helpers = [t for t in references.all_tensors if id(t) not in held and not t.requires_grad]
+        self._shared += in_memory_of(self._shared, helpers)
+        self._watched = [*self._shared, *in_memory_of(self._differentiated, helpers)]
+        self._watched += _of_other_modules(references)
         self._copies = autograd.replicate(self._differentiated, ranks)
         self._versions = [_versions(copies) for copies in self._copies]
         self.nbytes = sum(t.nbytes for copies in self._copies for t in copies)
@@ -283,8 +277,7 @@ class _Replicas:
                 new[id(tensor)] = copied
             for tensor, copied in zip(self._shared if own else [], own, strict=True):
                 new[id(tensor)] = as_copy(tensor, copied)
-            shares = not self.modules
-            self.modules.append(shallow_copy(modules, new, shares_buffers=shares))
+            self.modules.append(references.copy(new, shares_buffers=not self.modules))
 
     def run(
         self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any], alone: Callable[[], bool]
@@ -299,8 +292,8 @@ class _Replicas:
             if rank > 0 and then != now and alone():
                 raise RuntimeError(
                     f"DataParallel: while rank {rank} ran, {self._name(tensor)} has changed, which "
-                    "all replicas share: forward reaches it by a function, a global variable or "
-                    "another object that is no part of the module"
+                    "all replicas share: forward reaches it by a global variable or another object "
+                    "that is no part of the module"
                 )
         return output
 
@@ -325,12 +318,12 @@ class _Replicas:
         return next(found, f"a tensor of shape {list(tensor.shape)}")
 
 
-def _of_objects(held: Held) -> list[Tensor]:
-    """Return the tensors of modules that only objects hold, and those in a module's memory."""
-    parts = held.all_modules[len(held.modules) :]
+def _of_other_modules(references: References) -> list[Tensor]:
+    """Return the parameters and buffers of modules that all replicas share."""
+    known = {id(part) for part in references.modules}
+    parts = [part for part in references.all_modules if id(part) not in known]
     found = (t for p in parts for t in (*p._parameters.values(), *p._buffers.values()))
-    theirs = [t for t in found if t is not None and not nn.parameter.is_lazy(t)]
-    return theirs + in_memory_of(held.tensors, held.all_tensors[len(held.tensors) :])
+    return [t for t in found if t is not None and not nn.parameter.is_lazy(t)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -393,7 +386,8 @@ def holds_data(value: Any) -> bool:
             if getattr(item, "shape", None) != ():  # of NumPy's numbers
                 return True
         else:
-            stack.extend(referents(item))
+            parts: Any = item if isinstance(item, MappingView) else parts_of(item)
+            stack.extend(parts)
     return False
 
 

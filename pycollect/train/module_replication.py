@@ -1,20 +1,13 @@
-"""Copies of a module for every rank: whole ones, and shallow ones for a single forward pass.
+"""Copies of modules, which share nothing with the original, and copies of their tensors.
 
-A whole copy shares nothing with the original. A shallow one shares all but the modules, tensors and
-the containers that hold them, so it costs little more than they do. What a forward pass leaves for
-the backward pass, such as a checkpoint that runs a layer again, holds the shallow copy, and so
-finds the tensors of its rank. Copies of tensors that share memory share it, too.
+Copies of tensors that share memory share it, too. For replicas that live for one forward pass and
+share all but the tensors, see references.py.
 """
 
 import copy
-import gc
-import types
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import _lru_cache_wrapper, partial
-from operator import is_not
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +16,9 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .references import References
+
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
-_PLAIN = {type(None), bool, int, float, str}
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-# Not searched for what a module holds: what copy.deepcopy shares, and what leads to all of Python.
-_CLOSED = (type, types.ModuleType, types.FunctionType, types.FrameType, types.GeneratorType)
-# By these a whole copy may still refer to the original, because copy.deepcopy shares functions.
-_FUNCTIONS = (
-    *(types.FunctionType, types.MethodType, types.BuiltinMethodType, types.CellType),
-    *(partial, _lru_cache_wrapper, weakref.ref),
-)
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-_REPLICA = "_replica_id"  # an attribute of shallow copies; copies of these are modules as others
 
 
 def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
@@ -46,8 +30,7 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     gradients are not. A tensor that the module has computed, such as the weight of a layer with
     weight_norm, is copied without its history, and the forward pass must compute it again. Raises
     ValueError for a parameter without a shape or with a hook, a TorchScript module, an attribute
-    that copy.deepcopy refuses, a function that refers to the module other than as a method does,
-    such as a closure, because all copies would share it, and a device that does not exist.
+    that copy.deepcopy refuses, and a device that does not exist.
 
     >>> a, b = replicate_module(nn.Linear(2, 3), "cpu*2")
     >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()
@@ -205,7 +188,7 @@ def _copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, An
     They are those of parameters and buffers, and of other tensors that share memory with them.
     """
     own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-    others = [t for t in held_by(module).all_tensors if id(t) not in own and t.is_leaf]
+    others = [t for t in References(module).all_tensors if id(t) not in own and t.is_leaf]
     tensors = [*own.values(), *in_memory_of(own.values(), others)]
     return [
         {id(tensor): as_copy(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
@@ -217,47 +200,19 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy the module by copy.deepcopy, with the tensors of the memo in place of its own.
 
     deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
-    becomes a reference to the same copy. Raises ValueError for a function by which the copy would
-    still refer to the original.
+    becomes a reference to the same copy. Functions, which deepcopy shares, refer to the copy, too.
     """
-    parts = {id(part) for part in held_by(module).all_modules}
-    parts |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    replaced = dict(memo)
+    parts = References(module).all_modules
     with _Detached():
         try:
             new = copy.deepcopy(module, memo)
         except Exception as error:
             where = _uncopied(module, memo)
             raise ValueError(f"{where} cannot be copied for every rank: {error}") from error
-    for key, made in memo.items():
-        if key != id(memo):  # of the originals, which deepcopy keeps alive
-            _check_functions(made, parts)
+    replaced |= {id(part): memo[id(part)] for part in parts if id(part) in memo}
+    References(new, replaced).replace(replaced, own={id(made) for made in memo.values()})
     return new
-
-
-def _check_functions(made: Any, parts: set[int]) -> None:
-    """Raise ValueError if a copied object holds a function that refers to one of the parts."""
-    held = [(item, item) for item in gc.get_referents(made) if isinstance(item, _FUNCTIONS)]
-    seen: dict[int, Any] = {}
-    while held:
-        function, item = held.pop()
-        if id(item) in parts:
-            name = getattr(function, "__qualname__", type(function).__name__)
-            raise ValueError(
-                f"{name} refers to the module, and the copies of all ranks would share it: make "
-                "it a method, or pass it what it needs, as hooks get their module"
-            )
-        if id(item) not in seen and isinstance(item, (*_FUNCTIONS, *_CONTAINERS)):
-            seen[id(item)] = item
-            held += [(function, part) for part in referents(item)]
-
-
-def referents(value: Any) -> Iterable[Any]:
-    """Return what a function or container refers to, but for global variables."""
-    if isinstance(value, types.FunctionType):
-        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if isinstance(value, weakref.ref):  # recurrent layers have those of tensors, and renew them
-        return [item for item in [value()] if isinstance(item, nn.Module)]
-    return gc.get_referents(value)
 
 
 def as_copy(tensor: Tensor, mine: Tensor) -> Tensor:
@@ -304,106 +259,3 @@ def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> str:
             except Exception:  # the error itself is raised with the name
                 return f"attribute {attribute} of {name or type(part).__name__}"
     return f"module {type(module).__name__}"
-
-
-# --- shallow copies -------------------------------------------------------------------------------
-
-
-class Held(NamedTuple):
-    """What a module holds: itself, its parts, parameters, buffers and other attributes.
-
-    `modules` and `tensors` it holds by itself and in lists, dicts and other containers, and
-    `all_modules` and `all_tensors` also by instances of other classes. Shallow copies of earlier
-    forward passes are left out.
-    """
-
-    modules: list[nn.Module]
-    tensors: list[Tensor]
-    all_modules: list[nn.Module]
-    all_tensors: list[Tensor]
-
-
-def held_by(module: nn.Module) -> Held:
-    """Return what the module holds."""
-    modules: list[nn.Module] = [module]
-    tensors: list[Tensor] = []
-    of_replica = vars(module).get(_REPLICA) == id(module)
-    seen: dict[int, Any] = {id(module): module}
-
-    def search(stack: list[Any]) -> list[Any]:
-        """Search these values and what they hold; return the instances of other classes found."""
-        others = []
-        while stack:
-            # What the collector does not track refers to nothing that it tracks, such as numbers.
-            for child in filter(gc.is_tracked, gc.get_referents(stack.pop())):
-                if id(child) in seen:
-                    continue
-                seen[id(child)] = child
-                kind = type(child)
-                if issubclass(kind, _CONTAINERS):
-                    stack.append(child)
-                elif issubclass(kind, Tensor):
-                    tensors.append(child)
-                elif issubclass(kind, nn.Module):
-                    if of_replica or vars(child).get(_REPLICA) != id(child):
-                        modules.append(child)
-                        stack.append(child)
-                elif not issubclass(kind, _CLOSED) and not kind.__module__.startswith("torch."):
-                    others.append(child)
-        return others
-
-    others = search([module])
-    found = list(modules), list(tensors)
-    while others:
-        others = search(others)
-    return Held(*found, modules, tensors)
-
-
-def shallow_copy(
-    modules: Sequence[nn.Module], tensors: Mapping[int, Tensor], *, shares_buffers: bool = False
-) -> nn.Module:
-    """Return a copy of the first module that shares all but the modules and the tensors, by id.
-
-    Containers that hold these, and bound methods of modules, are new. So are the dicts of hooks and
-    of parts, for what a forward pass may register; but with `shares_buffers` the copies have the
-    dicts of buffers of the originals, so that what it assigns to a buffer stays there.
-
-    >>> layer = nn.Linear(2, 1, bias=False)
-    >>> shallow_copy([layer], {id(layer.weight): torch.ones(1, 2)})(torch.ones(2))
-    tensor([2.])
-    """
-    new: dict[int, Any] = dict(tensors)
-    new |= {id(part): object.__new__(type(part)) for part in modules}
-    for part in modules:
-        state = new[id(part)].__dict__
-        for name, value in vars(part).items():
-            state[name] = renewed = value if type(value) in _PLAIN else _renewed(value, new)
-            if renewed is value and (type(value) is OrderedDict or name in _REGISTRIES):
-                state[name] = value.copy()
-        if shares_buffers:
-            state["_buffers"] = part._buffers
-        state |= {"_is_replica": True, _REPLICA: id(new[id(part)])}  # the first is torch's mark
-        state.pop("_compiled_call_impl", None)  # that of the original
-    return cast(nn.Module, new[id(modules[0])])
-
-
-def _renewed(value: Any, new: Mapping[int, Any]) -> Any:
-    """Return a value, or in its place a new one that refers to new objects by the old ids."""
-    kind: Any = type(value)
-    if id(value) in new:
-        return new[id(value)]
-    if kind is types.MethodType and id(value.__self__) in new:
-        return types.MethodType(value.__func__, new[id(value.__self__)])
-    if kind in (dict, OrderedDict):
-        if not value:
-            return value
-        parts = [part for pair in value.items() for part in pair]
-        found = [_renewed(part, new) for part in parts]
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return kind(pairs) if any(map(is_not, found, parts)) else value
-    named = issubclass(kind, tuple) and hasattr(kind, "_make")
-    if named or kind in (list, tuple, set, deque):
-        found = [_renewed(item, new) for item in value]
-        if any(map(is_not, found, value)):
-            return kind._make(found) if named else kind(found)
-    return value
