@@ -164,6 +164,31 @@ class Kept(nn.Module):
         return self.features[0]
 
 
+class Collecting(nn.Module):
+    """Layers that leave their outputs in a list of all of them, and in a dict that a hook fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs, self.inputs = [], {}
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        inputs = self.inputs
+        for layer in self.layers:
+            layer.outputs = self.outputs
+            layer.register_forward_hook(lambda self, _, output: self.outputs.append(output))
+            layer.register_forward_hook(lambda self, given, _: inputs.update({"last": given[0]}))
+        # No copy may take long because of many references, or not end because of a circle.
+        self.tree: dict[str, Any] = {"leaf": [1]}
+        for _ in range(40):
+            self.tree = {"left": self.tree, "right": self.tree}
+        self.tree["root"] = self.tree
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(self.outputs) + self.inputs["last"]
+
+
 def with_another_forward(module: nn.Module) -> nn.Module:
     before = module.forward
 
@@ -213,6 +238,19 @@ AS_PEOPLE_WRITE_THEM: dict[str, Callable[[], nn.Module]] = {
     "a function": lambda: Referring(lambda module: lambda x: module.layer(x)),
     "a default value": lambda: Referring(lambda module: lambda x, m=module: m.layer(x)),
     "a weak reference": lambda: Referring(lambda module: weakref.ref(module.layer)),
+    "a weak reference to a weight": lambda: Referring(
+        lambda module: (lambda weight: lambda x: x @ weight().t())(weakref.ref(module.layer.weight))
+    ),
+    "a function in a tuple": lambda: Referring(
+        lambda module: partial(lambda found, x: found[0](x), (lambda x: module.layer(x),))
+    ),
+    "an object in a closure": lambda: Referring(
+        lambda module: (lambda timed: lambda x: timed(x))(Timed(module.layer.forward))
+    ),
+    "a weight's memory in a closure": lambda: Referring(
+        lambda module: (lambda kept: lambda x: module.layer(x) @ kept)(module.layer.weight.detach())
+    ),
+    "shared lists, dicts of hooks, circles": Collecting,
     "a cache": lambda: Referring(lambda module: functools.lru_cache(1)(module.layer.forward)),
     "a mapped function": lambda: Referring(lambda module: torch.vmap(module.layer)),
     "an object with a function": lambda: Referring(lambda module: Timed(lambda x: module.layer(x))),

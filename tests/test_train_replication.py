@@ -79,6 +79,13 @@ def hooked(register: str) -> nn.Module:
     return module
 
 
+def by_a_global_variable() -> nn.Module:
+    names: dict[str, Any] = {"torch": torch, "layer": nn.Linear(2, 2)}  # as in a notebook
+    names["net"] = nn.Sequential(names["layer"])
+    exec("net.run = lambda self, x: self.layer(x)\nnet[0].scaled = lambda x: net(x) * 2", names)
+    return names["net"]
+
+
 def in_two_storages() -> nn.Module:
     module, memory = nn.ParameterList([torch.ones(4), torch.ones(4)]), bytearray(24)
     for param, begin in zip(module, (0, 8), strict=True):
@@ -90,6 +97,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "weight has no shape.*send one batch through the module first": lambda: nn.LazyLinear(2),
     "TorchScript": lambda: torch.jit.script(nn.Linear(2, 2)),
     "attribute lock of 0 cannot be copied for every rank": lambda: with_("lock", threading.Lock()),
+    "<lambda> uses the module by the global variable 'net'": by_a_global_variable,
     "parameter weight has a hook.*register it with the replicas": lambda: hooked("register_hook"),
     "parameter weight has a hook": lambda: hooked("register_post_accumulate_grad_hook"),
     r"shapes \[\[4\], \[4\]\] share memory of several": in_two_storages,

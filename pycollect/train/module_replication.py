@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .references import References
+from .references import CONTAINERS, References, global_names
 
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
 
@@ -30,7 +30,8 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     gradients are not. A tensor that the module has computed, such as the weight of a layer with
     weight_norm, is copied without its history, and the forward pass must compute it again. Raises
     ValueError for a parameter without a shape or with a hook, a TorchScript module, an attribute
-    that copy.deepcopy refuses, and a device that does not exist.
+    that copy.deepcopy refuses, a function held by the module that uses it by a global variable, and
+    a device that does not exist.
 
     >>> a, b = replicate_module(nn.Linear(2, 3), "cpu*2")
     >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()
@@ -200,18 +201,30 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy the module by copy.deepcopy, with the tensors of the memo in place of its own.
 
     deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
-    becomes a reference to the same copy. Functions, which deepcopy shares, refer to the copy, too.
+    becomes a reference to the same copy. Functions, which deepcopy shares, refer to copies, too: of
+    tensors, modules and containers, such as a dict in which a hook keeps outputs.
     """
     replaced = dict(memo)
-    parts = References(module).all_modules
     with _Detached():
         try:
             new = copy.deepcopy(module, memo)
         except Exception as error:
             where = _uncopied(module, memo)
             raise ValueError(f"{where} cannot be copied for every rank: {error}") from error
-    replaced |= {id(part): memo[id(part)] for part in parts if id(part) in memo}
-    References(new, replaced).replace(replaced, own={id(made) for made in memo.values()})
+    replaced |= {
+        key: made
+        for key, made in memo.items()
+        if isinstance(made, (nn.Module, *CONTAINERS)) and key != id(memo)
+    }
+    found = References(new, replaced)
+    for function in found.functions:
+        for name in global_names(function):
+            if id(function.__globals__.get(name)) in replaced:
+                raise ValueError(
+                    f"{function.__qualname__} uses the module by the global variable {name!r}, and "
+                    "would use it for every rank's copy, too: pass it the module, as hooks get theirs"
+                )
+    found.replace(replaced, own={id(made) for made in memo.values()})
     return new
 
 

@@ -6,6 +6,7 @@ holds the replica, and so finds the tensors of its rank.
 """
 
 import copy
+import dis
 import functools
 import gc
 import types
@@ -17,8 +18,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-_CONTAINERS = (list, dict, set, deque)
-_MUTABLE = (*_CONTAINERS, types.FunctionType, types.CellType)
+CONTAINERS = (list, dict, set, deque)
+_MUTABLE = (*CONTAINERS, types.FunctionType, types.CellType)
 _SEARCHED = (*_MUTABLE, partial)
 _PLAIN_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
@@ -51,6 +52,11 @@ class References:
         self.modules, self.tensors = list(self.all_modules), list(self.all_tensors)
         while others:
             others = self._search(others)
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """The functions, with closures or without, to which the module refers."""
+        return [item for item in self._objects if type(item) is types.FunctionType]
 
     def _search(self, stack: list[Any]) -> list[Any]:
         """Search these values and what they hold; return the instances of other classes found."""
@@ -159,6 +165,11 @@ def parts_of(value: Any) -> Iterable[Any]:
     if kind is types.MappingProxyType:
         return [*value.values()]
     return _attributes(value)
+
+
+def global_names(function: types.FunctionType) -> set[str]:
+    """Return the names of the global variables that a function reads."""
+    return {read.argval for read in dis.get_instructions(function) if read.opname == "LOAD_GLOBAL"}
 
 
 def _is_part(value: Any) -> bool:
@@ -311,7 +322,7 @@ class _Rebuilder:
             return types.FunctionType(*names, None, closure)
         if kind is types.CellType:
             return types.CellType()
-        if issubclass(kind, _CONTAINERS):
+        if issubclass(kind, CONTAINERS):
             return _container(value)
         return types.SimpleNamespace() if kind is types.SimpleNamespace else object.__new__(kind)
 
