@@ -222,7 +222,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if id(function.__globals__.get(name)) in replaced:
                 raise ValueError(
                     f"{function.__qualname__} uses the module by the global variable {name!r}, and "
-                    "would use it for every rank's copy, too: pass it the module, as hooks get theirs"
+                    "would use it for every rank's copy, too: pass it the module, as hooks do"
                 )
     found.replace(replaced, own={id(made) for made in memo.values()})
     return new
