@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import test_dist_work
 import torch
 import torch.distributed as dist
 from devices import LARGE, until
@@ -48,11 +49,15 @@ def use_a_group_once(me: RankContext, site: Any, i: int) -> None:
 
 
 def cycles(me: RankContext, count: int) -> list[Any]:
-    left = []
+    left: list[Any] = []
+    held = 0  # bytes on a GPU, after half of the cycles
     for i in range(count):
         site = me.start(f"cycle_{i}")
         use_a_group_once(me, site, i)
         left += [found] if any(found := (site.unreleased(), site.violations())) else []
+        if site.real and i >= count // 2:
+            held = held or torch.cuda.memory_allocated()
+            left += [more] if (more := torch.cuda.memory_allocated() - held) > 0 else []
         del site
     return left
 
@@ -62,6 +67,11 @@ def test_groups_leave_nothing_behind(site):
     count = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "16"))
     with fresh(2, group=False, site=site) as pool:
         assert pool.run(cycles, count, seconds=300.0) == [[], []]
+
+
+@pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
+def test_groups_that_cross_in_any_order(pools, site):
+    pools(3, site=site).run(test_dist_work.cycle)
 
 
 # --- destroying a group ---------------------------------------------------------------------------

@@ -47,15 +47,16 @@ def test_ranks_at_any_alignments_are_folded_in_packets(dtype: torch.dtype, op: s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
-@pytest.mark.parametrize("count", [0, 1, 2, 511, 512, 513, 1023, 1024, 1040, 70_001])
+@pytest.mark.parametrize("count", [0, 1, 2, 511, 512, 513, 1023, 1024, 1040, 70_001, 160_003])
 def test_heads_and_tails_of_ranks_at_equal_and_different_alignments(dtype: torch.dtype, count: int):
-    """Also of rows with more packets than threads."""
-    for first, second in ((0, 1), (3, 2), (5, 9), (1, 8), (1, 1)):
-        tensors = ref.randoms(5, [count], dtype)
+    """Also of rows with more packets than threads, of which a thread loads several at once."""
+    apart = [(5, first, second) for first, second in ((0, 1), (3, 2), (5, 9), (1, 8), (1, 1))]
+    for world, first, second in (*apart, (2, 1, 1), (4, 1, 1), (8, 1, 1)):
+        tensors = ref.randoms(world, [count], dtype)
         srcs = [shifted(t, second if r == 3 else first) for r, t in enumerate(tensors)]
         launches = launch([Row(srcs, srcs)])
-        ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * 5)
-        assert sum(one["loaded"] for one in launches) == 5 * count * dtype.itemsize
+        ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * world)
+        assert sum(one["loaded"] for one in launches) == world * count * dtype.itemsize
         assert sum(one["loaded_twice"] for one in launches) == 0
         if first == second and count > 511:
             assert launches[0]["widest_load"] == launches[0]["widest_store"] == 16

@@ -66,6 +66,11 @@ def scattered(count: int = 6, dtype: torch.dtype = F32) -> RankCall:
     return lambda: dist.reduce_scatter(ones(count, dtype), rows(6, dtype))
 
 
+def scattered_unevenly(*counts: int) -> RankCall:
+    """Reduce-scatter of rows of these sizes."""
+    return lambda: dist.reduce_scatter(ones(counts[dist.get_rank()]), [*map(ones, counts)])
+
+
 def scattered_whole(count: int) -> RankCall:
     return lambda: dist.reduce_scatter_tensor(ones(count), ones(WORLD * count))
 
@@ -108,6 +113,11 @@ DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
     "large count": (reduced(1_000_000), reduced(3), ("1000000", "3")),
     "count, broadcast": (sent(6), sent(5), ("6", "5")),
     "count, reduce_scatter": (scattered_whole(2), scattered_whole(3), ("reduce_scatter",)),
+    "rows of one sum": (
+        scattered_unevenly(5, 5, 5),
+        scattered_unevenly(6, 4, 5),
+        ("reduce_scatter", "different sizes"),
+    ),
     "dtype": (reduced(), reduced(dtype=F64), ("float32", "float64")),
     "dtype of one size": (gathered(), gathered(I32), ("float32", "int32")),
     "dtype that only moves": (sent(dtype=U16), sent(dtype=BF16), ("uint16", "bfloat16")),

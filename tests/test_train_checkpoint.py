@@ -15,7 +15,7 @@ import torch
 from programs import Program
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from train_cases import convolutional, noise, same_bits
+from train_cases import convolutional, noise, same_bits, same_tensors
 
 from pycollect.train import (
     CheckpointError,
@@ -28,7 +28,6 @@ from pycollect.train import (
 )
 from pycollect.train.__main__ import main
 from pycollect.train.interrupt import Interrupt, Stopped
-from pycollect.train.records import same_bits as same_tensors
 
 DATA = noise()
 HEAD = {"format": "pycollect.train"}

@@ -8,10 +8,17 @@ import pytest
 import torch
 from sites import GPU
 from torch import nn
-from train_cases import batches, difference, perceptron, replicas_of, same_bits, trained
+from train_cases import (
+    batches,
+    difference,
+    perceptron,
+    replicas_of,
+    same_bits,
+    same_tensors,
+    trained,
+)
 
 from pycollect.train import MODELS, AutoShares, Data, reduce_gradients_naive, train
-from pycollect.train.records import same_bits as same_tensors
 
 pytestmark = pytest.mark.cuda
 

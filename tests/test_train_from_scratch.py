@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from train_cases import CPU
+from train_cases import CPU, same_tensors
 
 from pycollect.train import (
     LeNet,
@@ -22,7 +22,6 @@ from pycollect.train import (
     train_batch,
 )
 from pycollect.train.from_scratch import gradients
-from pycollect.train.records import same_bits
 
 UNEVEN = (16, 16, 7, 3, 1, 16)  # not divisible by 3; a batch of 1 leaves all ranks but one idle
 
@@ -50,7 +49,7 @@ def test_ranks_train_as_one_device_and_as_the_books_loop(world):
         concise.step(X, y)
     ours, book = trained(world, reduce_gradients_coalesced), trained(world, reduce_gradients_naive)
     for replica in (*ours, *book):
-        assert all(map(same_bits, replica, ours[0]))
+        assert all(map(same_tensors, replica, ours[0]))
         assert not any(grad.any() for grad in gradients(replica))
     for found in (ours[0], concise.parameters[-1]):
         torch.testing.assert_close(list(found), params, rtol=0, atol=1e-5)

@@ -14,7 +14,15 @@ import torch
 from sites import GPU, ON_GPU
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
-from train_cases import CLASSES, FEATURES, batches, perceptron, replicas_of, same_in_graphs
+from train_cases import (
+    CLASSES,
+    FEATURES,
+    batches,
+    perceptron,
+    replicas_of,
+    same_in_graphs,
+    same_tensors,
+)
 
 from pycollect.train import (
     GraphedStep,
@@ -27,7 +35,6 @@ from pycollect.train import (
 )
 from pycollect.train.compiled_step import CompiledStep
 from pycollect.train.graph import capture
-from pycollect.train.records import same_bits
 
 X, Y = batches([8])[0]
 
@@ -79,15 +86,15 @@ def test_a_captured_step_trains_the_same_bits(device, capturing, make, begun):
     # Some convolutions of cuDNN add in any order.
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         eager, between, captured, wanted, found = make([torch.device(device)] * 3, capturing, begun)
-        assert all(map(same_bits, found, wanted)), "capturing has changed the state"
+        assert all(map(same_tensors, found, wanted)), "capturing has changed the state"
         start = [t.clone() for t in found]
         for seed in range(4):
             losses = captured(*images(seed)), eager(*images(seed))
             assert [*map(float, losses[0])] == [*map(float, losses[1])]
         eager(*images(7, n=4)), between(*images(7, n=4))  # a batch of another size, not captured
         eager(*images(8)), captured(*images(8))
-        assert all(map(same_bits, found, wanted))
-        assert not same_bits(found[-2], start[-2])
+        assert all(map(same_tensors, found, wanted))
+        assert not same_tensors(found[-2], start[-2])
 
 
 def test_other_threads_may_use_the_gpu_during_the_capture(monkeypatch):

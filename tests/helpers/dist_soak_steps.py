@@ -109,10 +109,10 @@ class GroupRank:
         """The global rank of a rank of the group, as torch.distributed calls take it."""
         return dist.get_global_rank(self.group, rank)
 
-    def copy(self, values: Tensor, flat: bool = False) -> Tensor:
-        """Copy the values into a randomly chosen kind of memory; `flat`: without gaps."""
+    def copy(self, values: Tensor, flat: bool = False, layout: str = "") -> Tensor:
+        """Copy the values into the given kind of memory, or any; `flat`: without gaps."""
         layouts = ("contiguous", "contiguous", "symmetric", "misaligned", "every_other")
-        layout = self.local.choice(layouts[: len(layouts) - flat])
+        layout = layout or self.local.choice(layouts[: len(layouts) - flat])
         if layout != "symmetric":
             return placed(values, layout)
         made = pc.symmetric_empty(values.numel(), dtype=values.dtype, group=self.group)
@@ -132,12 +132,13 @@ class InFlight(Rank):
     """A rank whose calls end later."""
 
     caller: GroupRank | None = None
+    memory: str = ""  # of all tensors; any, if empty
     works: list[Any] = dataclasses.field(default_factory=list)
     received: list[Tensor] = dataclasses.field(default_factory=list)
 
     def put(self, values: Tensor, layout: str = "") -> Tensor:
         assert self.caller is not None
-        return self.caller.copy(values, flat=self.case.collective in INSIDE)
+        return self.caller.copy(values, self.case.collective in INSIDE, self.memory)
 
     def outputs(self, count: int) -> list[Tensor]:
         self.received.extend(super().outputs(count))
@@ -161,7 +162,9 @@ def collective(me: GroupRank, step: Step) -> tuple[Works, Check]:
     )
     results = wanted(case, [as_bits(t) for t in inputs])
     me_alone = RankContext(me.rank, Spec(step.world), "")
-    rank = InFlight(me_alone, me.group, case, caller=me)
+    # Peers access tensors in place only if all of all ranks are symmetric.
+    memory = "symmetric" if step.rng("memory").random() < 0.3 else ""
+    rank = InFlight(me_alone, me.group, case, caller=me, memory=memory)
     found = rank.run(inputs[me.rank])
 
     def check() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pycollect import threads
 from pycollect.train import Data, ReplicaTrainer
-from pycollect.train.records import same_bits as same_tensors
 from pycollect.train.shares import shares_of
 
 CPU = torch.device("cpu")
@@ -101,6 +100,12 @@ def trained_ranks(
         return mine.modules[0]
 
     return threads.launch(run, world)
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    one, other = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(one, other)
 
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
