@@ -52,7 +52,17 @@ that requires grad in grad mode (pycollect.autograd has the functions with gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch.compiler import is_compiling
@@ -65,6 +75,7 @@ from .errors import shown
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Unpack
 
 Work: TypeAlias = _C.Work
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
@@ -81,11 +92,39 @@ TensorLike: TypeAlias = torch.Tensor | SupportsDLPack
 TensorList: TypeAlias = Sequence[TensorLike]
 Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
 
-# Results of calls that return a Work with `async_op=True`. A union would need a cast in every call.
-NoneOrWork: TypeAlias = Any
-TensorsOrWork: TypeAlias = Any
+# A call with `async_op` has three overloads: a result for False, a Work for True, and either of
+# them for a bool known only at run time. These are the keywords of the overloads.
+if TYPE_CHECKING:
+    Now: TypeAlias = Literal[False]
+    Later: TypeAlias = Literal[True]
+    A = TypeVar("A", Now, Later, bool)
+
+    class OnStreams(TypedDict, Generic[A], total=False):
+        """Keywords of all collectives."""
+
+        async_op: A
+        streams: Streams
+        peer_access: bool
+
+    class Tunable(OnStreams[A], total=False):
+        """Keywords of collectives with an argument `algorithm`."""
+
+        algorithm: str | None
+
+    class Reducing(Tunable[A], total=False):
+        """Keywords of reductions."""
+
+        order: Order
 
 
+@overload
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[Now]]) -> None: ...
+@overload
+def all_reduce(tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[Later]]) -> Work: ...
+@overload
+def all_reduce(
+    tensors: TensorList, op: Op = ..., **options: Unpack[Reducing[bool]]
+) -> Work | None: ...
 def all_reduce(
     tensors: TensorList,
     op: Op = "sum",
@@ -95,7 +134,7 @@ def all_reduce(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> NoneOrWork:
+) -> Work | None:
     """Reduce over all ranks, in place: every tensor becomes the result.
 
     Returns None, or a ``Work`` with ``async_op=True``.
@@ -110,6 +149,18 @@ def all_reduce(
     return call(tensors, op, algorithm, order, async_op, streams, peer_access)
 
 
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[Now]]
+) -> None: ...
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[Later]]
+) -> Work: ...
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList], op: Op = ..., **options: Unpack[Reducing[bool]]
+) -> Work | None: ...
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
     op: Op = "sum",
@@ -119,7 +170,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> NoneOrWork:
+) -> Work | None:
     """All-reduce many tensors of every rank in one pass, in place.
 
     In ``tensor_lists[rank][i]``, shapes and dtypes may differ between i, but not between ranks.
@@ -136,6 +187,18 @@ def all_reduce_coalesced(
     return call(tensor_lists, op, algorithm, order, async_op, streams, peer_access)
 
 
+@overload
+def reduce(
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[Now]]
+) -> None: ...
+@overload
+def reduce(
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[Later]]
+) -> Work: ...
+@overload
+def reduce(
+    tensors: TensorList, dst: int = ..., op: Op = ..., **options: Unpack[Reducing[bool]]
+) -> Work | None: ...
 def reduce(
     tensors: TensorList,
     dst: int = 0,
@@ -146,7 +209,7 @@ def reduce(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> NoneOrWork:
+) -> Work | None:
     """Reduce into ``tensors[dst]``, in place; the other tensors keep their values.
 
     ``dst`` is a rank, 0 (default) to len(tensors) - 1; another number raises ValueError.
@@ -161,6 +224,14 @@ def reduce(
     return call(tensors, dst, op, algorithm, order, async_op, streams, peer_access)
 
 
+@overload
+def broadcast(tensors: TensorList, src: int = ..., **options: Unpack[Tunable[Now]]) -> None: ...
+@overload
+def broadcast(tensors: TensorList, src: int = ..., **options: Unpack[Tunable[Later]]) -> Work: ...
+@overload
+def broadcast(
+    tensors: TensorList, src: int = ..., **options: Unpack[Tunable[bool]]
+) -> Work | None: ...
 def broadcast(
     tensors: TensorList,
     src: int = 0,
@@ -169,7 +240,7 @@ def broadcast(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> NoneOrWork:
+) -> Work | None:
     """Copy ``tensors[src]`` into all other tensors, in place.
 
     ``src`` is a rank, 0 (default) to len(tensors) - 1; another number raises ValueError.
@@ -184,6 +255,18 @@ def broadcast(
     return call(tensors, src, algorithm, async_op, streams, peer_access)
 
 
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[Now]]
+) -> None: ...
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[Later]]
+) -> Work: ...
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList], src: int = ..., **options: Unpack[OnStreams[bool]]
+) -> Work | None: ...
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
     src: int = 0,
@@ -191,7 +274,7 @@ def broadcast_coalesced(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> NoneOrWork:
+) -> Work | None:
     """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all ranks, in one pass.
 
     Shapes and dtypes may differ between i, but not between ranks. All tensors of a rank are on one
@@ -250,9 +333,21 @@ def tree_sum(tensors: TensorList, *, dtype: torch.dtype | None = None) -> torch.
     return result
 
 
+@overload
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: Literal[False] = ..., peer_access: bool = ...
+) -> None: ...
+@overload
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: Literal[True], peer_access: bool = ...
+) -> Work: ...
+@overload
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: bool, peer_access: bool = ...
+) -> Work | None: ...
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool = False, peer_access: bool = True
-) -> NoneOrWork:
+) -> Work | None:
     """Copy ``src`` into ``dst``, between any two devices.
 
     Both have the same shape and dtype; their strides may differ. Raises ValueError for different

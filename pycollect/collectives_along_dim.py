@@ -8,17 +8,56 @@ first copied. A tensor without dimensions, and a ``dim`` out of range, raise Val
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch.compiler import is_compiling
 
 from . import _C
 from ._in_graph import in_graph
-from .collectives import Op, Order, Streams, TensorLike, TensorList, TensorsOrWork, ranks_of
+from .collectives import Op, Order, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 from .errors import shown
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .collectives import A, Later, Now, OnStreams, Tunable
+
+    class AlongDim(Tunable[A], total=False):
+        """Keywords of all_gather and reduce_scatter."""
+
+        dim: int
+        out: Sequence[TensorLike] | None
+
+    class ReducingAlongDim(AlongDim[A], total=False):
+        """Keywords of reduce_scatter."""
+
+        order: Order
+
+    class Splits(OnStreams[A], total=False):
+        """Keywords of all_to_all."""
+
+        dim: int
+        split_sizes: Sequence[int] | Sequence[Sequence[int]] | None
+        out: Sequence[TensorLike] | None
+
+    class Chunks(OnStreams[A], total=False):
+        """Keywords of scatter."""
+
+        dim: int
+        chunk_sizes: Sequence[int] | None
+        out: Sequence[TensorLike] | None
+
+
+@overload
+def all_gather(tensors: TensorList, **options: Unpack[AlongDim[Now]]) -> list[torch.Tensor]: ...
+@overload
+def all_gather(tensors: TensorList, **options: Unpack[AlongDim[Later]]) -> Work: ...
+@overload
+def all_gather(
+    tensors: TensorList, **options: Unpack[AlongDim[bool]]
+) -> list[torch.Tensor] | Work: ...
 def all_gather(
     tensors: TensorList,
     *,
@@ -28,7 +67,7 @@ def all_gather(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> TensorsOrWork:
+) -> list[torch.Tensor] | Work:
     """Return, for every rank, the concatenation of all tensors along ``dim``.
 
     Lengths along ``dim`` may differ; all other sizes and the dtype are the same on every rank. Each
@@ -43,6 +82,18 @@ def all_gather(
     return call(tensors, dim, algorithm, out, async_op, streams, peer_access)
 
 
+@overload
+def reduce_scatter(
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[Now]]
+) -> list[torch.Tensor]: ...
+@overload
+def reduce_scatter(
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[Later]]
+) -> Work: ...
+@overload
+def reduce_scatter(
+    tensors: TensorList, op: Op = ..., **options: Unpack[ReducingAlongDim[bool]]
+) -> list[torch.Tensor] | Work: ...
 def reduce_scatter(
     tensors: TensorList,
     op: Op = "sum",
@@ -54,7 +105,7 @@ def reduce_scatter(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> TensorsOrWork:
+) -> list[torch.Tensor] | Work:
     """Reduce over all ranks, and return chunk r of the result along ``dim`` for rank r.
 
     All tensors have the same shape. Chunks are cut as by torch.tensor_split: if W does not divide
@@ -69,6 +120,14 @@ def reduce_scatter(
     return call(tensors, op, dim, algorithm, order, out, async_op, streams, peer_access)
 
 
+@overload
+def all_to_all(tensors: TensorList, **options: Unpack[Splits[Now]]) -> list[torch.Tensor]: ...
+@overload
+def all_to_all(tensors: TensorList, **options: Unpack[Splits[Later]]) -> Work: ...
+@overload
+def all_to_all(
+    tensors: TensorList, **options: Unpack[Splits[bool]]
+) -> list[torch.Tensor] | Work: ...
 def all_to_all(
     tensors: TensorList,
     *,
@@ -78,7 +137,7 @@ def all_to_all(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> TensorsOrWork:
+) -> list[torch.Tensor] | Work:
     """Send chunk j of every tensor to rank j; return each rank's chunks, joined in rank order.
 
     ``split_sizes`` are the lengths along ``dim`` of the W chunks: one list for all ranks, or one
@@ -96,6 +155,16 @@ def all_to_all(
     return call(tensors, dim, split_sizes, out, async_op, streams, peer_access)
 
 
+@overload
+def scatter(
+    tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[Now]]
+) -> list[torch.Tensor]: ...
+@overload
+def scatter(tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[Later]]) -> Work: ...
+@overload
+def scatter(
+    tensor: TensorLike, devices: DeviceSpec, **options: Unpack[Chunks[bool]]
+) -> list[torch.Tensor] | Work: ...
 def scatter(
     tensor: TensorLike,
     devices: DeviceSpec,
@@ -106,7 +175,7 @@ def scatter(
     async_op: bool = False,
     streams: Streams = None,
     peer_access: bool = True,
-) -> TensorsOrWork:
+) -> list[torch.Tensor] | Work:
     """Cut one tensor along ``dim`` and return a copy of a chunk for each device.
 
     ``chunk_sizes`` are the lengths along ``dim``, one per device; by default the tensor is cut as

@@ -149,8 +149,8 @@ def test_python_blocks_run(title: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
-def test_python_blocks_have_types(tmp_path: Path) -> None:
-    scripts: list[Path] = []
+def test_python_blocks_and_all_calls_have_types(tmp_path: Path) -> None:
+    scripts = [Path(__file__).parent / "helpers/typed_calls.py"]
     for number, program in enumerate(PROGRAMS.values()):
         scripts.append(tmp_path / f"section_{number}.py")
         scripts[-1].write_text(program)

@@ -127,8 +127,7 @@ class ListSum:
         if not gradients[0]:
             return None
         if async_op and self.reduction is reduce_gradients_coalesced:
-            work: pc.Work = pc.all_reduce_coalesced(gradients, async_op=True)
-            return work
+            return pc.all_reduce_coalesced(gradients, async_op=True)
         self.reduction(gradients)
         return None
 
