@@ -12,9 +12,6 @@ targets of lists and of processes need.
 
 from __future__ import annotations
 
-import pycollect  # noqa: F401  # before torch: Ctrl-C from here on prints no traceback
-
-# isort: split
 import argparse
 import sys
 from collections.abc import Sequence

@@ -15,11 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pycollect  # isort: split
-
 import torch
 from torch import Tensor
 
+import pycollect
 from pycollect._sizes import bytes_text, size_argument, size_range
 from pycollect._timing import Effort, host_time
 from pycollect.gpus import synchronizer

@@ -47,11 +47,13 @@ TABLE = report.Table(
 
 def build(folder: Path, installed: Sequence[mpi.Mpi]) -> tuple[str, list[Path]]:
     """Build our program and those of the MPI implementations; return their paths."""
-    ours = output(ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL).strip()
+    ours = output(
+        ROOT / "tests/native/build.sh", folder, NATIVE / "allreduce.cpp", LEVEL, seconds=TURN_LIMIT
+    ).strip()
     programs = [folder / peer.name for peer in installed]
     flags = ["-std=c++20", LEVEL, "-Wall", "-Wextra", NATIVE / "allreduce_mpi.cpp", "-o"]
     for peer, program in zip(installed, programs, strict=True):
-        output(*peer.command(mpi.COMPILER, *flags, program))
+        output(*peer.command(mpi.COMPILER, *flags, program), seconds=TURN_LIMIT)
     return ours, programs
 
 

@@ -7,9 +7,6 @@ a rank fails, and with --targets 3 if a target is missed.
 
 from __future__ import annotations
 
-import pycollect  # noqa: F401  # before torch, so that Ctrl-C prints no traceback
-
-# isort: split
 import argparse
 import sys
 from collections.abc import Callable, Iterator

@@ -67,7 +67,7 @@ def check(world: int, path: str | PathLike[str]) -> None:
 def _bars(axes: Any, world: int, steps: Sequence[StepTuple], spans: Sequence[SpanTuple]) -> None:
     for kind, colour in _COLOURS.items():
         drawn = [s for s in spans if (len(steps[s[1]][1]) > 1) == (kind == "reduce")]
-        label = f"{kind} (label: chunk)"
+        label = f"{kind} (label: chunk)" if len(spans) <= _MOST_LABELS else kind
         for rank in range(world):  # one object for all bars of a rank: each takes milliseconds
             bars = [(start, end - start) for at, _, start, end in drawn if at == rank]
             if bars:

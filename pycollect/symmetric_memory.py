@@ -20,8 +20,8 @@ from .errors import shown
 class Usage(NamedTuple):
     """Symmetric memory of one rank, in bytes.
 
-    used: bytes of live tensors. cached: free bytes that are kept for later tensors. reserved: the
-    address space, which limits all tensors together.
+    used: bytes of live tensors. cached: free bytes that are kept for later tensors, until the group
+    ends. reserved: the address space, which limits all tensors together.
     """
 
     used: int

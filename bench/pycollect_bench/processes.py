@@ -26,10 +26,10 @@ from .cases import COLLECTIVES, Case, sized_case
 from .lists import KIB, MANY, MIB, SUMS, table
 from .namespaces import MOST_HOSTS, Namespaces, why_no_namespaces
 from .options import devices
-from .rank_work import DEEPSPEED, GLOO, HSDP, MPI, OPERATOR, PEERS, PROGRAM, ZERO_COPY, Task
+from .rank_work import DEEPSPEED, GLOO, HSDP, LINK, MPI, OPERATOR, PEERS, PROGRAM, ZERO_COPY, Task
 from .ranks import Ranks, threads_of
-from .report import Column, Table, Target, at_least, over, where
-from .runner import OURS, Result
+from .report import Column, Target, at_least, over, where
+from .runner import OURS, Item, Result
 
 HOST_PEERS = (GLOO, HSDP)
 # Timeout of a call in seconds, and of the answer of ranks on devices. On one host longer is a hang,
@@ -37,6 +37,9 @@ HOST_PEERS = (GLOO, HSDP)
 _TIMEOUT, _DEVICE_TIMEOUT, _DEVICE_ANSWER = 120.0, 30.0, 120.0
 # Sizes in bytes of the targets of other collectives than all_reduce: one element per part, 1 MiB.
 _LEAST, _OTHERS = 4, MIB
+# Share of a link's rate by which sends may miss it before a warning; headers take 4 %. For fewer
+# bytes the token bucket is too large.
+_MOST_MISSED, _LEAST_FOR_RATE = 0.12, MIB
 
 _LEGEND = """\
 # A process per rank, with torch's threads: {threads}. Times are of one call through Python, on the
@@ -64,11 +67,12 @@ _HOSTS_LEGEND = """\
 # Hosts are network namespaces of this machine. A process per rank; times are of one call through
 # Python, on the slowest rank. Before each timed call every rank rewrites its buffer, and all pass a
 # barrier in shared memory; up to 16 KiB calls are timed in batches. The candidates take turns.
-# hsdp: reduce_scatter in a pycollect group of the host, all_reduce of the shard over gloo between
-# the hosts, all_gather in the group of the host. link: one send of S bytes by gloo from the first
-# host to the second. %limit: relative to link. xgloo, xhsdp: the peer's time divided by this one's.
-# first: the first call of this size. out/S, in/S: bytes of a call on the link, with headers, that a
-# host sends and receives, on the host with most, divided by the size; least/S: the lower bound.
+# hsdp, of even parts: reduce_scatter in a pycollect group of the host, all_reduce of the shard over
+# gloo between the hosts, all_gather in the group of the host. link: one send of S bytes by gloo
+# from the first host to the second. %limit: relative to link. xgloo, xhsdp: the peer's time divided
+# by this one's. first: the first call of this size. out/S, in/S: bytes of a call on the link, with
+# headers, that a host sends and receives, on the host with most, divided by the size; least/S: the
+# lower bound.
 # #wrong: elements that differ from the exact result, in a separate run."""
 _HOSTS_COLUMNS = (
     Column("ranks", "shape"),
@@ -132,7 +136,7 @@ def cases(args: argparse.Namespace, on: tuple[torch.device, ...]) -> Iterator[Ca
                 yield make(name, nbytes, torch.float32, "sum")
 
 
-def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
+def measure(args: argparse.Namespace) -> Iterator[Item]:
     """Measure world by world; between hosts each on links of each rate."""
     usual: Sequence[str] = PEERS
     ours, legend, timeout, seconds = [OURS, ZERO_COPY, OPERATOR], _LEGEND, _TIMEOUT, None
@@ -161,7 +165,22 @@ def measure(args: argparse.Namespace) -> Iterator[Table | Result]:
                 task = Task(on, (*ours, *names), effort, args.backend, both_clocks, hosts, rate)
                 with Ranks(len(on), PROGRAM, task, threads, timeout, launcher, namespaces) as pool:
                     for case in found:
-                        yield pool.ask(case, seconds)[0]
+                        result = pool.ask(case, seconds)[0]
+                        yield result
+                        if warning := rate_missed(result, rate):
+                            yield warning
+
+
+def rate_missed(result: Result, rate: float | None) -> str | None:
+    """Return a warning if sends of so many bytes that they measure the link have another rate."""
+    nbytes = result.about["bytes"]
+    seconds = next((row.seconds for row in result.rows if row.name == LINK), 0.0)
+    if not rate or not seconds or nbytes < _LEAST_FOR_RATE:
+        return None
+    found = 8 * nbytes / seconds
+    wanted = f"{found / 1e9:.2f} Gbit/s instead of {rate / 1e9:g}"
+    missed = abs(found / rate - 1) >= _MOST_MISSED
+    return f"# WARNING: sends of {nbytes} bytes move {wanted}" if missed else None
 
 
 def title(result: Result) -> str:

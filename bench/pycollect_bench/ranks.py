@@ -54,7 +54,7 @@ class RanksFailed(RuntimeError):
     """A rank failed, ended, or did not answer in time."""
 
 
-def output(*command: str | Path, seconds: float | None = None) -> str:
+def output(*command: str | Path, seconds: float = 60.0) -> str:
     """Return what a command prints; raise RanksFailed with its error if it fails."""
     how: Any = {"capture_output": True, "text": True, "timeout": seconds, "check": True}
     try:
@@ -223,6 +223,8 @@ class Ranks:
         while len(self._ranks) < self.world:
             try:
                 rank: Connection[Any, Any] = Connection(listener.accept()[0].detach())
+                if not rank.poll(_POLL_SECONDS):
+                    raise TimeoutError
                 self._ranks[rank] = rank.recv()
             except (TimeoutError, EOFError):
                 ended = [p.returncode for p in self._processes if p.poll() is not None]

@@ -211,7 +211,10 @@ def _in_turns(
     effort: Effort,
     numbers: Callable[[Row], dict[str, float]] = lambda row: {},
 ) -> Result:
-    """Measure in turns the samplers whose first use does not fail; of others keep the reason."""
+    """Measure in turns the samplers whose first use does not fail; of others keep the reason.
+
+    A later failure ends the run.
+    """
     ways: dict[str, Way] = {}
     not_run: dict[str, str] = {}
     for way, sampler in samplers.items():

@@ -1,7 +1,7 @@
 // Turns a plan into one task list per rank, with the fewest waits that order every
 // read-after-write, write-after-read and write-after-write between ranks. A wait is left out if
 // other waits imply it. The tasks that a rank's earlier waits imply are searched on demand instead
-// of stored with every task, so the time is linear in the number of slices.
+// of stored with every task, so the time is linear in the numbers of slices and cells.
 #include <algorithm>
 #include <limits>
 #include <queue>

@@ -86,9 +86,9 @@ _C10D = vars(c10d)
 def attributes_replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Replace attributes of modules and classes in this context."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    for (owner, name, replace), (_, _, value) in zip(replacements, before, strict=True):
-        setattr(owner, name, replace(value))
     try:
+        for (owner, name, replace), (_, _, value) in zip(replacements, before, strict=True):
+            setattr(owner, name, replace(value))
         yield
     finally:
         for owner, name, value in before:

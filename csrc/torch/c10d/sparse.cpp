@@ -234,6 +234,7 @@ void replace_entries(const at::Tensor& t, const std::optional<c10::Stream>& stre
 
 void SparseSums::finish(const std::vector<SparseSums*>& here) {
   const SparseSums& first = *here.front();
+  std::vector<EntryTensors> results;  // of all operands, before any tensor changes
   for (std::size_t i = 0; i < first.operands_.size(); ++i) {
     const SparseOperand& operand = first.operands_[i];
     const bool exchanged = operand.all.indices.defined();
@@ -243,7 +244,10 @@ void SparseSums::finish(const std::vector<SparseSums*>& here) {
       ranks.push_back(exchanged
                           ? operand.list(operand.all, begin, first.count(r, i))
                           : operand.list(here[r]->operands_[i].own, 0, here[r]->own_counts_[i]));
-    const auto [indices, values] = first.fold(operand, std::move(ranks));
+    results.push_back(first.fold(operand, std::move(ranks)));
+  }
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const auto& [indices, values] = results[i];
     for (SparseSums* const of_rank : here) {
       SparseOperand& replaced = of_rank->operands_[i];
       const bool last = of_rank == here.back();
