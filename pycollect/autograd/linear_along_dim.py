@@ -33,7 +33,7 @@ def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AlongDim(LinearCollective):
+class LinearAlongDim(LinearCollective):
     """A collective along `dim`."""
 
     devices: Devices
@@ -44,7 +44,7 @@ class AlongDim(LinearCollective):
 
 
 @dataclass(frozen=True)
-class AllGather(AlongDim):
+class AllGather(LinearAlongDim):
     """All-gather: the concatenation of all tensors, for every rank."""
 
     lengths: Lengths
@@ -70,7 +70,7 @@ class AllGather(AlongDim):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(AlongDim):
+class ReduceScatter(LinearAlongDim):
     """Reduce-scatter: one chunk of the sum or mean for each rank."""
 
     lengths: Lengths
@@ -95,7 +95,7 @@ class ReduceScatter(AlongDim):
 
 
 @dataclass(frozen=True)
-class AllToAll(AlongDim):
+class AllToAll(LinearAlongDim):
     """All-to-all: rank i sends a chunk of length splits[i][j] along `dim` to rank j."""
 
     splits: tuple[Lengths, ...]
@@ -116,7 +116,7 @@ class AllToAll(AlongDim):
 
 
 @dataclass(frozen=True)
-class Scatter(AlongDim):
+class Scatter(LinearAlongDim):
     """Scatter: one chunk of a tensor on device `origin` for each of `devices`."""
 
     origin: torch.device
@@ -137,7 +137,7 @@ class Scatter(AlongDim):
 
 
 @dataclass(frozen=True)
-class Gather(AlongDim):
+class Gather(LinearAlongDim):
     """Gather: the concatenation of all tensors, on device `target`."""
 
     target: torch.device
