@@ -218,7 +218,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     }
     found = References(new, replaced)
     for function in found.functions:
-        for name in global_names(function):
+        for name in global_names(function.__code__):
             if id(function.__globals__.get(name)) in replaced:
                 raise ValueError(
                     f"{function.__qualname__} uses the module by the global variable {name!r}, and "

@@ -167,9 +167,11 @@ def parts_of(value: Any) -> Iterable[Any]:
     return _attributes(value)
 
 
-def global_names(function: types.FunctionType) -> set[str]:
-    """Return the names of the global variables that a function reads."""
-    return {read.argval for read in dis.get_instructions(function) if read.opname == "LOAD_GLOBAL"}
+def global_names(code: types.CodeType) -> set[str]:
+    """Return the names of the global variables that a function's code reads, or functions in it."""
+    found = {read.argval for read in dis.get_instructions(code) if read.opname == "LOAD_GLOBAL"}
+    inner = (item for item in code.co_consts if isinstance(item, types.CodeType))
+    return found.union(*map(global_names, inner))
 
 
 def _is_part(value: Any) -> bool:
