@@ -5,7 +5,7 @@
 #include <torch/version.h>
 
 #include "../plan/error.h"
-#include "c10d/connection.h"
+#include "c10d/rank_communicator.h"
 
 namespace pycollect {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "../../plan/error.h"
 #include "../../torch/bindings.h"
-#include "../../torch/c10d/connection.h"
+#include "../../torch/c10d/rank_communicator.h"
 #include "../../torch/gpus.h"
 #include "bind.h"
 #include "emulated_torch.h"

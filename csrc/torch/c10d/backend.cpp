@@ -13,8 +13,8 @@
 namespace pycollect::dist {
 namespace {
 
-std::shared_ptr<Connection> connect(const StorePtr& store, RankAndWorld me,
-                                    const Options& options) {
+std::shared_ptr<RankCommunicator> connect(const StorePtr& store, RankAndWorld me,
+                                          const Options& options) {
   if (const auto scheduler = rank_threads::RankScheduler::of_thread())
     return connect_threads(scheduler, store, me, options);
   return connect_processes(store, me, options);
@@ -28,7 +28,7 @@ Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
       options_(std::move(options)),
       order_(order_named(options_->order, "pycollect.distributed.options")),
       timeout_ms_(options_->timeout.count()),
-      connection_(connect(store, me, *options_)),
+      communicator_(connect(store, me, *options_)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
   register_backend();
@@ -36,15 +36,15 @@ Backend::Backend(const StorePtr& store, RankAndWorld me, OptionsPtr options)
 
 std::shared_ptr<SymmetricHeapAllocator> Backend::allocator() const {
   fork_guard_.require_not_forked("allocate_tensor");
-  if (auto allocator = connection_->allocator()) return allocator;
-  throw CollectiveError("allocate_tensor: the group has been destroyed");
+  if (auto allocator = communicator_->allocator()) return allocator;
+  throw group_destroyed("allocate_tensor");
 }
 
 // A negative index means the CPU, any other a CUDA device.
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
   if (fork_guard_.forked()) return false;  // in a forked child, an absent thread may hold a lock
-  return connection_->has_symmetric_memory(device);
+  return communicator_->has_symmetric_memory(device);
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
@@ -53,19 +53,19 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
           " cannot lie in memory that ranks share; pass device='cpu'");
   require(size >= 0, "allocate_tensor: the size is ", size, "; it must not be negative");
   fork_guard_.require_not_forked("allocate_tensor");
-  return connection_->new_symmetric(device, size, c10::typeMetaToScalarType(options.dtype()));
+  return communicator_->new_symmetric(device, size, c10::typeMetaToScalarType(options.dtype()));
 }
 
 void Backend::abort() {
   if (fork_guard_.forked()) return;
   coalescing_->close();
-  connection_->abort("abort() was called");
+  communicator_->abort("abort() was called");
 }
 
 c10d::ErrorType Backend::getError() {
   if (fork_guard_.forked()) return c10d::ErrorType::COMM_ERROR;
   try {
-    connection_->require_healthy({"get_error", calls_, ipc::Clock::now()});
+    communicator_->require_healthy({"get_error", calls_, ipc::Clock::now()});
     return c10d::ErrorType::SUCCESS;
   } catch (const Timeout&) {
     return c10d::ErrorType::TIMEOUT;
@@ -90,7 +90,7 @@ CollectiveWorkPtr Backend::new_work(const CallParams& info, uint64_t number) con
             .number = number,
             .algorithm = has_wanted ? std::string_view(wanted) : std::string_view(),
             .order = order_,
-            .connection = connection_.get(),
+            .communicator = communicator_.get(),
             .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
   });
 }
@@ -100,7 +100,7 @@ void Backend::publish_refusal(const Refusal& refusal, const CallParams& info) {
   if (refusal.published.empty()) return;
   const CollectiveWorkPtr work = new_work(info);
   work->call().refusal = truncated(refusal.published);
-  connection_->queue().run(work);
+  communicator_->run(work);
 }
 
 // Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
@@ -141,9 +141,9 @@ WorkPtr Backend::collective(const CallParams& info, Build build) {
   }
   call.event = ProfilerEvent::begin(info.name, info.inputs);
   if (info.async)
-    connection_->queue().push_all({work});
+    communicator_->push_all({work});
   else
-    connection_->queue().run(work);
+    communicator_->run(work);
   return work;
 }
 
@@ -234,7 +234,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_rank
   using std::chrono::milliseconds;
   const milliseconds timeout = o.timeout.count() < 0 ? milliseconds(timeout_ms_) : o.timeout;
   const auto failure = [&](const std::exception& error) {
-    const std::vector<Rank> missing = connection_->queue().behind();
+    const std::vector<Rank> missing = communicator_->behind();
     return text(monitored_barrier_failure(me_.rank, missing, timeout, wait_all_ranks), ' ',
                 error.what());
   };
@@ -359,21 +359,16 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                     });
 }
 
-std::shared_ptr<PointToPoint> Backend::messages(const char* name) const {
-  fork_guard_.require_not_forked(name);
-  if (auto messages = connection_->messages()) return messages;
-  throw CollectiveError(text(name, ": the group has been destroyed"));
-}
-
 WorkPtr Backend::message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag) {
   const char* const name = receives ? "recv" : "send";
-  const auto messages = this->messages(name);
+  fork_guard_.require_not_forked(name);
+  communicator_->require_open(name);
   const auto op = [&]() -> P2POp {
     require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
     return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_), receives};
   };
-  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, *messages, op);
-  return messages->post(op());
+  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, op);
+  return communicator_->post(op());
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
@@ -415,7 +410,7 @@ void Backend::register_backend() {
 Backend::~Backend() {
   if (fork_guard_.forked()) {
     // Deliberate leak in a forked child: the parent's locks and threads must not be destroyed.
-    new auto(std::make_pair(std::move(connection_), std::move(coalescing_)));
+    new auto(std::make_pair(std::move(communicator_), std::move(coalescing_)));
     return;
   }
   const InFlightGuard in_flight;  // counts until this thread has retaken the GIL
@@ -425,7 +420,7 @@ Backend::~Backend() {
     const std::lock_guard lock(live_backends().mutex);
     live_backends().all.erase(this);
   }
-  connection_->close(ipc::Clock::now() + kShutdownTimeout);
+  communicator_->close(ipc::Clock::now() + kShutdownTimeout);
 }
 
 // Throws what a signal handler raised meanwhile.
@@ -433,9 +428,9 @@ void Backend::shutdown() {
   const InFlightGuard in_flight;
   if (fork_guard_.forked()) return;
   const GilRelease gil_release;
-  if (const auto raised = connection_->close(ipc::Clock::now() + kShutdownTimeout))
+  if (const auto raised = communicator_->close(ipc::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(raised);
-  connection_->await_end_of_store();
+  communicator_->await_end_of_store();
 }
 
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the
@@ -452,7 +447,7 @@ bool close_groups() {
   const auto deadline = ipc::Clock::now() + kShutdownTimeout;
   const SignalsDeferred deferred;
   for (const auto& b : all)
-    if (!b->fork_guard_.forked()) b->connection_->close(deadline);
+    if (!b->fork_guard_.forked()) b->communicator_->close(deadline);
   const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;
   while (InFlightGuard::any() && ipc::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,5 +1,5 @@
-// The torch.distributed backend "pycollect". It maps c10d collectives to calls in the queue of the
-// connection between the ranks, and send and recv to its messages.
+// The torch.distributed backend "pycollect". It maps c10d collectives, send and recv to those of
+// the rank's communicator.
 #pragma once
 #include <c10/util/FunctionRef.h>
 
@@ -9,7 +9,7 @@
 
 #include "builders.h"
 #include "coalescing.h"
-#include "connection.h"
+#include "rank_communicator.h"
 
 namespace pycollect::dist {
 
@@ -115,10 +115,8 @@ class Backend final : public c10d::Backend {
   void publish_refusal(const CoalescedList& list);
 
   WorkPtr message(bool receives, const Tensors& tensors, std::optional<Rank> peer, int tag);
-  WorkPtr coalesce(CoalescedList& list, const PointToPoint& messages,
-                   c10::function_ref<P2POp()> op);
+  WorkPtr coalesce(CoalescedList& list, c10::function_ref<P2POp()> op);
   std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
-  std::shared_ptr<PointToPoint> messages(const char* name) const;
   friend bool close_groups();
   void register_backend();
 
@@ -129,7 +127,7 @@ class Backend final : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};
 
-  std::shared_ptr<Connection> connection_;
+  std::shared_ptr<RankCommunicator> communicator_;
   std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;

@@ -8,7 +8,7 @@
 #include "../../plan/error.h"
 #include "../../rank_executor/fingerprint.h"
 #include "../threads.h"
-#include "connection.h"
+#include "rank_communicator.h"
 
 namespace pycollect::dist {
 bool check_operand(const at::Tensor& t, AccessMode use, const ArgumentName& label,
@@ -40,8 +40,8 @@ ipc::BufferSpan Binder::stage(const at::Tensor& t, bool reads, bool writes) {
 Binder::Bound Binder::bind(const at::Tensor& t, const ArgumentName& label, bool reads,
                            bool writes) {
   const AccessMode use = writes ? AccessMode::write : AccessMode::read;
-  const bool on_device = check_operand(t, use, label, *call_.connection->devices());
-  if (on_device && extents_.empty()) call_.staging = call_.connection->begin_staging();
+  const bool on_device = check_operand(t, use, label, *call_.communicator->devices());
+  if (on_device && extents_.empty()) call_.staging = call_.communicator->begin_staging();
   require(on_device == (call_.staging != nullptr), label.call, ": ", label, " is on ", t.device(),
           " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
           "; the tensors of one call must be all in host memory or all on GPUs");

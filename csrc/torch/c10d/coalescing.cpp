@@ -144,14 +144,14 @@ WorkPtr Backend::coalesce(CoalescedList& list, const CallParams& info,
   return {};
 }
 
-WorkPtr Backend::coalesce(CoalescedList& list, const PointToPoint& messages,
-                          c10::function_ref<P2POp()> op) {
+WorkPtr Backend::coalesce(CoalescedList& list, c10::function_ref<P2POp()> op) {
   if (list.refusal) return {};
   try {
     CoalescedList::CoalescedMessage message{op(), {}};
     const at::Tensor& tensor = message.op.tensor;
-    if (messages.check(message.op))
-      message.requested_at = connection_->devices()->record_event(tensor.device());
+    DeviceOps& devices = *communicator_->devices();
+    if (check_message(message.op, me_.world, devices))
+      message.requested_at = devices.record_event(tensor.device());
     list.messages.push_back(std::move(message));
   } catch (const std::exception& error) {
     list.refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
@@ -163,10 +163,10 @@ WorkPtr Backend::coalesce(CoalescedList& list, const PointToPoint& messages,
 std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMessage>& list) {
   std::vector<WorkPtr> works;
   if (list.empty()) return works;
-  const auto messages = this->messages("batch_isend_irecv");
+  communicator_->require_open("batch_isend_irecv");
   for (const auto& [op, requested_at] : list) {
     if (requested_at) requested_at->block_current(op.tensor.device());
-    works.push_back(messages->post(op));
+    works.push_back(communicator_->post(op));
   }
   return works;
 }
@@ -198,7 +198,7 @@ WorkPtr Backend::endCoalescing() {
     publish_refusal(*list);
     std::rethrow_exception(list->refusal->error);
   }
-  connection_->queue().push_all(list->calls);
+  communicator_->push_all(list->calls);
   const std::vector<WorkPtr> collectives(list->calls.begin(), list->calls.end());
   if (!list->messages.empty()) c10::make_intrusive<CoalescedWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);

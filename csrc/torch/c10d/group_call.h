@@ -56,7 +56,7 @@ struct CoalescedRequests {
   std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
 };
 
-class Connection;
+class RankCommunicator;
 class SparseSums;
 
 struct GroupCall {
@@ -67,7 +67,7 @@ struct GroupCall {
   uint64_t scope = 0;               // which callbacks have made the call (ProcessQueue); 0: none
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
   FoldOrder order = FoldOrder::rank;
-  Connection* connection = nullptr;  // of the group
+  RankCommunicator* communicator = nullptr;
   std::chrono::milliseconds timeout{};
   c10::SmallVector<ipc::CollectiveRequest, 1> requests = {};  // run in this order, one per dtype
   struct {  // to which the requests' buffers refer

@@ -23,8 +23,8 @@ constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 
 Messages::Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
                    std::shared_ptr<ipc::RemotePeers> remote)
-    : PointToPoint(group->all_ranks(), devices.with_own_streams()),
-      group_(std::move(group)),
+    : group_(std::move(group)),
+      devices_(devices.with_own_streams()),
       mailbox_(*group_, std::move(remote)) {}
 
 std::string Messages::describe(GroupWork& of) {
@@ -70,13 +70,13 @@ ipc::TransferPtr Messages::new_transfer(MessageWork& work) const {
 // Holds the lock from before the message is visible to any thread until it is in `open_` or
 // complete, so that closing the group misses no message.
 WorkPtr Messages::post(const P2POp& op) {
-  const bool on_device = check(op);
+  const bool on_device = check_message(op, group_->all_ranks(), *devices_);
   const auto work = c10::make_intrusive<MessageWork>(
       op, next_number_++, group_->rank(), on_device ? stage_through_host(devices_) : nullptr,
       weak_from_this());
   work->transfer = new_transfer(*work);
   Lock lock(mutex_);
-  if (!accepting_) throw CollectiveError(text(op.name(), ": the group has been destroyed"));
+  if (!accepting_) throw group_destroyed(op.name());
   if (!thread_.joinable())
     thread_ = ipc::new_thread([self = shared_from_this()] { self->serve(); });
   mailbox_.post(work->transfer);

@@ -16,14 +16,14 @@
 
 namespace pycollect::dist {
 
-class Messages final : public PointToPoint, public std::enable_shared_from_this<Messages> {
+class Messages final : public WorkOwner, public std::enable_shared_from_this<Messages> {
  public:
   // `remote`: the ranks on other hosts, if there are any. Messages name peers by their ranks.
   // `devices`: messages have streams of their own, as they must not wait for collectives.
   Messages(std::shared_ptr<ipc::Group> group, const DeviceOps& devices,
            std::shared_ptr<ipc::RemotePeers> remote = nullptr);
 
-  WorkPtr post(const P2POp& op) override;
+  WorkPtr post(const P2POp& op);
   void wait(GroupWork& work) override;
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
   void progress(GroupWork& work) override;
@@ -56,6 +56,8 @@ class Messages final : public PointToPoint, public std::enable_shared_from_this<
   std::vector<Rank> missing();
 
   const std::shared_ptr<ipc::Group> group_;
+  const std::shared_ptr<DeviceOps> devices_;
+  std::atomic<uint64_t> next_number_{0};
   ipc::Mailbox mailbox_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -38,7 +38,7 @@ class ProcessQueue::WaitingInCallback {
 };
 
 void ProcessQueue::require_open(const GroupCall& call) const {
-  if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
+  if (closed_) throw group_destroyed(call.name);
 }
 
 ProcessQueue::CallbackScope* ProcessQueue::scope_of_thread() const {
@@ -172,8 +172,7 @@ void ProcessQueue::push_all(const std::vector<CollectiveWorkPtr>& works) {
 void ProcessQueue::ensure_thread() {
   if (running_ || is_empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
-  threads_.push_back(ipc::new_thread(
-      [self = std::static_pointer_cast<ProcessQueue>(shared_from_this())] { self->serve(); }));
+  threads_.push_back(ipc::new_thread([self = shared_from_this()] { self->serve(); }));
   ++idle_;
 }
 

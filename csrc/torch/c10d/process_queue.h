@@ -18,13 +18,14 @@
 
 namespace pycollect::dist {
 
-class ProcessQueue final : public CallQueue {
+class ProcessQueue final : public WorkOwner, public std::enable_shared_from_this<ProcessQueue> {
  public:
   explicit ProcessQueue(std::shared_ptr<CallRunner> runner) : runner_(std::move(runner)) {}
 
-  // Runs the call on this thread if no call is before it; else enqueues it.
-  void run(const CollectiveWorkPtr& work) override;
-  void push_all(const std::vector<CollectiveWorkPtr>& works) override;
+  // See RankCommunicator. Runs the call on this thread if no call is before it; else enqueues it.
+  void run(const CollectiveWorkPtr& work);
+  void push_all(const std::vector<CollectiveWorkPtr>& works);
+  std::vector<Rank> behind();
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps. Both
   // throw what a signal handler raises (see interpreter.h), after the group has been aborted.
@@ -32,8 +33,7 @@ class ProcessQueue final : public CallQueue {
   bool wait_until(GroupWork& work, ipc::Deadline deadline) override;
 
   void abort(const std::string& why) override;
-  std::vector<Rank> missing() override;
-  std::vector<Rank> behind() override;
+  std::string describe(GroupWork& work) override { return dist::describe(work, missing()); }
   void on_future_taken() override { futures_ = true; }
   // Refuses new calls and lets the queued ones run until the deadline or until a signal handler
   // raises, then aborts them. Returns when the queue is empty and its threads have ended. Returns
@@ -74,6 +74,7 @@ class ProcessQueue final : public CallQueue {
   bool try_ensure_thread();
   void serve();
   void require_open(const GroupCall& call) const;
+  std::vector<Rank> missing();  // ranks that have not begun the running call
   std::exception_ptr failure(const GroupCall& call, std::exception_ptr* raised);
   CallbackScope* scope_of_thread() const;
   bool is_next(const CallbackScope* scope) const;

@@ -10,7 +10,7 @@
 #include "../../plan/error.h"
 #include "../../rank_executor/fingerprint.h"
 #include "../threads.h"
-#include "connection.h"
+#include "rank_communicator.h"
 
 namespace pycollect::dist {
 namespace {
@@ -90,7 +90,7 @@ SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, at::TensorList te
     for (const SparseOperand& other : operands_)
       require(!tensors[i].is_same(other.tensor), call.name, ": ", label,
               " occurs twice in the list; pass different tensors");
-    add(tensors[i], label, reduction.dtype(tensors[i], label), *call.connection->devices());
+    add(tensors[i], label, reduction.dtype(tensors[i], label), *call.communicator->devices());
   }
   own_counts_.resize(operands_.size());
   counts_.resize(operands_.size() * me.world);

@@ -59,7 +59,7 @@ bool GroupWork::wait(std::chrono::milliseconds timeout) {
       throw Timeout(text(owner->describe(*this), " has not finished within the timeout of ",
                          std::chrono::duration<double>(timeout).count(), " seconds"));
   } else if (!is_done()) {
-    throw CollectiveError(text(name(), ": the group has been destroyed"));
+    throw group_destroyed(name());
   }
   if (const auto error = exception()) std::rethrow_exception(error);
   if (staging()) staging()->wait_on_current_streams();
@@ -95,8 +95,7 @@ c10::intrusive_ptr<Future> GroupWork::getFuture() {
     }
   }
   if (!was_done && !owner)
-    future_->setErrorIfNeeded(
-        std::make_exception_ptr(CollectiveError(text(name(), ": the group has been destroyed"))));
+    future_->setErrorIfNeeded(std::make_exception_ptr(group_destroyed(name())));
   if (was_done) complete(*future_, result(), error_, staging());
   return future_;
 }
@@ -117,22 +116,20 @@ void CollectiveWork::release() {
   if (call_.staging) call_.staging->release();
 }
 
-std::string CallQueue::describe(GroupWork& work) {
+std::string describe(const GroupWork& work, const std::vector<Rank>& missing) {
   std::string description = text(work.name(), " #", work.getSequencenumber());
   const char* before = ", which rank ";
-  const std::vector<Rank> missing = this->missing();
   for (Rank r : missing) description += text(std::exchange(before, " and "), r);
   return missing.empty() ? description
                          : description + (missing.size() == 1 ? " has" : " have") + " not begun,";
 }
 
-bool PointToPoint::check(const P2POp& op) const {
-  fork_guard_.require_not_forked(op.name());
-  if (op.peer) check_rank(*op.peer, world_, op.name(), op.receives ? "src" : "dst");
+bool check_message(const P2POp& op, int world, DeviceOps& devices) {
+  if (op.peer) check_rank(*op.peer, world, op.name(), op.receives ? "src" : "dst");
   require(op.tag >= 0, op.name(), ": tag is ", op.tag, "; it must not be negative");
   const ArgumentName label{op.name(), "tensor"};
-  const bool on_device = check_operand(
-      op.tensor, op.receives ? AccessMode::write : AccessMode::read, label, *devices_);
+  const bool on_device =
+      check_operand(op.tensor, op.receives ? AccessMode::write : AccessMode::read, label, devices);
   dtype_number(op.tensor, label);
   return on_device;
 }

@@ -1,5 +1,4 @@
-// Work objects of a group's collectives and messages, what moves them, and the interfaces that make
-// them: the queue of the collectives, and send and recv of one rank.
+// Work objects of a group's collectives and messages, and what moves them.
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <c10/util/FunctionRef.h>
@@ -7,10 +6,12 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "../../group/system.h"
+#include "../../plan/error.h"
 #include "../../send_recv/transfer.h"
 #include "group_call.h"
 
@@ -24,12 +25,18 @@ c10::intrusive_ptr<Future> new_future(std::vector<at::Device> devices);
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
               TensorStaging* staging = nullptr);
 
+// Returns the error of an operation that comes too late.
+inline CollectiveError group_destroyed(std::string_view operation) {
+  return CollectiveError(text(operation, ": the group has been destroyed"));
+}
+
 // Returns whether `timeout` limits a `wait`; zero stands for no limit.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
 
 class GroupWork;
 
-// What moves the works of one rank: its queue of collectives, or its messages.
+// What moves works of one rank: of processes its queue of collectives, or its messages; of threads
+// both.
 class WorkOwner {
  public:
   virtual ~WorkOwner() = default;
@@ -118,19 +125,8 @@ class CollectiveWork final : public GroupWork {
 };
 using CollectiveWorkPtr = c10::intrusive_ptr<CollectiveWork>;
 
-// Queue of a group's collectives, in call order.
-class CallQueue : public WorkOwner, public std::enable_shared_from_this<CallQueue> {
- public:
-  // Runs the call before it returns, and throws its error; or enqueues it. A refusal makes the
-  // peers of the next call throw it.
-  virtual void run(const CollectiveWorkPtr& work) = 0;
-  // Enqueues the calls as one operation: all of them run or none, with no other call between them.
-  virtual void push_all(const std::vector<CollectiveWorkPtr>& works) = 0;
-  std::string describe(GroupWork& work) override;
-  virtual std::vector<Rank> missing() = 0;  // ranks that have not begun the running call
-  // Ranks that have made fewer calls than this one, as far as is known: those of this host.
-  virtual std::vector<Rank> behind() = 0;
-};
+// Describes a collective that `missing` have not begun.
+std::string describe(const GroupWork& work, const std::vector<Rank>& missing);
 
 struct P2POp {
   at::Tensor tensor;
@@ -142,21 +138,9 @@ struct P2POp {
   const char* name() const { return receives ? "recv" : "send"; }
 };
 
-class PointToPoint : public WorkOwner {
- public:
-  PointToPoint(int world, std::shared_ptr<DeviceOps> devices)
-      : devices_(std::move(devices)), world_(world) {}
-  virtual WorkPtr post(const P2POp& op) = 0;
-  // Throws if post() would, before data moves. Returns whether the tensor is on a device.
-  bool check(const P2POp& op) const;
-
- protected:
-  const std::shared_ptr<DeviceOps> devices_;
-  std::atomic<uint64_t> next_number_{0};
-
- private:
-  const int world_;
-};
+// Throws if the operation is invalid in a group of `world` ranks. Returns whether the tensor is on
+// a device.
+bool check_message(const P2POp& op, int world, DeviceOps& devices);
 
 class MessageWork final : public GroupWork {
  public:

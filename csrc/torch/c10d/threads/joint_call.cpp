@@ -24,9 +24,9 @@ using ipc::CollectiveRequest;
 using RankRequests = std::vector<const CollectiveRequest*>;  // [rank]
 
 // One block of one buffer of one rank, read from its beginning.
-class BlockReader {
+class BlockCursor {
  public:
-  BlockReader(Rank rank, Buffer buffer, int block, const CallBuffer& memory, std::size_t item)
+  BlockCursor(Rank rank, Buffer buffer, int block, const CallBuffer& memory, std::size_t item)
       : rank(rank), buffer(buffer), block(block), memory_(memory), item_(item) {
     const bool has_one = memory.blocks.size() == 1;  // which is the rank's own
     left_ = memory.blocks[has_one ? 0 : block];
@@ -65,7 +65,7 @@ class BlockReader {
 
 // Blocks with the same number of elements, which the plan moves together: the sources and the
 // destinations of a block.
-using Lane = std::vector<BlockReader>;
+using MatchingBlocks = std::vector<BlockCursor>;
 
 // The memory of one run of the plan.
 struct RunMemory {
@@ -92,12 +92,12 @@ class JointRequest {
   bool in_blocks() const { return input_ != BlockContent::nothing_in_blocks; }
   std::size_t bytes() const;
   bool is_contiguous() const;
-  std::vector<std::vector<Lane>> lanes() const;
-  void add(Lane& lane, Rank r, Buffer buffer, int block) const;
+  std::vector<std::vector<MatchingBlocks>> block_groups() const;
+  void add(MatchingBlocks& blocks, Rank r, Buffer buffer, int block) const;
   RunMemory empty_run() const;
   void place(RunMemory& run, Rank r, Buffer buffer, std::byte* base) const;
   RunMemory whole() const;
-  RunMemory take(std::vector<Lane>& lanes) const;
+  RunMemory take(std::vector<MatchingBlocks>& group) const;
   void bind(BoundPlan& plan, RunMemory run, ListCall& call) const;
   const CallBuffer& memory(Rank r, Buffer buffer) const {
     return buffer == Buffer::input ? requests_[r]->input : requests_[r]->output;
@@ -131,31 +131,31 @@ bool JointRequest::is_contiguous() const {
   return true;
 }
 
-// Adds the block to the lane if the rank has it.
-void JointRequest::add(Lane& lane, Rank r, Buffer buffer, int block) const {
+// Adds a block if the rank has it.
+void JointRequest::add(MatchingBlocks& blocks, Rank r, Buffer buffer, int block) const {
   const CallBuffer& m = memory(r, buffer);
   if (m.blocks.empty() || (content(buffer) == BlockContent::own_block && r != block)) return;
-  lane.emplace_back(r, buffer, block, m, item_);
+  blocks.emplace_back(r, buffer, block, m, item_);
 }
 
-// Returns groups of lanes; those of one group do not have a buffer in common. In an all_to_all,
-// group k has the blocks that each rank sends to the rank k places after it.
-std::vector<std::vector<Lane>> JointRequest::lanes() const {
-  std::vector<std::vector<Lane>> groups;
+// Returns groups of matching blocks, in which no buffer comes twice. In an all_to_all, group k has
+// the blocks that each rank sends to the rank k places after it.
+std::vector<std::vector<MatchingBlocks>> JointRequest::block_groups() const {
+  std::vector<std::vector<MatchingBlocks>> groups;
   for (int k = 0; k < (in_blocks() ? world_ : 1); ++k) {
-    std::vector<Lane>& group = groups.emplace_back();
+    std::vector<MatchingBlocks>& group = groups.emplace_back();
     if (first_.collective == Collective::all_to_all) {
       for (Rank from = 0; from < world_; ++from) {
         const Rank to = (from + k) % world_;
-        Lane& lane = group.emplace_back();
-        add(lane, from, Buffer::input, to);
-        add(lane, to, Buffer::output, from);
+        MatchingBlocks& blocks = group.emplace_back();
+        add(blocks, from, Buffer::input, to);
+        add(blocks, to, Buffer::output, from);
       }
       continue;
     }
-    Lane& lane = group.emplace_back();
+    MatchingBlocks& blocks = group.emplace_back();
     for (Rank r = 0; r < world_; ++r)
-      for (const Buffer buffer : kCallBuffers) add(lane, r, buffer, k);
+      for (const Buffer buffer : kCallBuffers) add(blocks, r, buffer, k);
   }
   return groups;
 }
@@ -190,15 +190,15 @@ RunMemory JointRequest::whole() const {
   return run;
 }
 
-// Returns the memory of the next run on a group of lanes, and advances them beyond it.
-RunMemory JointRequest::take(std::vector<Lane>& lanes) const {
+// Returns the memory of the next run on a group of matching blocks, and advances them beyond it.
+RunMemory JointRequest::take(std::vector<MatchingBlocks>& group) const {
   RunMemory run = empty_run();
-  for (Lane& lane : lanes) {
-    if (lane.empty()) continue;
-    std::size_t count = lane.front().contiguous();
-    for (const BlockReader& b : lane) count = std::min(count, b.contiguous());
+  for (MatchingBlocks& blocks : group) {
+    if (blocks.empty()) continue;
+    std::size_t count = blocks.front().contiguous();
+    for (const BlockCursor& b : blocks) count = std::min(count, b.contiguous());
     if (count == 0) continue;
-    for (BlockReader& b : lane) {
+    for (BlockCursor& b : blocks) {
       place(run, b.rank, b.buffer, b.at());
       sizes(run, b.rank, b.buffer)[b.block] = count;
       if (first_.collective != Collective::all_to_all) run.whole[b.block] = count;
@@ -231,12 +231,13 @@ void JointRequest::bind(ListCall& call) const {
   if (is_contiguous()) {
     bind(plan, whole(), call);
   } else {
-    auto groups = lanes();
-    const auto left = [](const std::vector<Lane>& group) {
-      return std::any_of(group.begin(), group.end(),
-                         [](const Lane& lane) { return !lane.empty() && lane.front().left() > 0; });
+    auto groups = block_groups();
+    const auto left = [](const std::vector<MatchingBlocks>& group) {
+      return std::any_of(group.begin(), group.end(), [](const MatchingBlocks& blocks) {
+        return !blocks.empty() && blocks.front().left() > 0;
+      });
     };
-    for (std::vector<Lane>& group : groups)
+    for (std::vector<MatchingBlocks>& group : groups)
       while (left(group)) bind(plan, take(group), call);
   }
   call.names_algorithm |= !first_.algorithm.empty();
@@ -265,16 +266,16 @@ void fill(const GroupCall& call) {
 }
 
 // Runs the call on the ranks' threads, if some of them are awake, or on torch's.
-void run_on_host(const ListCall& joint, rank_threads::WorkShare& share) {
-  joint.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
+void run_on_host(const ListCall& list_call, rank_threads::WorkShare& share) {
+  list_call.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
     if (size > kSharedBytes || !share.try_run(size, grain, body)) threads()(size, grain, body);
   });
 }
 
 // The requests of one rank, in the order of its calls.
-class RequestReader {
+class RequestCursor {
  public:
-  explicit RequestReader(const std::vector<GroupCall*>& calls) : calls_(calls) {}
+  explicit RequestCursor(const std::vector<GroupCall*>& calls) : calls_(calls) {}
 
   bool at_end() const { return call_ == calls_.size(); }
   GroupCall& call() const { return *calls_[call_]; }
@@ -302,59 +303,60 @@ class RequestReader {
 };
 
 // Returns a call of the next `count` requests of each rank.
-ListCall prepare(const std::vector<RequestReader>& ranks, std::size_t count) {
-  ListCall joint{.name = pycollect::name(ranks.front().request(0).collective)};
-  for (const RequestReader& rank : ranks) {
+ListCall prepare(const std::vector<RequestCursor>& ranks, std::size_t count) {
+  ListCall list_call{.name = pycollect::name(ranks.front().request(0).collective)};
+  for (const RequestCursor& rank : ranks) {
     const StreamOrdering* const staging = staging_of(rank.call());
-    joint.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
+    list_call.devices.push_back(staging ? staging->on().at(0) : at::Device(at::kCPU));
     if (staging == nullptr) continue;
     require(staging->on().size() == 1, rank.call().name,
             ": the tensors of a rank are on several devices; pass tensors of one device");
-    joint.held.insert(joint.held.end(), staging->tensors().begin(), staging->tensors().end());
+    list_call.held.insert(list_call.held.end(), staging->tensors().begin(),
+                          staging->tensors().end());
   }
   for (std::size_t i = 0; i < count; ++i) {
     if (ranks.front().request(i).tensors == 0 || ranks.front().request(i).sparse) continue;
     RankRequests requests;
-    for (const RequestReader& rank : ranks) requests.push_back(&rank.request(i));
-    JointRequest(requests).bind(joint);
+    for (const RequestCursor& rank : ranks) requests.push_back(&rank.request(i));
+    JointRequest(requests).bind(list_call);
   }
-  return joint;
+  return list_call;
 }
 
 // Adds up the sparse tensors of the next `count` requests of each rank.
-void sum_sparse(const std::vector<RequestReader>& ranks, std::size_t count) {
+void sum_sparse(const std::vector<RequestCursor>& ranks, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     if (ranks.front().request(i).sparse == nullptr) continue;
     std::vector<SparseSums*> sums;
-    for (const RequestReader& rank : ranks) sums.push_back(rank.call().sparse.get());
+    for (const RequestCursor& rank : ranks) sums.push_back(rank.call().sparse.get());
     SparseSums::finish(sums);
   }
 }
 
-void run(const std::vector<RequestReader>& ranks, const ListCall& joint,
+void run(const std::vector<RequestCursor>& ranks, const ListCall& list_call,
          rank_threads::WorkShare& share) {
-  if (joint.plans.empty()) return;
-  const auto on_device = std::find_if(ranks.begin(), ranks.end(), [](const RequestReader& rank) {
+  if (list_call.plans.empty()) return;
+  const auto on_device = std::find_if(ranks.begin(), ranks.end(), [](const RequestCursor& rank) {
     return rank.call().staging != nullptr;
   });
   if (on_device != ranks.end())
-    on_device->call().staging->devices().torch().run_list_call(joint);
+    on_device->call().staging->devices().torch().run_list_call(list_call);
   else
-    run_on_host(joint, share);
+    run_on_host(list_call, share);
 }
 
 }  // namespace
 
 void run_jointly(const std::vector<std::vector<GroupCall*>>& calls,
                  rank_threads::WorkShare& share) {
-  std::vector<RequestReader> ranks(calls.begin(), calls.end());
+  std::vector<RequestCursor> ranks(calls.begin(), calls.end());
   while (!ranks.front().at_end()) {
     std::size_t count = ranks.front().left();
-    for (const RequestReader& rank : ranks) count = std::min(count, rank.left());
-    for (const RequestReader& rank : ranks) rank.begin();
+    for (const RequestCursor& rank : ranks) count = std::min(count, rank.left());
+    for (const RequestCursor& rank : ranks) rank.begin();
     sum_sparse(ranks, count);
     run(ranks, prepare(ranks, count), share);
-    for (RequestReader& rank : ranks) rank.advance(count);
+    for (RequestCursor& rank : ranks) rank.advance(count);
   }
 }
 

@@ -9,9 +9,9 @@
 namespace pycollect::dist {
 
 // Checks that all ranks make the same calls, with the fingerprints and the messages of processes.
-// `calls` is indexed [rank]; `number` is the number of the round. Throws std::invalid_argument if
-// the calls differ, or a rank has refused.
-void check_round(const std::vector<const RankCalls*>& calls, uint64_t number);
+// `calls` is indexed [rank]; `number` is the number of the joint call. Throws std::invalid_argument
+// if the calls differ, or a rank has refused.
+void check_joint_call(const std::vector<const PostedCalls*>& calls, uint64_t number);
 
 // Runs a collective: the calls of all ranks become one call on a list of their tensors, in place.
 // Copies nothing that the ranks' own copies would not. `calls` has the calls of each rank, whose

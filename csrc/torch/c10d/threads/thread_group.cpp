@@ -9,7 +9,7 @@
 #include "../../../plan/error.h"
 #include "../interpreter.h"
 #include "joint_call.h"
-#include "thread_messages.h"
+#include "thread_mailbox.h"
 
 namespace pycollect::dist {
 
@@ -46,9 +46,9 @@ void ThreadGroup::leave(Rank rank) {
   Lock lock(mutex());
   left_[rank] = any_left_ = true;
   // A wait for a future does not see that a rank has left.
-  for (const GroupRound& round : rounds_)
-    for (const auto& calls : round.by_rank)
-      if (calls && !round.by_rank[rank] && !aborted_ &&
+  for (const JointCall& joint : joint_calls_)
+    for (const auto& calls : joint.by_rank)
+      if (calls && !joint.by_rank[rank] && !aborted_ &&
           std::any_of(calls->works.begin(), calls->works.end(),
                       [](const auto& w) { return w->has_future(); }))
         return abort(lock, EndKind::peer_lost,
@@ -56,39 +56,39 @@ void ThreadGroup::leave(Rank rank) {
   scheduler_->notify();
 }
 
-bool ThreadGroup::post(Rank rank, RankCalls calls) {
+bool ThreadGroup::post(Rank rank, PostedCalls calls) {
   Lock lock(mutex());
   if (aborted_) {  // since the caller has asked
     lock.unlock();
-    GroupRound refused{std::vector<std::optional<RankCalls>>(world_)};
+    JointCall refused{std::vector<std::optional<PostedCalls>>(world_)};
     refused.by_rank[rank] = std::move(calls);
     complete_all(finish(refused, error_of_abort()));
     return false;
   }
   const uint64_t place = next_[rank]++ - first_;
-  while (rounds_.size() <= place)
-    rounds_.push_back({std::vector<std::optional<RankCalls>>(world_)});
-  rounds_[place].by_rank[rank] = std::move(calls);
-  ++rounds_[place].arrived;
-  return !running_ && run_rounds(lock);
+  while (joint_calls_.size() <= place)
+    joint_calls_.push_back({std::vector<std::optional<PostedCalls>>(world_)});
+  joint_calls_[place].by_rank[rank] = std::move(calls);
+  ++joint_calls_[place].arrived;
+  return !running_ && run_joint_calls(lock);
 }
 
-// Runs the rounds for which all ranks have arrived. Then runs the callbacks of their futures, which
-// may post the next ones.
-bool ThreadGroup::run_rounds(Lock& lock) {
+// Runs the joint calls for which all ranks have arrived. Then runs the callbacks of their futures,
+// which may post the next ones.
+bool ThreadGroup::run_joint_calls(Lock& lock) {
   running_ = true;
   const uint64_t first = first_;
   Completions completions;
-  while (!rounds_.empty() && rounds_.front().arrived == world_ && !aborted_) {
+  while (!joint_calls_.empty() && joint_calls_.front().arrived == world_ && !aborted_) {
     {
-      const GroupRound round = std::move(rounds_.front());
-      rounds_.pop_front();
-      for (const auto& calls : round.by_rank)
+      const JointCall joint = std::move(joint_calls_.front());
+      joint_calls_.pop_front();
+      for (const auto& calls : joint.by_rank)
         for (const CollectiveWorkPtr& work : calls->works) work->start();
       const uint64_t number = first_++;
       lock.unlock();
-      const std::exception_ptr error = run(round, number);
-      std::ranges::move(finish(round, [&](CollectiveWork&) { return error; }),
+      const std::exception_ptr error = run(joint, number);
+      std::ranges::move(finish(joint, [&](CollectiveWork&) { return error; }),
                         std::back_inserter(completions));
     }
     lock.lock();
@@ -101,12 +101,12 @@ bool ThreadGroup::run_rounds(Lock& lock) {
 }
 
 // Returns the error of all ranks' calls, or null.
-std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
+std::exception_ptr ThreadGroup::run(const JointCall& joint, uint64_t number) {
   try {
     const RankScheduler::AtWork at_work(*scheduler_);
-    std::vector<const RankCalls*> calls;
-    for (const auto& c : round.by_rank) calls.push_back(&*c);
-    check_round(calls, number);
+    std::vector<const PostedCalls*> calls;
+    for (const auto& c : joint.by_rank) calls.push_back(&*c);
+    check_joint_call(calls, number);
     std::vector<std::vector<GroupCall*>> of_ranks(world_);
     for (Rank r = 0; r < world_; ++r)
       for (const CollectiveWorkPtr& work : calls[r]->works) of_ranks[r].push_back(&work->call());
@@ -124,17 +124,17 @@ std::exception_ptr ThreadGroup::run(const GroupRound& round, uint64_t number) {
 
 // Returns what completes the futures. Tensors are released without the mutex, because that may take
 // the GIL.
-ThreadGroup::Completions ThreadGroup::finish(const GroupRound& round, const ErrorOfWork& error_of) {
+ThreadGroup::Completions ThreadGroup::finish(const JointCall& joint, const ErrorOfWork& error_of) {
   Completions completions;
   std::vector<GroupCall> used;
-  for (const auto& calls : round.by_rank)
+  for (const auto& calls : joint.by_rank)
     if (calls)
       for (const CollectiveWorkPtr& work : calls->works) work->call().event.reset();
   {
     const Lock lock(mutex());
     for (Rank r = 0; r < world_; ++r) {
-      if (!round.by_rank[r]) continue;
-      for (const CollectiveWorkPtr& work : round.by_rank[r]->works) {
+      if (!joint.by_rank[r]) continue;
+      for (const CollectiveWorkPtr& work : joint.by_rank[r]->works) {
         const std::exception_ptr error = error_of(*work);
         used.push_back(work->detach());
         auto future = work->finish(error);
@@ -171,7 +171,7 @@ void ThreadGroup::run_on_thread(Rank rank, std::function<void()> task) {
 }
 
 std::vector<Rank> ThreadGroup::missing() const {
-  return rounds_.empty() ? std::vector<Rank>() : missing(rounds_.front());
+  return joint_calls_.empty() ? std::vector<Rank>() : missing(joint_calls_.front());
 }
 
 std::vector<Rank> ThreadGroup::behind(Rank rank) const {
@@ -182,19 +182,19 @@ std::vector<Rank> ThreadGroup::behind(Rank rank) const {
 }
 
 std::vector<Rank> ThreadGroup::missing(const CollectiveWork& work) const {
-  const auto contains = [&](const std::optional<RankCalls>& calls) {
+  const auto contains = [&](const std::optional<PostedCalls>& calls) {
     return calls && std::any_of(calls->works.begin(), calls->works.end(),
                                 [&](const auto& w) { return w.get() == &work; });
   };
-  for (const GroupRound& round : rounds_)
-    if (std::any_of(round.by_rank.begin(), round.by_rank.end(), contains)) return missing(round);
+  for (const JointCall& joint : joint_calls_)
+    if (std::any_of(joint.by_rank.begin(), joint.by_rank.end(), contains)) return missing(joint);
   return {};
 }
 
-std::vector<Rank> ThreadGroup::missing(const GroupRound& round) const {
+std::vector<Rank> ThreadGroup::missing(const JointCall& joint) const {
   std::vector<Rank> ranks;
   for (Rank r = 0; r < world_; ++r)
-    if (!round.by_rank[r]) ranks.push_back(r);
+    if (!joint.by_rank[r]) ranks.push_back(r);
   return ranks;
 }
 
@@ -264,12 +264,12 @@ void ThreadGroup::poll() {
 }
 
 std::optional<OverdueWork> ThreadGroup::find_due(ipc::Deadline now) const {
-  for (const GroupRound& round : rounds_)
-    for (const auto& calls : round.by_rank)
+  for (const JointCall& joint : joint_calls_)
+    for (const auto& calls : joint.by_rank)
       if (calls)
         for (const CollectiveWorkPtr& work : calls->works)
           if (work->due() <= now)
-            return OverdueWork{describe(*work), missing(round), work->limit()};
+            return OverdueWork{describe(*work), missing(joint), work->limit()};
   return {};
 }
 
@@ -360,11 +360,11 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
   if (aborted_) return;
   aborted_ = true;
   end_ = scheduler_->end_or({kind, why});
-  auto rounds = std::exchange(rounds_, {});
+  auto pending = std::exchange(joint_calls_, {});
   lock.unlock();
   mailbox_->fail_all([&](const std::string& of) { return cause(of); });
-  for (const GroupRound& round : rounds) complete_all(finish(round, error_of_abort()));
-  rounds.clear();  // releases tensors, without the mutex
+  for (const JointCall& joint : pending) complete_all(finish(joint, error_of_abort()));
+  pending.clear();  // releases tensors, without the mutex
   lock.lock();
   scheduler_->notify();
 }

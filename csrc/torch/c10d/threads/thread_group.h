@@ -19,9 +19,9 @@ using rank_threads::LaunchEnd;
 using rank_threads::RankScheduler;
 using rank_threads::ReadyCondition;
 
-// What one rank passes at one place of its order of calls: calls that run all or not at all, or the
+// What one rank posts at one place of its order of calls: calls that run all or not at all, or the
 // reason why it refuses to make a call.
-struct RankCalls {
+struct PostedCalls {
   std::vector<CollectiveWorkPtr> works = {};
   CollectiveWorkPtr refused = {};
 };
@@ -51,7 +51,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   void leave(Rank rank);
 
   // Returns whether it has run calls of the ranks.
-  bool post(Rank rank, RankCalls calls);
+  bool post(Rank rank, PostedCalls calls);
   // A wait until a work is done, for which ranks must post their side.
   struct GroupWait {
     const GroupWork& work;
@@ -104,13 +104,13 @@ class ThreadGroup final : public rank_threads::LaunchListener {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  struct GroupRound {  // the calls of all ranks at one place of their order
-    std::vector<std::optional<RankCalls>> by_rank;
+  struct JointCall {  // what all ranks post at one place of their order
+    std::vector<std::optional<PostedCalls>> by_rank;
     int arrived = 0;
   };
-  std::vector<Rank> missing(const GroupRound& round) const;
-  bool run_rounds(Lock& lock);
-  std::exception_ptr run(const GroupRound& round, uint64_t number);
+  std::vector<Rank> missing(const JointCall& joint) const;
+  bool run_joint_calls(Lock& lock);
+  std::exception_ptr run(const JointCall& joint, uint64_t number);
   std::vector<Rank> lost(const GroupWait& wait) const;  // needed ranks that have left
   void abort_if_lost(Lock& lock, const GroupWait& wait);
   void await_end(Lock& lock, const GroupWork& work);
@@ -118,7 +118,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   void time_out(Lock& lock, const OverdueWork& work, const std::string& report);
   using Completions = std::vector<std::function<void()>>;  // each completes a future
   using ErrorOfWork = std::function<std::exception_ptr(CollectiveWork&)>;
-  Completions finish(const GroupRound& round, const ErrorOfWork& error_of);
+  Completions finish(const JointCall& joint, const ErrorOfWork& error_of);
   ErrorOfWork error_of_abort() const;  // names each work's operation
   static void complete_all(const Completions& completions);
   void require_own(Rank rank, const std::function<std::string()>& describe) const;
@@ -136,43 +136,13 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   int joined_ = 0;
   std::vector<bool> left_;
   bool any_left_ = false;
-  std::deque<GroupRound> rounds_;  // from the next one that runs on
-  std::vector<uint64_t> next_;     // [rank]: number of its next round
-  uint64_t first_ = 0;             // number of rounds_.front()
-  bool running_ = false;           // a thread runs rounds
-  std::condition_variable ended_;  // works that a thread has run
+  std::deque<JointCall> joint_calls_;  // from the next one that runs on
+  std::vector<uint64_t> next_;         // [rank]: number of the joint call to which it posts next
+  uint64_t first_ = 0;                 // number of joint_calls_.front()
+  bool running_ = false;               // a thread runs joint calls
+  std::condition_variable ended_;      // works that a thread has run
   bool aborted_ = false;
   LaunchEnd end_;  // if it has been aborted
-};
-
-// What moves the works of one rank of a thread group: waiting for one lets other ranks run.
-template <class Base>
-class ThreadOwner : public Base {
- public:
-  template <class... Args>
-  ThreadOwner(std::shared_ptr<ThreadGroup> group, Rank rank, Args&&... of_base)
-      : Base(std::forward<Args>(of_base)...), group_(std::move(group)), rank_(rank) {}
-
-  void wait(GroupWork& work) override {
-    group_->wait(rank_, until_done(work, ipc::deadline_after(work.limit()), false));
-  }
-  bool wait_until(GroupWork& work, ipc::Deadline deadline) override {
-    return group_->wait_until(rank_, until_done(work, deadline, true));
-  }
-  void progress(GroupWork& work) override {
-    group_->yield_until(rank_, until_done(work, ipc::Deadline::max(), false));
-  }
-  void on_future_taken() override { group_->count_open_futures(1); }
-  void abort(const std::string& why) override { group_->abort(rank_, why); }
-  std::mutex& mutex() override { return group_->mutex(); }
-
- protected:
-  // See ThreadGroup::GroupWait.
-  virtual ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
-                                            bool is_limited) const = 0;
-
-  const std::shared_ptr<ThreadGroup> group_;
-  const Rank rank_;
 };
 
 }  // namespace pycollect::dist

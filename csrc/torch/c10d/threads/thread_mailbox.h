@@ -14,6 +14,8 @@ class ThreadMailbox {
   explicit ThreadMailbox(ThreadGroup& group) : group_(group) {}
   void post(const MessageWorkPtr& work);
   std::string describe(const MessageWork& work) const;
+  // Returns the ranks that have not posted their side.
+  static std::vector<Rank> needed(const MessageWork& work);
   using ErrorOfOperation = std::function<std::exception_ptr(const std::string& operation)>;
   // Fails the messages that wait for their other side, or for a device. Call without the group's
   // mutex.
@@ -35,21 +37,6 @@ class ThreadMailbox {
   ThreadGroup& group_;
   // Guarded by the group's mutex. Data for the receives in `arriving_` is on its way.
   std::deque<MessageWorkPtr> sends_, receives_, arriving_;
-};
-
-class ThreadMessages final : public ThreadOwner<PointToPoint>,
-                             public std::enable_shared_from_this<ThreadMessages> {
- public:
-  ThreadMessages(const std::shared_ptr<ThreadGroup>& group, std::shared_ptr<DeviceOps> devices,
-                 Rank rank)
-      : ThreadOwner(group, rank, group->world(), std::move(devices)) {}
-
-  WorkPtr post(const P2POp& op) override;
-  std::string describe(GroupWork& work) override;
-
- private:
-  ThreadGroup::GroupWait until_done(GroupWork& work, ipc::Deadline deadline,
-                                    bool is_limited) const override;
 };
 
 }  // namespace pycollect::dist

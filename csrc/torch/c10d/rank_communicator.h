@@ -1,6 +1,6 @@
-// How one rank of a group reaches the other ranks: through shared memory if they are processes, or
-// directly if they are threads of this process. With the options of the group, and the allocator of
-// the memory that processes share.
+// One rank's side of a group: its collectives, its messages, and what it shares with the other
+// ranks, which are processes or threads of this process. With the options of the group, and the
+// allocator of the memory that processes share.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -86,12 +86,21 @@ class SymmetricHeapAllocator final : public c10::Allocator,
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 
-class Connection {
+class RankCommunicator {
  public:
-  virtual ~Connection() = default;
-  virtual CallQueue& queue() = 0;
-  // Null after close().
-  virtual std::shared_ptr<PointToPoint> messages() const = 0;
+  virtual ~RankCommunicator() = default;
+
+  // Collectives go through a queue, in call order. run() runs the call before it returns, and
+  // throws its error; or enqueues it. A refusal makes the peers of the next call throw it.
+  virtual void run(const CollectiveWorkPtr& work) = 0;
+  // Enqueues the calls as one operation: all of them run or none, with no other call between them.
+  virtual void push_all(const std::vector<CollectiveWorkPtr>& works) = 0;
+  // Ranks that have made fewer calls than this one, as far as is known: those of this host.
+  virtual std::vector<Rank> behind() = 0;
+
+  // Posts a send or a receive, which moves independently of the collectives.
+  virtual WorkPtr post(const P2POp& op) = 0;
+
   virtual const std::shared_ptr<DeviceOps>& devices() const = 0;
 
   // Returns the staging of a collective of device tensors.
@@ -103,6 +112,8 @@ class Connection {
   // Null: tensors of such memory are allocated with new_symmetric() only.
   virtual std::shared_ptr<SymmetricHeapAllocator> allocator() const = 0;
 
+  // Throws if close() has been called.
+  virtual void require_open(const char* operation) const = 0;
   // Throws the cause if the group has been aborted.
   virtual void require_healthy(const ipc::OpContext& context) const = 0;
   virtual void abort(const std::string& why) = 0;
@@ -115,11 +126,11 @@ class Connection {
 
 // Returns once all ranks of the group have called it. Throws what the constructor of ipc::Group
 // throws.
-std::shared_ptr<Connection> connect_processes(const StorePtr& store, RankAndWorld me,
-                                              const Options& options);
+std::shared_ptr<RankCommunicator> connect_processes(const StorePtr& store, RankAndWorld me,
+                                                    const Options& options);
 
 // The same for ranks that are threads of this process.
-std::shared_ptr<Connection> connect_threads(
+std::shared_ptr<RankCommunicator> connect_threads(
     const std::shared_ptr<rank_threads::RankScheduler>& scheduler, const StorePtr& store,
     RankAndWorld me, const Options& options);
 

@@ -1,4 +1,4 @@
-// See connection.h: ranks that are processes, of one host or of several.
+// See rank_communicator.h: ranks that are processes, of one host or of several.
 #include <cstdlib>
 #include <mutex>
 #include <string_view>
@@ -12,13 +12,13 @@
 #include "../../plan/select.h"
 #include "../log.h"
 #include "binder.h"
-#include "connection.h"
 #include "hosts/hosts_monitor.h"
 #include "hosts/mirrored_rings.h"
 #include "hosts/process_group_wire.h"
 #include "interpreter.h"
 #include "messages.h"
 #include "process_queue.h"
+#include "rank_communicator.h"
 #include "torch_store.h"
 
 namespace pycollect::dist {
@@ -138,9 +138,9 @@ Members join(const StorePtr& store, RankAndWorld me, const Options& options) {
   }
 }
 
-class ProcessConnection final : public Connection {
+class ProcessCommunicator final : public RankCommunicator {
  public:
-  ProcessConnection(const StorePtr& store, RankAndWorld me, const Options& options)
+  ProcessCommunicator(const StorePtr& store, RankAndWorld me, const Options& options)
       : devices_(std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime())),
         members_(join(store, me, options)),
         group_(members_.group),
@@ -158,34 +158,37 @@ class ProcessConnection final : public Connection {
                                                 [remote = remote_] { remote->answer_hellos(); });
   }
 
-  CallQueue& queue() override { return *queue_; }
-  std::shared_ptr<PointToPoint> messages() const override {
-    const std::lock_guard lock(mutex_);
-    return messages_;
+  void run(const CollectiveWorkPtr& work) override { queue_->run(work); }
+  void push_all(const std::vector<CollectiveWorkPtr>& works) override { queue_->push_all(works); }
+  std::vector<Rank> behind() override { return queue_->behind(); }
+  WorkPtr post(const P2POp& op) override {
+    if (const auto messages = locked(messages_)) return messages->post(op);
+    throw group_destroyed(op.name());
   }
   const std::shared_ptr<DeviceOps>& devices() const override { return devices_; }
   std::shared_ptr<TensorStaging> begin_staging() override { return stage_through_host(devices_); }
 
   bool has_symmetric_memory(at::Device device) const override;
   at::Tensor new_symmetric(at::Device device, int64_t count, at::ScalarType type) override;
-  std::shared_ptr<SymmetricHeapAllocator> allocator() const override {
-    const std::lock_guard lock(mutex_);
-    return allocator_;
-  }
+  std::shared_ptr<SymmetricHeapAllocator> allocator() const override { return locked(allocator_); }
 
+  void require_open(const char* operation) const override {
+    if (!locked(group_)) throw group_destroyed(operation);
+  }
   void require_healthy(const ipc::OpContext& context) const override {
-    if (const auto group = this->group()) group->require_healthy(context);
+    if (const auto group = locked(group_)) group->require_healthy(context);
   }
   void abort(const std::string& why) override {
-    if (const auto group = this->group()) group->abort(why);
+    if (const auto group = locked(group_)) group->abort(why);
   }
   std::exception_ptr close(ipc::Deadline deadline) override;
   void await_end_of_store() override;
 
  private:
-  std::shared_ptr<ipc::Group> group() const {
+  template <class T>
+  T locked(const T& member) const {
     const std::lock_guard lock(mutex_);
-    return group_;
+    return member;
   }
 
   const std::shared_ptr<DeviceOps> devices_;
@@ -201,21 +204,22 @@ class ProcessConnection final : public Connection {
   std::shared_ptr<const ipc::Group> left_group_;  // after close()
 };
 
-bool ProcessConnection::has_symmetric_memory(at::Device device) const {
-  const auto group = this->group();
+bool ProcessCommunicator::has_symmetric_memory(at::Device device) const {
+  const auto group = locked(group_);
   return group && device.is_cpu() && group->layout().sizes.symmetric_heap_bytes > 0;
 }
 
-at::Tensor ProcessConnection::new_symmetric(at::Device device, int64_t count, at::ScalarType type) {
+at::Tensor ProcessCommunicator::new_symmetric(at::Device device, int64_t count,
+                                              at::ScalarType type) {
   const auto heap = allocator();
-  if (!heap) throw CollectiveError("allocate_tensor: the group has been destroyed");
+  if (!heap) throw group_destroyed("allocate_tensor");
   require(device.is_cpu(),
           "allocate_tensor: processes share host memory only; allocate a tensor on ", device,
           " with torch.empty(), which collectives take as it is, or pass device='cpu'");
   return heap->empty({count}, type);
 }
 
-std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
+std::exception_ptr ProcessCommunicator::close(ipc::Deadline deadline) {
   if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
   std::exception_ptr raised = queue_->close(deadline);
   if (raised) deadline = ipc::Clock::now();
@@ -255,7 +259,7 @@ std::exception_ptr ProcessConnection::close(ipc::Deadline deadline) {
 // Returns when the store of rank 0's process has ended, if it does: a rank that connects to it for
 // its next group would lose it. Waits neither long for rank 0 nor for a store that a launcher or
 // the user keeps.
-void ProcessConnection::await_end_of_store() {
+void ProcessCommunicator::await_end_of_store() {
   std::shared_ptr<const ipc::Group> group;
   {
     const std::lock_guard lock(mutex_);
@@ -274,9 +278,9 @@ void ProcessConnection::await_end_of_store() {
 
 }  // namespace
 
-std::shared_ptr<Connection> connect_processes(const StorePtr& store, RankAndWorld me,
-                                              const Options& options) {
-  return std::make_shared<ProcessConnection>(store, me, options);
+std::shared_ptr<RankCommunicator> connect_processes(const StorePtr& store, RankAndWorld me,
+                                                    const Options& options) {
+  return std::make_shared<ProcessCommunicator>(store, me, options);
 }
 
 }  // namespace pycollect::dist

@@ -1,4 +1,4 @@
-// check_round() of joint_call.h.
+// check_joint_call() of joint_call.h.
 #include "../../../plan/error.h"
 #include "../../../rank_executor/fingerprint.h"
 #include "joint_call.h"
@@ -11,7 +11,7 @@ using ipc::CollectiveRequest;
 using RequestList =
     std::vector<const CollectiveRequest*>;  // of one rank, in the order of its calls
 
-RequestList requests_of(const RankCalls& calls) {
+RequestList requests_of(const PostedCalls& calls) {
   RequestList all;
   for (const CollectiveWorkPtr& work : calls.works)
     for (const CollectiveRequest& request : work->call().requests) all.push_back(&request);
@@ -54,8 +54,8 @@ bool are_alike(const RequestList& one, const RequestList& other) {
   return true;
 }
 
-bool any_refused(const std::vector<const RankCalls*>& calls) {
-  for (const RankCalls* c : calls)
+bool any_refused(const std::vector<const PostedCalls*>& calls) {
+  for (const PostedCalls* c : calls)
     if (c->refused) return true;
   return false;
 }
@@ -77,7 +77,7 @@ void check_request(const std::vector<RequestList>& requests, std::size_t i, uint
 }
 
 // Throws if a rank has refused, or has another number of requests.
-void check_together(const std::vector<const RankCalls*>& calls,
+void check_together(const std::vector<const PostedCalls*>& calls,
                     const std::vector<RequestList>& requests, uint64_t number) {
   Publications all;
   for (std::size_t r = 0; r < calls.size(); ++r) {
@@ -94,11 +94,11 @@ void check_together(const std::vector<const RankCalls*>& calls,
 
 }  // namespace
 
-void check_round(const std::vector<const RankCalls*>& calls, uint64_t number) {
+void check_joint_call(const std::vector<const PostedCalls*>& calls, uint64_t number) {
   std::vector<RequestList> requests;
   bool equally_many = !any_refused(calls);
   bool alike = equally_many;
-  for (const RankCalls* c : calls) {
+  for (const PostedCalls* c : calls) {
     requests.push_back(requests_of(*c));
     equally_many &= requests.back().size() == requests.front().size();
     alike &= equally_many && are_alike(requests.back(), requests.front());

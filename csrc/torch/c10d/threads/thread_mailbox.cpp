@@ -1,5 +1,5 @@
-// See thread_messages.h.
-#include "thread_messages.h"
+// See thread_mailbox.h.
+#include "thread_mailbox.h"
 
 #include <ATen/EmptyTensor.h>
 
@@ -43,16 +43,15 @@ void detach(MessageWork& send) {
   copy_strided(send.data, tensor);
 }
 
-// Returns the ranks that have not posted their side.
-std::vector<Rank> needed(const MessageWork& work) {
-  if (work.source >= 0 || !work.op.peer) return {};  // on its way, or any rank can send
-  return {*work.op.peer};
-}
-
 }  // namespace
 
 std::string ThreadMailbox::describe(const MessageWork& work) const {
   return work.describe(text(" of group '", group_.name(), "'"));
+}
+
+std::vector<Rank> ThreadMailbox::needed(const MessageWork& work) {
+  if (work.source >= 0 || !work.op.peer) return {};  // on its way, or any rank can send
+  return {*work.op.peer};
 }
 
 void ThreadMailbox::fail_all(const ErrorOfOperation& error) {
@@ -213,34 +212,6 @@ void ThreadMailbox::finish(const MessageWorkPtr& work, const std::exception_ptr&
     group_.notify();
   }
   if (future) group_.complete_later(work->rank, future, work);
-}
-
-WorkPtr ThreadMessages::post(const P2POp& op) {
-  const GilRelease gil_release;
-  const bool on_device = check(op);
-  group_->require_healthy(rank_, op.name());
-  std::shared_ptr<StreamOrdering> staging;
-  if (on_device) {
-    staging = std::make_shared<StreamOrdering>(devices_);
-    staging->add_whole(op.tensor);
-    staging->begin_copy_in();
-  }
-  // A rank may leave the group, and wait for its messages then.
-  auto work = c10::make_intrusive<MessageWork>(op, next_number_++, rank_, std::move(staging),
-                                               weak_from_this(), shared_from_this());
-  group_->mailbox().post(work);
-  return work;
-}
-
-std::string ThreadMessages::describe(GroupWork& work) {
-  return group_->mailbox().describe(static_cast<const MessageWork&>(work));
-}
-
-ThreadGroup::GroupWait ThreadMessages::until_done(GroupWork& of, ipc::Deadline deadline,
-                                                  bool is_limited) const {
-  auto& work = static_cast<MessageWork&>(of);
-  return {work, [&work] { return needed(work); },
-          [this, &work] { return group_->mailbox().describe(work); }, deadline, is_limited};
 }
 
 }  // namespace pycollect::dist
