@@ -15,7 +15,7 @@ from pycollect.train import (
     ImageFolder,
     train,
 )
-from pycollect.train.graph import GraphedStep
+from pycollect.train.cuda_graph import GraphedStep
 from pycollect.train.options import PREFETCH, Options, ranks
 from pycollect.train.prepared_run import prepare
 

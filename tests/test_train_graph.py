@@ -34,7 +34,7 @@ from pycollect.train import (
     train_batch,
 )
 from pycollect.train.compiled_step import CompiledStep
-from pycollect.train.graph import capture
+from pycollect.train.cuda_graph import capture
 
 X, Y = batches([8])[0]
 

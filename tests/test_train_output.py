@@ -26,7 +26,7 @@ from pycollect.train import (
 from pycollect.train import output as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.output import Log, ProgressPrinter, plot
-from pycollect.train.records import PARTS, RunResult, StepRecord, StepSeconds
+from pycollect.train.results import PARTS, RunResult, StepRecord, StepSeconds
 
 DATA = noise()
 

@@ -32,7 +32,7 @@ from pycollect.train.interrupt import StopConsensus
 from pycollect.train.options import Options
 from pycollect.train.output import ProgressPrinter
 from pycollect.train.prepared_run import PreparedRun, prepare
-from pycollect.train.processes import with_devices
+from pycollect.train.torchrun import with_devices
 from pycollect.train.training_run import run
 
 DATA = noise()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pycollect._timing import Effort, Sampler, host_time
 from pycollect.gpus import synchronizer
-from pycollect.train.graph import GraphedStep
+from pycollect.train.cuda_graph import GraphedStep
 from pycollect.train.losses import sgd_factory, summed_cross_entropy
 from pycollect.train.models import MODELS
 from pycollect.train.reduce import GRADIENT_REDUCTIONS

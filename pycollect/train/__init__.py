@@ -13,18 +13,17 @@ nn.Module. Two read-only mappings hold the named choices: `MODELS` has the funct
 from .._files import OutputError
 from .checkpoint import CheckpointError, load_model
 from .comparison import ReductionComparison, compare_reductions
+from .cuda_graph import GraphedStep
 from .data import Data, DatasetError, DatasetUnavailable, DefaultHyperparameters
 from .data_parallel import DataParallel
 from .datasets import ImageFolder, digits, image_folder, load_dataset
 from .from_scratch import evaluate_accuracy, get_params, replicate_params, sgd, train_batch
 from .gluon import GluonTrainer
-from .graph import GraphedStep
 from .loader import Batch, Loader
 from .losses import linear_lr, sgd_factory, summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .module_replication import replicate_module
 from .options import Options
-from .records import EpochRecord, RunResult, StepRecord, StepSeconds
 from .reduce import (
     GRADIENT_REDUCTIONS,
     naive_all_reduce,
@@ -32,6 +31,7 @@ from .reduce import (
     reduce_gradients_naive,
 )
 from .replica_trainer import ReplicaTrainer
+from .results import EpochRecord, RunResult, StepRecord, StepSeconds
 from .shares import AutoShares, split_batch
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .training_run import train

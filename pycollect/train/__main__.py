@@ -18,7 +18,7 @@ from .data import DatasetError
 from .options import GROUPS, Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun, prepare
-from .processes import (
+from .torchrun import (
     LaunchContext,
     check_backend,
     rank_of_this_process,

@@ -13,7 +13,7 @@ from pycollect.devices import DeviceSpec
 from .options import Options
 from .output import ProgressPrinter, plot
 from .prepared_run import PreparedRun, prepare
-from .records import RunResult
+from .results import RunResult
 from .training_run import run as run_once
 
 COMPARED = ("naive", "pycollect")  # the baseline first

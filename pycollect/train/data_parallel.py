@@ -30,7 +30,7 @@ from pycollect.devices import DeviceSpec, devices
 from pycollect.errors import shown
 
 from .module_replication import as_copy, check_replicable, copies_of, in_memory_of
-from .references import References, parts_of
+from .shallow_replica import ModuleReferences, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Bytes of earlier passes' replicas at which a collection of 50 to 100 ms takes less than they do.
@@ -245,7 +245,7 @@ class _Replicas:
     """
 
     def __init__(self, module: nn.Module, ranks: Sequence[torch.device]) -> None:
-        self._module, references = module, References(module)
+        self._module, references = module, ModuleReferences(module)
         tensors = references.tensors
         scripts = any(isinstance(part, torch.jit.ScriptModule) for part in references.modules)
         if scripts or any(map(nn.parameter.is_lazy, tensors)):
@@ -318,7 +318,7 @@ class _Replicas:
         return next(found, f"a tensor of shape {list(tensor.shape)}")
 
 
-def _of_other_modules(references: References) -> list[Tensor]:
+def _of_other_modules(references: ModuleReferences) -> list[Tensor]:
     """Return the parameters and buffers of modules that all replicas share."""
     known = {id(part) for part in references.modules}
     parts = [part for part in references.all_modules if id(part) not in known]

@@ -77,7 +77,7 @@ def in_tree_order(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _IN_TREE_ORDER[group]
 
 
-class Buffers:
+class ShardBuffers:
     """The buffers of the shards of one rank, of which its module has one shard's at a time.
 
     A buffer that shares memory with a parameter belongs to the rank.
@@ -88,13 +88,13 @@ class Buffers:
         self._own = dict(module.named_buffers())  # into which values are copied while it has them
         self._of = [self._values() for _ in range(shards)]
 
-    def keep(self, shard: int) -> None:
-        """Keep the module's buffers as those of a shard."""
+    def save(self, shard: int) -> None:
+        """Save the module's buffers as those of a shard."""
         self._of[shard] = self._values()
 
     @torch.no_grad()
-    def give(self, shard: int) -> None:
-        """Give the module the buffers of a shard; what the shard lacks becomes None."""
+    def load(self, shard: int) -> None:
+        """Load the buffers of a shard into the module; what the shard lacks becomes None."""
         values, shared = self._of[shard], _memory(self._module)
         for name, buffer in list(self._module.named_buffers()):
             if name not in values and _address(buffer) not in shared:
@@ -106,14 +106,14 @@ class Buffers:
             elif _address(own) not in shared:
                 self._assign(name, own.copy_(value))
 
-    def kept(self) -> list[dict[str, Tensor]]:
+    def saved(self) -> list[dict[str, Tensor]]:
         """Return the buffers of all shards; the first are now the module's."""
-        self.keep(0)
+        self.save(0)
         return self._of
 
     def set(self, others: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the buffers of all shards but the first, which are the module's."""
-        self.keep(0)
+        self.save(0)
         for shard, values in enumerate(others, 1):
             self._of[shard] = {
                 name: values[name].to(buffer.device, copy=True)
@@ -155,7 +155,7 @@ class OwnShards:
         self._world, self._ranks, self._modules = world, ranks, modules
         self._parameters = [list(module.parameters()) for module in modules]
         self._sums: list[list[list[Tensor | None]]] = []  # that wait for one of as many shards
-        self._buffers = [Buffers(module, self.each) for module in modules if self.each > 1]
+        self._buffers = [ShardBuffers(module, self.each) for module in modules if self.each > 1]
         self._current = 0  # the shard of each rank that is computed
 
     def index(self, i: int) -> int:
@@ -183,21 +183,21 @@ class OwnShards:
         """
         self._sums, found = [], []
         for own in self._buffers:
-            own.keep(0)  # what the module's may have become since the last step
+            own.save(0)  # what the module's may have become since the last step
         try:
             for number, (X, y) in enumerate(parts):
                 self._current = number
                 for own in self._buffers:
-                    own.give(number)
+                    own.load(number)
                 # Copies are aligned alike wherever a shard begins: a kernel may add otherwise.
                 found.append(run([part.clone() for part in X], [part.clone() for part in y]))
                 for own in self._buffers:
-                    own.keep(number)
+                    own.save(number)
                 with torch.no_grad():
                     self._take_gradients(number)
         finally:
             for own in self._buffers:
-                own.give(0)
+                own.load(0)
         zero = torch.zeros(())
         return {
             i: total_loss([losses.get(i, zero) for losses in found], device)
@@ -226,7 +226,7 @@ class OwnShards:
         """The buffers of this process's shards."""
         if self.each == 1:
             return [dict(module.named_buffers()) for module in self._modules]
-        return [of_shard for own in self._buffers for of_shard in own.kept()]
+        return [of_shard for own in self._buffers for of_shard in own.saved()]
 
     def set_buffers(self, buffers: Sequence[Mapping[str, Tensor]]) -> None:
         """Set the buffers of this process's shards."""

@@ -63,7 +63,7 @@ class GluonTrainer:
                 "or its parameters for every rank, such as the modules of a ReplicaTrainer"
             )
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in replicas]
-        _check_alike(parameters)
+        _check_replicas(parameters)
         make, options = _optimizer(optimizer), _options(optimizer_params or {})
         self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
@@ -180,7 +180,7 @@ def _optimizer(asked: str | MakeOptimizer) -> MakeOptimizer:
     return asked
 
 
-def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
+def _check_replicas(replicas: Sequence[Sequence[Tensor]]) -> None:
     if not replicas or not replicas[0]:
         raise ValueError(
             "GluonTrainer: there is nothing to train; pass a module or parameters per rank"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .data import Examples, count, fetch
-from .generators import mixed_seed
 from .options import Options
+from .random_states import mixed_seed
 
 # Largest number of loader threads. A thread prepares whole batches; more threads than cores would
 # only wait for each other.

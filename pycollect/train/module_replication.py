@@ -1,7 +1,7 @@
 """Copies of modules, which share nothing with the original, and copies of their tensors.
 
 Copies of tensors that share memory share it, too. For replicas that live for one forward pass and
-share all but the tensors, see references.py.
+share all but the tensors, see shallow_replica.py.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .references import CONTAINERS, References, global_names
+from .shallow_replica import CONTAINERS, ModuleReferences, global_names
 
 _ALIGNMENT = 16  # bytes; a multiple of the size of every element
 
@@ -189,7 +189,7 @@ def _copied_tensors(module: nn.Module, devices: DeviceSpec) -> list[dict[int, An
     They are those of parameters and buffers, and of other tensors that share memory with them.
     """
     own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-    others = [t for t in References(module).all_tensors if id(t) not in own and t.is_leaf]
+    others = [t for t in ModuleReferences(module).all_tensors if id(t) not in own and t.is_leaf]
     tensors = [*own.values(), *in_memory_of(own.values(), others)]
     return [
         {id(tensor): as_copy(tensor, copied) for tensor, copied in zip(tensors, mine, strict=True)}
@@ -216,7 +216,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for key, made in memo.items()
         if isinstance(made, (nn.Module, *CONTAINERS)) and key != id(memo)
     }
-    found = References(new, replaced)
+    found = ModuleReferences(new, replaced)
     for function in found.functions:
         for name in global_names(function.__code__):
             if id(function.__globals__.get(name)) in replaced:

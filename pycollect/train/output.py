@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .._command import escaped
 from .._files import OutputError, open_lines, write_picture, writing
-from .records import PARTS, EpochRecord, RunResult, StepRecord
+from .results import PARTS, EpochRecord, RunResult, StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

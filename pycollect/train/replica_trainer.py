@@ -29,7 +29,6 @@ from .fixed_shards import (
     in_tree_order,
     reduce_gradients_in_tree_order,
 )
-from .generators import RankGenerators
 from .losses import (
     Loss,
     MakeOptimizer,
@@ -41,7 +40,7 @@ from .losses import (
 )
 from .module_check import SingleValueCheck, check_parameters, explained
 from .module_replication import replicate_module
-from .records import StepClock, StepSeconds, is_captured
+from .random_states import RankRandomStates
 from .reduce import (
     Buckets,
     BucketSum,
@@ -52,7 +51,8 @@ from .reduce import (
     reduce_gradients_coalesced,
     send_from_rank_0,
 )
-from .shares import Examples, check_strict, microbatches, parts_of, scatter, shares_of
+from .results import StepClock, StepSeconds, is_captured
+from .shares import Examples, check_strict, microbatches, parts_of, scatter_batch, shares_of
 from .sync_batchnorm import convert_sync_batchnorm
 
 # Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
@@ -142,7 +142,7 @@ class ReplicaTrainer:
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self._own = OwnShards(shards, self.world, self.ranks, self.modules)
         self._clock = StepClock(self.devices, self.exact_times)
-        self.generators = self._make_generators(seed)
+        self.random_states = self._make_random_states(seed)
         # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
         self._joint = len({device for device in self.devices if device.type == "cuda"}) > 1
         self._single_values = SingleValueCheck(self.modules[0])
@@ -181,7 +181,7 @@ class ReplicaTrainer:
         shares = shares_of(len(X), [1] * self._own.count) if shares is None else shares
         here = self._own.shares(shares)
         self._check(sum(shares))
-        X_shards, y_shards = scatter(X, y, self.devices, here)
+        X_shards, y_shards = scatter_batch(X, y, self.devices, here)
         self._clock.end_of("split")
         return self._train(X_shards, y_shards, shares)
 
@@ -226,7 +226,7 @@ class ReplicaTrainer:
         buffers = self._own.buffers
         if self.group is not None:
             buffers = [{name: b.cpu() for name, b in mine.items()} for mine in buffers]
-        own = self.generators
+        own = self.random_states
         states = [None] * len(buffers) if own is None else own.states
         of_ranks = gathered(list(zip(buffers, states, strict=True)), self.group)
         return {
@@ -251,9 +251,9 @@ class ReplicaTrainer:
             # torch keeps the given tensors, and no two ranks may share their momentum.
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._own.set_buffers([state["buffers"][number] for number in self._own.numbers])
-        if self.generators is not None:
-            known = zip(self._own.numbers, self.generators.states, strict=True)
-            self.generators.states = [state["generators"][r] or kept for r, kept in known]
+        if self.random_states is not None:
+            known = zip(self._own.numbers, self.random_states.states, strict=True)
+            self.random_states.states = [state["generators"][r] or kept for r, kept in known]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -397,7 +397,7 @@ class ReplicaTrainer:
         synchronised = self.sync_batchnorm
         advice = nullcontext() if synchronised else explained(self.ranks[i], len(X))
         owner = self._own.index(i)
-        drawing = self.generators.of(owner) if self.generators else nullcontext()
+        drawing = self.random_states.of(owner) if self.random_states else nullcontext()
         with on, advice, drawing:
             return check_scalar(self.loss(self.modules[i](X), y))
 
@@ -423,12 +423,12 @@ class ReplicaTrainer:
             self.group = in_tree_order(self.group)
         return GroupSum(self.group)
 
-    def _make_generators(self, seed: int | None) -> RankGenerators | None:
+    def _make_random_states(self, seed: int | None) -> RankRandomStates | None:
         """Return random states for each rank or shard, or None if all draw in turn."""
         if seed is None or self.compile:  # a graph draws by itself
             return None
         owners = [device for device in self.devices for _ in range(self._own.each)]
-        return RankGenerators(owners, self._own.numbers, seed)
+        return RankRandomStates(owners, self._own.numbers, seed)
 
     def _make_compiled(self) -> CompiledStep | None:
         """Return the compiled step, or None without the `compile` option."""

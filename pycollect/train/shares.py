@@ -253,11 +253,11 @@ def split_batch(
     if len(given) != world:
         raise ValueError(f"there must be one weight per rank, not {len(given)} for {world}")
     if isinstance(weights, AutoShares):
-        return scatter(X, y, ranks, weights.shares(len(X)))
-    return scatter(X, y, ranks, shares_of(len(X), given))
+        return scatter_batch(X, y, ranks, weights.shares(len(X)))
+    return scatter_batch(X, y, ranks, shares_of(len(X), given))
 
 
-def scatter(
+def scatter_batch(
     X: Tensor, y: Tensor, devices: Sequence[torch.device], shares: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Split a batch into shards of the given sizes, each on its rank's device.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .references import References
+from .shallow_replica import ModuleReferences
 
 Group = dist.ProcessGroup | None  # None: the default group
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
@@ -257,7 +257,7 @@ def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """
     named = list(module.named_modules(remove_duplicate=False))
     known = {part for _, part in named}
-    others = [part for part in References(module).all_modules if part not in known]
+    others = [part for part in ModuleReferences(module).all_modules if part not in known]
     named += [(f"(unregistered {i})", part) for i, part in enumerate(others)]
     layers = [
         (name, layer)

@@ -18,20 +18,20 @@ from pycollect import threads
 from pycollect.devices import DeviceSpec
 
 from .._command import Stopped
-from . import checkpoint, records
+from . import checkpoint, results
+from .cuda_graph import GraphedStep
 from .data import Examples
 from .fixed_shards import of_ranks, total_loss
-from .generators import generators, mixed_seed, set_generators
-from .graph import GraphedStep
 from .interrupt import Interrupt, StopConsensus
 from .loader import Batch, Loader
 from .losses import sgd_factory
 from .options import Options
 from .output import Log, ProgressPrinter, plot
 from .prepared_run import PreparedRun, prepare
-from .records import EpochRecord, RunResult, StepRecord, StepSeconds, wait_for
+from .random_states import mixed_seed, random_states, set_random_states
 from .reduce import GRADIENT_REDUCTIONS, gathered
 from .replica_trainer import ReplicaTrainer
+from .results import EpochRecord, RunResult, StepRecord, StepSeconds, wait_for
 from .shares import AutoShares, shares_of
 
 _dist: Any = dist  # torch's type stubs lack exports
@@ -259,14 +259,14 @@ class TrainingRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run gives the same bits; collective."""
         self.read()
-        own = [generators(device) for device in self.replicas.devices]
+        own = [random_states(device) for device in self.replicas.devices]
         engine = {
             "replicas": self.replicas.state_dict(),
             "auto": self.auto.state_dict() if self.auto else None,
             "generators": gathered(own, self.group),
             "processes": self._processes,
         }
-        return {"engine": engine, **records.stored(self.steps, self.epochs)}
+        return {"engine": engine, **results.stored(self.steps, self.epochs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`, of the same ranks.
@@ -280,8 +280,8 @@ class TrainingRun:
         if engine["processes"] == self._processes:
             known = engine["generators"]  # of another number of ranks, if the run has shards
             for rank, device in zip(self.replicas.ranks, self.replicas.devices, strict=True):
-                set_generators(known[min(rank, len(known) - 1)], device)
-        self.steps, self.epochs = records.restored(state)
+                set_random_states(known[min(rank, len(known) - 1)], device)
+        self.steps, self.epochs = results.restored(state)
 
     def result(self) -> RunResult:
         """Return the result of the finished run."""
@@ -340,9 +340,9 @@ def _run_as_threads(prepared: PreparedRun, printer: ProgressPrinter, log: Log) -
             return _trained(prepared, *output, consensus, interrupt)
 
     with Interrupt(prepared.options.checkpoint is not None) as interrupt:
-        results = threads.launch(run_rank, len(devices), device=devices)
-    first: RunResult = results[0]
-    return replace(first, modules=[result.module for result in results])
+        outcomes = threads.launch(run_rank, len(devices), device=devices)
+    first: RunResult = outcomes[0]
+    return replace(first, modules=[result.module for result in outcomes])
 
 
 def _thread_modes() -> Callable[[ExitStack], None]:

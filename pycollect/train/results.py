@@ -1,4 +1,4 @@
-"""Times and records of a training run: of a step's parts, of steps and epochs, and its result.
+"""Times and results of a training run: of the parts of steps, of steps, epochs and the whole run.
 
 Losses are means per training example, times are seconds, accuracies are between 0 and 1.
 """

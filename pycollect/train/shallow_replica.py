@@ -28,7 +28,7 @@ _IMMUTABLE = {tuple, frozenset, types.MethodType, types.MappingProxyType, *_BUIL
 _IMMUTABLE |= {weakref.ref, weakref.WeakMethod, *_PROXIES, functools._lru_cache_wrapper}
 
 
-class References:
+class ModuleReferences:
     """Everything that a module refers to, to make copies of it that refer to other objects.
 
     `modules` and `tensors` are those that the module holds: as parts, parameters, buffers and other
@@ -95,7 +95,7 @@ class References:
 
         >>> import torch
         >>> layer = nn.Linear(2, 1, bias=False)
-        >>> References(layer).copy({id(layer.weight): torch.ones(1, 2)})(torch.ones(2))
+        >>> ModuleReferences(layer).copy({id(layer.weight): torch.ones(1, 2)})(torch.ones(2))
         tensor([2.])
         """
         changed = self._holders_of([*map(id, self.modules), *replaced])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .records import is_captured
+from .results import is_captured
 
 States = Mapping[str, Tensor]  # by the kind of device, "cpu" or "cuda"
 # Difference of the seeds of two neighbouring ranks; odd, so that the seeds of all ranks and of
@@ -27,10 +27,10 @@ def mixed_seed(seed: int, number: int) -> int:
     return (seed + _SEED_STRIDE * number) % 2**63
 
 
-def generators(device: torch.device) -> dict[str, Tensor]:
+def random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of torch's random generators: the CPU's, and that of a GPU `device`.
 
-    >>> list(generators(torch.device("cpu")))
+    >>> list(random_states(torch.device("cpu")))
     ['cpu']
     """
     states = {"cpu": torch.get_rng_state()}
@@ -39,20 +39,20 @@ def generators(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def set_generators(states: States, device: torch.device) -> None:
-    """Restore torch's random generators from the states that `generators` returned."""
+def set_random_states(states: States, device: torch.device) -> None:
+    """Restore torch's random generators from the states that `random_states` returned."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-class RankGenerators:
+class RankRandomStates:
     """The random states of the ranks of this process.
 
     `ranks` are the ranks' numbers and `devices` their devices. `states` has the states of each, for
     a checkpoint.
 
-    >>> own = RankGenerators([torch.device("cpu")] * 2, range(2), seed=0)
+    >>> own = RankRandomStates([torch.device("cpu")] * 2, range(2), seed=0)
     >>> def draw(i):
     ...     with own.of(i):
     ...         return float(torch.rand(()))
@@ -81,10 +81,10 @@ class RankGenerators:
         if is_captured(device):
             yield
             return
-        before = generators(device)
-        set_generators(self.states[i], device)
+        before = random_states(device)
+        set_random_states(self.states[i], device)
         try:
             yield
         finally:
-            self.states[i] = generators(device)
-            set_generators(before, device)
+            self.states[i] = random_states(device)
+            set_random_states(before, device)

@@ -19,7 +19,7 @@ from .interrupt import StopConsensus
 from .options import Options
 from .output import ProgressPrinter
 from .prepared_run import PreparedRun
-from .records import wait_for
+from .results import wait_for
 from .training_run import run
 
 T = TypeVar("T")
