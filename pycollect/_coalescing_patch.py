@@ -113,7 +113,7 @@ def _name(op: Any) -> str:
     return next((name for name, kind in kinds if op == kind), str(op))
 
 
-def _require_alike(operations: list[Any]) -> None:
+def _require_one_op(operations: list[Any]) -> None:
     """Raise RuntimeError for a list that torch would run with the wrong operation."""
     for other in operations:
         first = operations[0]
@@ -152,7 +152,7 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
                     yield works
                     if not is_here():
                         raise RuntimeError("coalesced calls must end in the thread that began them")
-                    _require_alike(operations)
+                    _require_one_op(operations)
                     operations = []
             except BaseException as error:
                 if is_here() and begun:

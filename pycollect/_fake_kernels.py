@@ -85,7 +85,7 @@ def _is_dense(tensor: Tensor) -> bool:
     )
 
 
-def _alike(tensors: Tensors) -> Tensors:
+def _in_one_layout(tensors: Tensors) -> Tensors:
     """Return dense tensors of equal strides themselves, others as contiguous tensors."""
     if all(
         _strides_without_unit_dims(t) == _strides_without_unit_dims(tensors[0]) and _is_dense(t)
@@ -97,17 +97,17 @@ def _alike(tensors: Tensors) -> Tensors:
 
 @_fake("all_reduce")
 def _all_reduce(tensors: Tensors, **_: Any) -> list[Tensor]:
-    return [torch.empty_like(t) for t in _alike(tensors)]
+    return [torch.empty_like(t) for t in _in_one_layout(tensors)]
 
 
 @_fake("reduce")
 def _reduce(tensors: Tensors, dst: int, **_: Any) -> Tensor:
-    return torch.empty_like(_alike(tensors)[dst])
+    return torch.empty_like(_in_one_layout(tensors)[dst])
 
 
 @_fake("tree_sum")
 def _tree_sum(tensors: Tensors, dtype: torch.dtype | None) -> Tensor:
-    return torch.empty_like(_alike(tensors)[0], dtype=dtype)
+    return torch.empty_like(_in_one_layout(tensors)[0], dtype=dtype)
 
 
 @_fake("broadcast")

@@ -56,7 +56,7 @@ std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& program) {
 // The call buffers of one rank's request: their checks, and their division into chunks.
 class CallBuffers {
  public:
-  CallBuffers(const CollectiveRequest& request, const WorldMember& me)
+  CallBuffers(const CollectiveRequest& request, RankAndWorld me)
       : request_(request),
         me_(me),
         item_(item_bytes(request.dtype)),
@@ -71,7 +71,7 @@ class CallBuffers {
     const bool own = content(known()) == BlockContent::own_block;
     return total(known()) * (own ? me_.world : 1);
   }
-  void divide(int chunks);
+  void cut_into_chunks(int chunks);
   std::size_t largest() const { return std::max(offsets_[0].largest(), second().largest()); }
   std::size_t size(const Instruction& i) const { return offsets_of(i.sized_by).size(i.chunk); }
   // Index of the element of the rank's buffer at which the operand's chunk begins.
@@ -96,7 +96,7 @@ class CallBuffers {
   const CallBuffer& known() const;
 
   const CollectiveRequest& request_;
-  const WorldMember& me_;
+  const RankAndWorld me_;
   const std::size_t item_;
   const BlockContent input_, output_;
   int per_block_ = 1;
@@ -115,7 +115,7 @@ std::size_t CallBuffers::block(const CallBuffer& buffer, BlockContent holds, std
   return request_.irregular && static_cast<Rank>(i) != me_.rank ? 0 : total(buffer);
 }
 
-void CallBuffers::divide(int chunks) {
+void CallBuffers::cut_into_chunks(int chunks) {
   const int world = me_.world;
   const bool blocks = input_ != BlockContent::nothing_in_blocks;
   require(!blocks || chunks == world || chunks % world == 0, "a plan of ", chunks,
@@ -149,11 +149,11 @@ void CallBuffers::check() const {
   check("the output", out, output_);
   if (request_.irregular) return;
   const Collective c = request_.collective;
-  const bool alike =
+  const bool needs_even =
       c == Collective::all_to_all || c == Collective::gather || c == Collective::scatter;
-  require(!alike || (is_even(in.blocks) || input_ == BlockContent::own_block), name(c),
+  require(!needs_even || (is_even(in.blocks) || input_ == BlockContent::own_block), name(c),
           " with input blocks of different sizes must be called as irregular");
-  require(!alike || (is_even(out.blocks) || output_ == BlockContent::own_block), name(c),
+  require(!needs_even || (is_even(out.blocks) || output_ == BlockContent::own_block), name(c),
           " with output blocks of different sizes must be called as irregular");
   if (in.blocks.empty() || out.blocks.empty()) return;
   const CallBuffer& whole = known();
@@ -187,7 +187,7 @@ struct ProgramBinder {
   // `may_use_entry`: the entry has no registered offsets, which take the same place.
   BoundProgram bind(const RankProgram& program, bool uses_regions, bool irregular,
                     bool may_use_entry) const {
-    buffers.divide(program.chunks);
+    buffers.cut_into_chunks(program.chunks);
     const std::size_t least = buffers.largest() * prepared.item();
     std::size_t stride = region_bytes(buffer_bytes, program);
     BoundProgram bound{.program = program, .largest = buffers.largest()};
@@ -276,12 +276,12 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
       input_blocks_(r.input.blocks.begin(), r.input.blocks.end()),
       output_blocks_(r.output.blocks.begin(), r.output.blocks.end()),
       request(without_data(r, algorithm_, input_blocks_, output_blocks_)),
-      row(r.dtype, r.op, fold_options(r, programs.member().world)),
+      row(r.dtype, r.op, fold_options(r, programs.me().world)),
       common(common_fingerprint(r)),
       input_elements_(total(r.input)),
       output_elements_(total(r.output)),
       properties_(properties_of(r)) {
-  const WorldMember& me = programs.member();
+  const RankAndWorld me = programs.me();
   CallBuffers buffers(r, me);
   bytes = buffers.elements() * item();
   non_temporal =
@@ -311,7 +311,7 @@ PreparedRequest::PreparedRequest(const CollectiveRequest& r, RankPrograms& progr
   in_tensors.emplace(binder.bind(direct, direct.stages(), false, false));
 }
 
-void check_request(const CollectiveRequest& r, const WorldMember& me) {
+void check_request(const CollectiveRequest& r, RankAndWorld me) {
   const CallBuffers checked(r, me);
   const cpu::RowRunner defined(r.dtype, r.op, r.options);
 }

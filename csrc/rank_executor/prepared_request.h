@@ -135,15 +135,15 @@ class PreparedRequest {
 
 // Throws std::invalid_argument or TypeError for a request that rank `me` cannot run by any
 // algorithm.
-void check_request(const CollectiveRequest& request, const WorldMember& me);
+void check_request(const CollectiveRequest& request, RankAndWorld me);
 
 // The prepared requests of a group, each in a place that its properties determine.
 class RequestCache {
  public:
-  RequestCache(const WorldMember& me, const PreparationSettings& settings)
+  RequestCache(RankAndWorld me, const PreparationSettings& settings)
       : programs_(me), settings_(settings) {}
   const PreparedRequest& find(const CollectiveRequest& request);
-  const WorldMember& member() const { return programs_.member(); }
+  RankAndWorld me() const { return programs_.me(); }
 
  private:
   static constexpr std::size_t kPlaces = 64;  // more than the calls of a step of most programs

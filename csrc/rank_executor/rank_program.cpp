@@ -189,7 +189,7 @@ class RankProgramBuilder {
 
 }  // namespace
 
-RankProgram make_rank_program(const WorldMember& me, const RankProgramKey& key) {
+RankProgram make_rank_program(RankAndWorld me, const RankProgramKey& key) {
   const Plan plan = (*key.algorithm)({me.world, key.root, key.pieces});
   const Plan staged = for_processes(plan, key.in_place, key.zero_copy, key.zero_copy);
   return RankProgramBuilder(staged, key.in_place, me.rank).run();

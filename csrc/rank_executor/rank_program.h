@@ -73,12 +73,6 @@ struct RankProgram {
   }
 };
 
-// The rank and its world: what all programs of a group have in common.
-struct WorldMember {
-  Rank rank;
-  int world;
-};
-
 struct RankProgramKey {
   const Algorithm* algorithm = nullptr;
   int pieces = 0;
@@ -88,17 +82,17 @@ struct RankProgramKey {
   auto operator<=>(const RankProgramKey&) const = default;
 };
 
-RankProgram make_rank_program(const WorldMember& me, const RankProgramKey& key);
+RankProgram make_rank_program(RankAndWorld me, const RankProgramKey& key);
 
 // The rank programs that a group has used. They are kept as long as the group.
 class RankPrograms {
  public:
-  explicit RankPrograms(const WorldMember& me) : me_(me) {}
+  explicit RankPrograms(RankAndWorld me) : me_(me) {}
   const RankProgram& find(const RankProgramKey& key);
-  const WorldMember& member() const { return me_; }
+  RankAndWorld me() const { return me_; }
 
  private:
-  const WorldMember me_;
+  const RankAndWorld me_;
   std::map<RankProgramKey, const RankProgram> kept_;
 };
 

@@ -13,6 +13,12 @@
 
 namespace pycollect::ipc {
 
+// A rank's position in its group.
+struct RankAndWorld {
+  Rank rank;
+  int world;
+};
+
 struct BufferSpan {
   std::byte* base;
   std::size_t count;  // elements

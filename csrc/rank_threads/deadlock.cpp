@@ -138,7 +138,7 @@ void RankScheduler::wake_pollers() {
 
 void RankScheduler::end_in_deadlock(Lock& lock) {
   const std::string ranks = describe_ranks(lock);  // nothing changes: no rank can continue
-  abort(EndKind::deadlock, text("deadlock: no rank can continue", ranks), lock);
+  abort(AbortKind::deadlock, text("deadlock: no rank can continue", ranks), lock);
 }
 
 std::string RankScheduler::describe_ranks() {

@@ -300,7 +300,7 @@ constexpr std::chrono::milliseconds kPollInterval{5};
 // How long to yield before sleeping.
 constexpr std::chrono::microseconds kYieldTime{200};
 
-// Offers the core to other threads, for a short time, while the state is this one. A thread that
+// Offers the core to other threads, for a short time, while the state is unchanged. A thread that
 // sleeps takes 35 us to wake on another core, and one that yields takes its turn at once.
 void yield_while(const std::atomic<MemberState>& state, MemberState unchanged, WorkShare& share) {
   const Deadline until = Clock::now() + kYieldTime;
@@ -422,27 +422,27 @@ Member* RankScheduler::next() {
 
 // --- the end of a launch before its ranks have ended
 
-std::exception_ptr make_end_error(EndKind kind, const std::string& why) {
+std::exception_ptr make_abort_error(AbortKind kind, const std::string& why) {
   switch (kind) {
-    case EndKind::deadlock:
+    case AbortKind::deadlock:
       return std::make_exception_ptr(Deadlock(why));
-    case EndKind::timed_out:
+    case AbortKind::timed_out:
       return std::make_exception_ptr(Timeout(why));
-    case EndKind::peer_lost:
+    case AbortKind::peer_lost:
       break;
   }
   return std::make_exception_ptr(PeerLost(why));
 }
 
-void RankScheduler::abort(EndKind kind, const std::string& cause) {
+void RankScheduler::abort(AbortKind kind, const std::string& cause) {
   Lock lock(mutex_);
   abort(kind, cause, lock);
 }
 
-void RankScheduler::abort(EndKind kind, const std::string& cause, Lock& lock) {
+void RankScheduler::abort(AbortKind kind, const std::string& cause, Lock& lock) {
   if (aborted_) return;
   aborted_ = true;
-  end_ = {kind, cause};
+  abort_ = {kind, cause};
   dispatch();
   const auto listeners = std::exchange(listeners_, {});
   unlocked(lock, [&] {
@@ -457,7 +457,7 @@ void RankScheduler::add_listener(const std::shared_ptr<LaunchListener>& listener
     std::erase_if(listeners_, [](const auto& l) { return l.expired(); });
     if (!aborted_) return listeners_.push_back(listener);
   }
-  listener->abort(end_.kind, end_.cause);
+  listener->abort(abort_.kind, abort_.cause);
 }
 
 bool RankScheduler::is_aborted() {
@@ -466,8 +466,8 @@ bool RankScheduler::is_aborted() {
 }
 
 void RankScheduler::throw_cause(const std::string& operation) const {
-  const std::string why = text(operation, ": ", end_.cause);
-  std::rethrow_exception(make_end_error(end_.kind, why));
+  const std::string why = text(operation, ": ", abort_.cause);
+  std::rethrow_exception(make_abort_error(abort_.kind, why));
 }
 
 }  // namespace pycollect::rank_threads

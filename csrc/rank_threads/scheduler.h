@@ -70,14 +70,14 @@ struct Member {
   bool waits() const { return state == MemberState::waiting; }
 };
 
-// Why a launch has been aborted.
-enum class EndKind { peer_lost, deadlock, timed_out };
-struct LaunchEnd {
-  EndKind kind;
+// Why a launch, or a group of its ranks, has been aborted.
+enum class AbortKind { peer_lost, deadlock, timed_out };
+struct LaunchAbort {
+  AbortKind kind;
   std::string cause;
 };
 // Returns the exception PeerLost, Deadlock or Timeout.
-std::exception_ptr make_end_error(EndKind kind, const std::string& why);
+std::exception_ptr make_abort_error(AbortKind kind, const std::string& why);
 
 // Runs a callback. Its errors are its future's: torch keeps them there.
 void run_task(const std::function<void()>& task);
@@ -97,7 +97,7 @@ void unlocked(std::unique_lock<std::mutex>& lock, F&& f) {
 class LaunchListener {
  public:
   virtual ~LaunchListener() = default;
-  virtual void abort(EndKind kind, const std::string& cause) = 0;
+  virtual void abort(AbortKind kind, const std::string& cause) = 0;
   virtual void poll() = 0;  // called several times a second
 };
 
@@ -127,8 +127,8 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   void leave();
   // The calling thread belongs to the rank besides its main thread; it needs no turn.
   void enter_helper(Rank rank) { become(add_helper(rank)); }
-  // The same in two parts: a helper counts from its creation on, before the thread runs that
-  // becomes it. remove_helper() is for one that has no thread.
+  // The same in two parts: add_helper() counts a helper before its thread starts, which then calls
+  // become(). remove_helper() is for one whose thread could not start.
   Member* add_helper(Rank rank);
   void become(Member* helper);
   void remove_helper(Member* helper);
@@ -195,12 +195,12 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   void add_listener(const std::shared_ptr<LaunchListener>& listener);
   // Tells the listener why the launch has been aborted, if that has not been done yet. Call without
   // the lock, after a wait has thrown.
-  void pass_on_abort(LaunchListener& listener) const { listener.abort(end_.kind, end_.cause); }
+  void pass_on_abort(LaunchListener& listener) const { listener.abort(abort_.kind, abort_.cause); }
   // Returns why the launch has been aborted, or `own` if it has not: what ranks do because of the
   // abort, such as leaving their groups, is not the cause. Call with the lock.
-  LaunchEnd end_or(LaunchEnd own) const { return aborted_ ? end_ : std::move(own); }
+  LaunchAbort abort_or(LaunchAbort own) const { return aborted_ ? abort_ : std::move(own); }
   // Ends the launch: every wait throws `cause`.
-  void abort(EndKind kind, const std::string& cause);
+  void abort(AbortKind kind, const std::string& cause);
   bool is_aborted();
   [[noreturn]] void throw_cause(const std::string& operation) const;  // of the abort
 
@@ -229,7 +229,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   std::vector<pid_t> others() const;
   bool others_run() const;
   bool others_stuck();
-  void abort(EndKind kind, const std::string& cause, Lock& lock);
+  void abort(AbortKind kind, const std::string& cause, Lock& lock);
   std::string describe_ranks(Lock& lock);
 
   const int world_;
@@ -250,7 +250,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   int unknown_waits_ = 0;
   std::map<pid_t, ThreadActivity> others_;  // threads of no rank
   bool deadlocked_ = false, aborted_ = false;
-  LaunchEnd end_;  // if it has been aborted
+  LaunchAbort abort_;  // if it has been aborted
   std::vector<std::weak_ptr<LaunchListener>> listeners_;
 };
 

@@ -199,7 +199,7 @@ void check_matches(const at::Tensor& t, const ArgumentName& label, const at::Ten
            "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
-ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
+ArgumentExtent extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   // mutable_data_ptr() gives a lazy clone its own memory before the call writes it.
   const auto* begin = static_cast<const std::byte*>(
       access == AccessMode::write ? t.mutable_data_ptr() : t.const_data_ptr());
@@ -207,15 +207,15 @@ ArgumentRange extent(const at::Tensor& t, AccessMode access, const ArgumentName&
   return {begin, end, access == AccessMode::write, label};
 }
 
-void check_disjoint(std::span<ArgumentRange> all) {
+void check_disjoint(std::span<ArgumentExtent> all) {
   if (all.size() < 2) return;
   std::sort(all.begin(), all.end(),
-            [](const ArgumentRange& a, const ArgumentRange& b) { return a.begin < b.begin; });
+            [](const ArgumentExtent& a, const ArgumentExtent& b) { return a.begin < b.begin; });
   // The extents with the highest end so far: among all, and among those that are written.
-  const ArgumentRange *any = nullptr, *written = nullptr;
-  for (const ArgumentRange& e : all) {
+  const ArgumentExtent *any = nullptr, *written = nullptr;
+  for (const ArgumentExtent& e : all) {
     if (e.begin == e.end) continue;
-    const ArgumentRange* other = e.written ? any : written;
+    const ArgumentExtent* other = e.written ? any : written;
     require(other == nullptr || other->end <= e.begin, e.label.call, ": ",
             other ? other->label : e.label, " and ", e.label,
             " may share memory, and one of them would be written; pass .clone() of one of them");

@@ -51,15 +51,15 @@ enum class Match { shape_and_layout, shape, all_but_dim };
 void check_matches(const at::Tensor& tensor, const ArgumentName& label, const at::Tensor& first,
                    const ArgumentName& first_label, Match match, int64_t dim = 0);
 
-// The range of addresses from a tensor's first element to its last.
-struct ArgumentRange {
+// The addresses from a tensor's first element to its last.
+struct ArgumentExtent {
   const std::byte *begin, *end;
   bool written;
   ArgumentName label;
 };
-ArgumentRange extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
+ArgumentExtent extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 // Checks that no extent that is written overlaps another one. Sorts the extents.
-void check_disjoint(std::span<ArgumentRange> extents);
+void check_disjoint(std::span<ArgumentExtent> extents);
 
 ReduceOp op_named(std::string_view name, const char* call);
 FoldOrder order_named(std::string_view name, const char* call);

@@ -12,7 +12,7 @@
 namespace pycollect {
 namespace {
 
-using rank_threads::EndKind;
+using rank_threads::AbortKind;
 using rank_threads::Member;
 using rank_threads::RankScheduler;
 
@@ -98,9 +98,9 @@ void set_fake_cuda_guard() {
 void bind_threads(py::module_& m) {
   const auto torch = py::module_::import("torch.distributed");  // binds the base class
   if (!torch.attr("is_available")().cast<bool>()) return;
-  py::enum_<EndKind>(m, "EndKind")
-      .value("PEER_LOST", EndKind::peer_lost)
-      .value("TIMED_OUT", EndKind::timed_out);
+  py::enum_<AbortKind>(m, "AbortKind")
+      .value("PEER_LOST", AbortKind::peer_lost)
+      .value("TIMED_OUT", AbortKind::timed_out);
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<dist::RankVariables, std::shared_ptr<dist::RankVariables>>(m, "RankVariables")
       .def(py::init<int, dist::RankVariables::Variables>(), py::arg("world"), py::arg("variables"))
@@ -126,7 +126,7 @@ void bind_threads(py::module_& m) {
       .def("remove_helper", &RankScheduler::remove_helper, py::arg("helper"), no_gil)
       .def("leave_helper", &RankScheduler::leave_helper, no_gil)
       .def("rank_of_thread", &RankScheduler::rank_of_thread)
-      .def("abort", py::overload_cast<EndKind, const std::string&>(&RankScheduler::abort),
+      .def("abort", py::overload_cast<AbortKind, const std::string&>(&RankScheduler::abort),
            py::arg("kind"), py::arg("cause"), no_gil)
       .def("throw_cause", &RankScheduler::throw_cause, py::arg("operation"), no_gil)
       .def("is_aborted", &RankScheduler::is_aborted, no_gil);

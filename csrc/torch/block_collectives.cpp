@@ -168,7 +168,7 @@ void check_outputs(const ListArgs& args, const Tensors& inputs,
   const char* call = name(args.collective);
   require(args.out->size() == specs.size(), call, ": out has ", args.out->size(),
           " tensors; needed are ", specs.size());
-  std::vector<ArgumentRange> extents;
+  std::vector<ArgumentExtent> extents;
   for (std::size_t r = 0; r < inputs.size(); ++r)
     extents.push_back(extent(inputs[r], AccessMode::read, label(args, inputs_name(args), r)));
   for (std::size_t r = 0; r < specs.size(); ++r) {

@@ -28,7 +28,7 @@ DType checked_dtype(const ListArgs& args, const at::Tensor& t, const ArgumentNam
 DtypeGroups check(const ListArgs& args) {
   const TensorGrid& grid = args.inputs;
   DtypeGroups groups;
-  c10::SmallVector<ArgumentRange, 8> extents;
+  c10::SmallVector<ArgumentExtent, 8> extents;
   for (std::size_t i = 0; i < grid.width(); ++i)
     for (Rank r = 0; r < grid.world; ++r) {
       const at::Tensor& t = grid.flat[i * grid.world + r];
@@ -135,7 +135,7 @@ DType check(const Tensors& tensors) {
 // Replaces the tensors by contiguous ones, into which the call copies them, unless all are dense
 // with the same strides.
 void to_one_layout(Tensors& tensors, ListCall& call) {
-  if (are_dense_alike(tensors)) return;
+  if (have_one_dense_layout(tensors)) return;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
     if (!t.is_contiguous())
@@ -252,8 +252,8 @@ ListCall copy(ListArgs args) {
           dtype_name(dst), " of shape ", dst.sizes(), ", src is ", dtype_name(src), " of shape ",
           src.sizes(), "; their dtypes and shapes must be equal");
   const DType dtype = moved_dtype_of(dst, to);
-  std::vector<ArgumentRange> extents{extent(dst, AccessMode::write, to),
-                                     extent(src, AccessMode::read, from)};
+  std::vector<ArgumentExtent> extents{extent(dst, AccessMode::write, to),
+                                      extent(src, AccessMode::read, from)};
   check_disjoint(extents);
   // A scatter from rank 0 to the last rank; on one device both are rank 0.
   ListCall call{.name = "copy_",

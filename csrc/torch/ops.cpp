@@ -27,12 +27,12 @@ Tensors run_now(const ListCall& call) {
 // copies, if they are not such tensors. The copies come after the asynchronous calls that were made
 // before. The check is of the originals, because a copy has no tangent of forward-mode
 // differentiation.
-void lay_out_alike(ListArgs& args) {
+void to_one_layout(ListArgs& args) {
   Tensors& tensors = args.inputs.flat;
   for (std::size_t r = 0; r < tensors.size(); ++r)
     check_tensor(tensors[r], AccessMode::read, {args.call, "tensors", static_cast<int>(r)});
   drain();
-  if (!are_dense_alike(tensors))
+  if (!have_one_dense_layout(tensors))
     for (at::Tensor& t : tensors) t = t.contiguous();
 }
 
@@ -40,7 +40,7 @@ at::Tensor copied(const at::Tensor& t) { return at::clone(t, at::MemoryFormat::P
 
 // Each function runs a collective in place on new tensors, and returns its results.
 Tensors all_reduced(ListArgs args) {
-  lay_out_alike(args);
+  to_one_layout(args);
   for (at::Tensor& t : args.inputs.flat) t = copied(t);
   Tensors results = args.inputs.flat;
   run_now(in_place(std::move(args)));
@@ -48,7 +48,7 @@ Tensors all_reduced(ListArgs args) {
 }
 
 Tensors reduced(ListArgs args) {
-  lay_out_alike(args);
+  to_one_layout(args);
   check_rank(args.root, args.inputs.world, args.call, root_name(args.collective));
   at::Tensor& buffer = args.inputs.flat[args.root];
   const at::Tensor result = buffer = copied(buffer);

@@ -31,7 +31,7 @@ std::vector<Dim> merged(const at::Tensor& t) {
 
 }  // namespace
 
-bool are_dense_alike(const Tensors& tensors) {
+bool have_one_dense_layout(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
     const at::Tensor& first = tensors[0];
     if (!t.is_non_overlapping_and_dense() || t.dim() != first.dim()) return false;

@@ -36,7 +36,7 @@ Rectangles rectangles(const at::Tensor& tensor);
 
 // Whether the tensors are dense with equal strides. The strides of dimensions of one element
 // address nothing, and tracers do not know them.
-bool are_dense_alike(const Tensors& tensors);
+bool have_one_dense_layout(const Tensors& tensors);
 
 // Returns an order of dimensions, outermost first, in which all tensors are contiguous; empty if
 // there is none.

@@ -236,7 +236,7 @@ class Launch:
         if any(rank == other for other, _ in self._failures):
             return  # another error follows from the first
         self._failures.append((rank, error))
-        self._scheduler.abort(_C.EndKind.PEER_LOST, f"rank {rank} raised {_summary(error)}")
+        self._scheduler.abort(_C.AbortKind.PEER_LOST, f"rank {rank} raised {_summary(error)}")
 
     def _leave_rank(self, rank: int) -> None:
         try:
@@ -258,10 +258,10 @@ class Launch:
                     self._time_out()
         except BaseException as error:  # Ctrl-C, or a thread that could not be started
             self._failures.insert(0, (-1, error))
-            self._scheduler.abort(_C.EndKind.PEER_LOST, "the launch was interrupted")
+            self._scheduler.abort(_C.AbortKind.PEER_LOST, "the launch was interrupted")
         self._stop_ranks()
         self._scheduler.abort(
-            _C.EndKind.PEER_LOST, "the launch has ended"
+            _C.AbortKind.PEER_LOST, "the launch has ended"
         )  # for works that still wait
 
     def _alive(self) -> list[int]:
@@ -276,7 +276,7 @@ class Launch:
             place = _user_line(self._threads[rank].ident).removeprefix(", ")
             lines += f"\n  rank {rank} is {place or 'waiting for its first turn'}"
         self._failures.insert(0, (-1, Timeout(f"launch: {cause}:{lines}")))
-        self._scheduler.abort(_C.EndKind.TIMED_OUT, cause)
+        self._scheduler.abort(_C.AbortKind.TIMED_OUT, cause)
 
     def _stop_ranks(self) -> None:
         """Wait for the ranks, which raise where they wait; interrupt those that run."""

@@ -65,8 +65,8 @@ Binder::Bound Binder::bind(const at::Tensor& t, const ArgumentName& label, bool 
 // The range that is read becomes what of it is not written.
 void Binder::share(const Bound& block, const Bound& all, int parts) {
   if (!block.contiguous || !all.contiguous) return;
-  const ArgumentRange whole = extents_[all.extent];
-  ArgumentRange& one = extents_[block.extent];
+  const ArgumentExtent whole = extents_[all.extent];
+  ArgumentExtent& one = extents_[block.extent];
   const std::ptrdiff_t bytes = (whole.end - whole.begin) / parts;
   const std::byte* const own = whole.begin + (parts > 1 ? me_.rank : 0) * bytes;
   if (one.begin != own || one.end != own + bytes) return;
@@ -173,14 +173,14 @@ void Binder::finish() {
   check_disjoint(extents_);
   if (call_.staging) begin_copy_in();
   if (call_.written == nullptr) return;
-  for (const ArgumentRange& e : extents_)
+  for (const ArgumentExtent& e : extents_)
     if (e.written) call_.written->add(e.begin, e.end);
 }
 
 bool Binder::overlaps_earlier_writes() const {
   if (call_.written == nullptr) return false;
   return std::any_of(extents_.begin(), extents_.end(),
-                     [&](const ArgumentRange& e) { return call_.written->touch(e.begin, e.end); });
+                     [&](const ArgumentExtent& e) { return call_.written->touch(e.begin, e.end); });
 }
 
 // Copies device tensors into staging: now, or, if an earlier call of the list writes them, when

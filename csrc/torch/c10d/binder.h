@@ -14,10 +14,7 @@ bool check_operand(const at::Tensor& tensor, AccessMode use, const ArgumentName&
 // Returns the label of `all[i]`, with its index if the list has several tensors.
 ArgumentName label_of(const GroupCall& call, const char* list, at::TensorList all, std::size_t i);
 
-struct RankAndWorld {  // a rank's position in the group
-  Rank rank;
-  int world;
-};
+using ipc::RankAndWorld;
 
 enum class Side { input, output };
 
@@ -78,7 +75,7 @@ class Binder {
   const RankAndWorld me_;
   const RequestShape shape_;
   std::array<Pieces, 2> pieces_;  // [side]
-  c10::SmallVector<ArgumentRange, 4> extents_;
+  c10::SmallVector<ArgumentExtent, 4> extents_;
 };
 
 }  // namespace pycollect::dist

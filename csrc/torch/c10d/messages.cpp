@@ -81,7 +81,7 @@ WorkPtr Messages::post(const P2POp& op) {
     thread_ = ipc::new_thread([self = shared_from_this()] { self->serve(); });
   mailbox_.post(work->transfer);
   if (work->transfer->done()) {
-    settle(lock, *work);
+    complete_work(lock, *work);
   } else {
     open_.push_back(work);
     if (polling_) changed_.notify_all();
@@ -125,7 +125,7 @@ void Messages::wait(GroupWork& of) {
   Lock lock(mutex_);
   --waiting_;
   if (transfer.done()) {
-    await_settled(lock, work);
+    await_completion(lock, work);
     std::erase_if(open_, [&](const auto& w) { return w.get() == &work; });
     error = nullptr;  // the work has its own
   }
@@ -142,7 +142,7 @@ bool Messages::wait_until(GroupWork& of, ipc::Deadline deadline) {
          [&] { return mailbox_.missing(transfer); }, &transfer},
         context(work, ipc::Clock::now() + kNoLimit));
   Lock lock(mutex_);
-  if (transfer.done()) await_settled(lock, work);
+  if (transfer.done()) await_completion(lock, work);
   return work.is_done();
 }
 
@@ -153,13 +153,13 @@ void Messages::progress(GroupWork& of) {
   auto& work = static_cast<MessageWork&>(of);
   mailbox_.progress();
   Lock lock(mutex_);
-  if (work.transfer->done()) settle(lock, work);
+  if (work.transfer->done()) complete_work(lock, work);
 }
 
-void Messages::settle(Lock& lock, MessageWork& work) {
+void Messages::complete_work(Lock& lock, MessageWork& work) {
   if (work.runs() || work.is_done()) return;
   work.start();
-  ++settling_;
+  ++completing_;
   lock.unlock();
   work.event.reset();
   learn_source(work);
@@ -176,9 +176,9 @@ void Messages::settle(Lock& lock, MessageWork& work) {
   }
   if (staging != nullptr) staging->release();
   lock.lock();
-  --settling_;
+  --completing_;
   const auto future = work.finish(error);
-  settled_.notify_all();
+  completed_.notify_all();
   if (!future) return;
   lock.unlock();
   complete(*future, work.result(), error, staging);
@@ -186,20 +186,20 @@ void Messages::settle(Lock& lock, MessageWork& work) {
 }
 
 // Completes a message that has moved or failed, or waits for the thread that does.
-void Messages::await_settled(Lock& lock, MessageWork& work) {
-  settle(lock, work);
-  settled_.wait(lock, [&] { return work.is_done(); });
+void Messages::await_completion(Lock& lock, MessageWork& work) {
+  complete_work(lock, work);
+  completed_.wait(lock, [&] { return work.is_done(); });
 }
 
-// Settles messages that other threads have moved. Callbacks run without the lock.
-bool Messages::settle_moved(Lock& lock) {
+// Completes messages that other threads have moved. Callbacks run without the lock.
+bool Messages::complete_moved(Lock& lock) {
   const auto first = std::stable_partition(open_.begin(), open_.end(),
                                            [](const auto& w) { return !w->transfer->done(); });
   if (first == open_.end()) return false;
   std::vector<MessageWorkPtr> moved(std::make_move_iterator(first),
                                     std::make_move_iterator(open_.end()));
   open_.erase(first, open_.end());
-  for (const auto& work : moved) settle(lock, *work);
+  for (const auto& work : moved) complete_work(lock, *work);
   lock.unlock();
   moved.clear();
   lock.lock();
@@ -261,7 +261,7 @@ void Messages::serve() {
       changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
-    while (settle_moved(lock)) continue;
+    while (complete_moved(lock)) continue;
     if (must_progress()) await_any(lock);
   }
 }
@@ -314,8 +314,8 @@ std::exception_ptr Messages::close(ipc::Deadline deadline) {
   end_thread();
   {
     Lock lock(mutex_);
-    while (settle_moved(lock)) continue;
-    settled_.wait(lock, [&] { return settling_ == 0; });  // by threads that wait for a message
+    while (complete_moved(lock)) continue;
+    completed_.wait(lock, [&] { return completing_ == 0; });  // by threads that wait for a message
   }
   devices_->await_held(device_deadline(deadline));
   return raised;

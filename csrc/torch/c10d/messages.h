@@ -42,9 +42,9 @@ class Messages final : public WorkOwner, public std::enable_shared_from_this<Mes
   static ipc::OpContext context(const MessageWork& work, ipc::Deadline deadline);
   // Completes a message that has moved or failed, unless another thread does. Unlocks meanwhile.
   void learn_source(MessageWork& work) const;
-  void settle(Lock& lock, MessageWork& work);
-  void await_settled(Lock& lock, MessageWork& work);
-  bool settle_moved(Lock& lock);
+  void complete_work(Lock& lock, MessageWork& work);
+  void await_completion(Lock& lock, MessageWork& work);
+  bool complete_moved(Lock& lock);
   void await_any(Lock& lock);
   void serve();
 
@@ -61,11 +61,11 @@ class Messages final : public WorkOwner, public std::enable_shared_from_this<Mes
   ipc::Mailbox mailbox_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::condition_variable settled_;   // apart, as waking the service thread takes long
-  std::vector<MessageWorkPtr> open_;  // messages not done when last checked
+  std::condition_variable completed_;  // apart, as waking the service thread takes long
+  std::vector<MessageWorkPtr> open_;   // messages not done when last checked
   std::thread thread_;
-  int waiting_ = 0;   // threads that wait for a message, and move all messages
-  int settling_ = 0;  // works whose data a thread copies to their tensors
+  int waiting_ = 0;     // threads that wait for a message, and move all messages
+  int completing_ = 0;  // works whose data a thread copies to their tensors
   bool accepting_ = true, closed_ = false, polling_ = false;
 };
 

@@ -51,8 +51,8 @@ std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
   return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, std::move(settings));
 }
 
-// The ranks of this host, and the way to the others, if there are any.
-struct Members {
+// The group of this host's ranks, and the way to the others, if there are any.
+struct JoinedGroup {
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<ProcessGroupWire> wire = {};  // null: one host
   std::shared_ptr<const AbortStore> abort_store = {};
@@ -80,18 +80,18 @@ StorePtr own_connection(const StorePtr& store) {
 void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
                const std::vector<ipc::PeerInfo>& ranks) {
   std::string places;
-  bool alike = false;
+  bool one_machine = false;
   for (int h = 0; h < hosts.count(); ++h) {
     const ipc::PeerInfo& first = ranks[hosts.ranks(h)[0]];
     places += text(h == 0 ? "" : ", ", ipc::name(hosts.ranks(h)), " on ", names[h]);
     for (int other = 0; other < h; ++other) {
       const ipc::PeerInfo& earlier = ranks[hosts.ranks(other)[0]];
-      alike |= earlier.boot == first.boot && earlier.network_space != first.network_space;
+      one_machine |= earlier.boot == first.boot && earlier.network_space != first.network_space;
     }
   }
   log_once(text("the ranks are on ", hosts.count(), " hosts: ", places));
   const char* const given = std::getenv("PYCOLLECT_HOST");
-  if (alike && (given == nullptr || *given == '\0'))
+  if (one_machine && (given == nullptr || *given == '\0'))
     warn(
         text("ranks of one machine are in different network namespaces, so they do not share "
              "memory and exchange data through Gloo, which is slower: ",
@@ -99,8 +99,8 @@ void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
 }
 
 // Makes a group of the ranks of each host, and the wire for what goes between.
-Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
-                   const std::vector<ipc::PeerInfo>& ranks) {
+JoinedGroup make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
+                       const std::vector<ipc::PeerInfo>& ranks) {
   const Hosts hosts = ipc::hosts_of(ranks);
   const int host = hosts.of(me.rank);
   const std::string group = text("pycollect/", ranks[0].nonce, "/");  // no other group's keys
@@ -112,8 +112,9 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   settings.yield_time = kHostsYieldTime;
   settings.one_host = true;
   settings.exposed_bytes = ipc::HostsExecutor::kExposedBytes;
-  Members made{make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store),
-                          here, std::move(settings))};
+  JoinedGroup made{
+      make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store), here,
+                 std::move(settings))};
   require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
           "pycollect.distributed");
   made.wire = std::make_shared<ProcessGroupWire>(
@@ -130,7 +131,7 @@ Members make_hosts(const StorePtr& store, RankAndWorld me, const Options& option
   return made;
 }
 
-Members join(const StorePtr& store, RankAndWorld me, const Options& options) {
+JoinedGroup join(const StorePtr& store, RankAndWorld me, const Options& options) {
   try {
     return {make_group(store, me, settings_of(options, me.world))};
   } catch (const ipc::SeveralHosts& found) {
@@ -142,20 +143,19 @@ class ProcessCommunicator final : public RankCommunicator {
  public:
   ProcessCommunicator(const StorePtr& store, RankAndWorld me, const Options& options)
       : devices_(std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime())),
-        members_(join(store, me, options)),
-        group_(members_.group),
-        remote_(members_.link
-                    ? std::make_shared<MirroredRings>(group_, *members_.link, members_.wire)
-                    : nullptr),
+        joined_(join(store, me, options)),
+        group_(joined_.group),
+        remote_(joined_.link ? std::make_shared<MirroredRings>(group_, *joined_.link, joined_.wire)
+                             : nullptr),
         messages_(std::make_shared<Messages>(group_, *devices_, remote_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
-            std::make_shared<CallRunner>(group_, members_.executor()))) {
+            std::make_shared<CallRunner>(group_, joined_.executor()))) {
     if (options.is_default) server_.emplace(store);
-    if (members_.wire)
-      monitor_ = std::make_unique<HostsMonitor>(group_, members_.wire, members_.abort_store,
-                                                *members_.link,
-                                                [remote = remote_] { remote->answer_hellos(); });
+    if (joined_.wire)
+      monitor_ =
+          std::make_unique<HostsMonitor>(group_, joined_.wire, joined_.abort_store, *joined_.link,
+                                         [remote = remote_] { remote->answer_hellos(); });
   }
 
   void run(const CollectiveWorkPtr& work) override { queue_->run(work); }
@@ -192,7 +192,7 @@ class ProcessCommunicator final : public RankCommunicator {
   }
 
   const std::shared_ptr<DeviceOps> devices_;
-  Members members_;
+  JoinedGroup joined_;
   mutable std::mutex mutex_;  // guards the members down to allocator_, which close() resets
   std::shared_ptr<ipc::Group> group_;
   std::shared_ptr<MirroredRings> remote_;  // null: one host
@@ -232,13 +232,13 @@ std::exception_ptr ProcessCommunicator::close(ipc::Deadline deadline) {
   std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricHeapAllocator> allocator;
   std::unique_ptr<HostsMonitor> monitor;
-  Members members;
+  JoinedGroup joined;
   {
     const std::lock_guard lock(mutex_);
     messages.swap(messages_);
     remote.swap(remote_);
     monitor.swap(monitor_);
-    std::swap(members, members_);
+    std::swap(joined, joined_);
     group.swap(group_);
     allocator.swap(allocator_);
   }

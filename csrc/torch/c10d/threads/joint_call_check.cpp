@@ -47,7 +47,7 @@ void check(Publications& all, std::optional<Collective> irregular = {}) {
 
 // Returns whether two ranks make the same requests, as far as fingerprints of regular requests
 // tell.
-bool are_alike(const RequestList& one, const RequestList& other) {
+bool are_same(const RequestList& one, const RequestList& other) {
   for (std::size_t i = 0; i < one.size(); ++i)
     if (one[i]->irregular || ipc::fingerprint_hash(*one[i]) != ipc::fingerprint_hash(*other[i]))
       return false;
@@ -97,13 +97,13 @@ void check_together(const std::vector<const PostedCalls*>& calls,
 void check_joint_call(const std::vector<const PostedCalls*>& calls, uint64_t number) {
   std::vector<RequestList> requests;
   bool equally_many = !any_refused(calls);
-  bool alike = equally_many;
+  bool same = equally_many;
   for (const PostedCalls* c : calls) {
     requests.push_back(requests_of(*c));
     equally_many &= requests.back().size() == requests.front().size();
-    alike &= equally_many && are_alike(requests.back(), requests.front());
+    same &= equally_many && are_same(requests.back(), requests.front());
   }
-  if (alike) return;
+  if (same) return;
   if (!equally_many) check_together(calls, requests, number);
   for (std::size_t i = 0; i < requests.front().size(); ++i) check_request(requests, i, number);
 }

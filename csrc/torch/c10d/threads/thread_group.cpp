@@ -51,7 +51,7 @@ void ThreadGroup::leave(Rank rank) {
       if (calls && !joint.by_rank[rank] && !aborted_ &&
           std::any_of(calls->works.begin(), calls->works.end(),
                       [](const auto& w) { return w->has_future(); }))
-        return abort(lock, EndKind::peer_lost,
+        return abort(lock, AbortKind::peer_lost,
                      text(describe(*calls->works[0]), ": rank ", rank, " has left the group"));
   scheduler_->notify();
 }
@@ -249,7 +249,7 @@ void ThreadGroup::wait(Rank rank, const GroupWait& wait) {
 
 void ThreadGroup::time_out(Lock& lock, const OverdueWork& work, const std::string& report) {
   const std::string late = work.late.empty() ? "" : ipc::name(work.late) + " did not arrive";
-  abort(lock, EndKind::timed_out,
+  abort(lock, AbortKind::timed_out,
         text(work.operation, ": Timed out after ", std::round(work.waited.count() * 10) / 10, " s",
              late.empty() ? "" : "; ", late, report));
 }
@@ -314,7 +314,7 @@ void ThreadGroup::abort_if_lost(Lock& lock, const GroupWait& wait) {
   lock.unlock();
   const std::string report = scheduler_->describe_ranks();
   lock.lock();
-  abort(lock, EndKind::peer_lost,
+  abort(lock, AbortKind::peer_lost,
         text(wait.describe(), ": ", ipc::name(ranks), ranks.size() == 1 ? " has" : " have",
              " left the group", report));
 }
@@ -348,18 +348,19 @@ void ThreadGroup::require_healthy(Rank rank, const std::string& operation) const
 void ThreadGroup::abort(Rank rank, const std::string& why) {
   const GilRelease gil_release;
   Lock lock(mutex());
-  if (!aborted_) abort(lock, EndKind::peer_lost, text("rank ", rank, " aborted the group: ", why));
+  if (!aborted_)
+    abort(lock, AbortKind::peer_lost, text("rank ", rank, " aborted the group: ", why));
 }
 
-void ThreadGroup::abort(EndKind kind, const std::string& cause) {
+void ThreadGroup::abort(AbortKind kind, const std::string& cause) {
   Lock lock(mutex());
   abort(lock, kind, cause);
 }
 
-void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
+void ThreadGroup::abort(Lock& lock, AbortKind kind, const std::string& why) {
   if (aborted_) return;
   aborted_ = true;
-  end_ = scheduler_->end_or({kind, why});
+  abort_ = scheduler_->abort_or({kind, why});
   auto pending = std::exchange(joint_calls_, {});
   lock.unlock();
   mailbox_->fail_all([&](const std::string& of) { return cause(of); });
@@ -370,9 +371,9 @@ void ThreadGroup::abort(Lock& lock, EndKind kind, const std::string& why) {
 }
 
 std::exception_ptr ThreadGroup::cause(const std::string& operation) const {
-  const bool is_named = operation.empty() || end_.cause.starts_with(operation);
-  const std::string why = is_named ? end_.cause : text(operation, ": ", end_.cause);
-  return rank_threads::make_end_error(end_.kind, why);
+  const bool is_named = operation.empty() || abort_.cause.starts_with(operation);
+  const std::string why = is_named ? abort_.cause : text(operation, ": ", abort_.cause);
+  return rank_threads::make_abort_error(abort_.kind, why);
 }
 
 }  // namespace pycollect::dist

@@ -14,8 +14,8 @@
 
 namespace pycollect::dist {
 
-using rank_threads::EndKind;
-using rank_threads::LaunchEnd;
+using rank_threads::AbortKind;
+using rank_threads::LaunchAbort;
 using rank_threads::RankScheduler;
 using rank_threads::ReadyCondition;
 
@@ -74,7 +74,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   // Waits for this thread's turn, and throws if the group or the launch has been aborted.
   void require_healthy(Rank rank, const std::string& operation) const;
   void abort(Rank rank, const std::string& why);
-  void abort(EndKind kind, const std::string& cause) override;
+  void abort(AbortKind kind, const std::string& cause) override;
   // Aborts the group if the future of a work is due.
   void poll() override;
   // Wakes the waits of works that are done. Call with the mutex locked.
@@ -123,7 +123,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   static void complete_all(const Completions& completions);
   void require_own(Rank rank, const std::function<std::string()>& describe) const;
   void require_own(Rank rank, const GroupWait& wait) const;
-  void abort(Lock& lock, EndKind kind, const std::string& cause);
+  void abort(Lock& lock, AbortKind kind, const std::string& cause);
   std::exception_ptr cause(const std::string& operation = {}) const;
 
   const std::shared_ptr<RankScheduler> scheduler_;
@@ -142,7 +142,7 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   bool running_ = false;               // a thread runs joint calls
   std::condition_variable ended_;      // works that a thread has run
   bool aborted_ = false;
-  LaunchEnd end_;  // if it has been aborted
+  LaunchAbort abort_;  // if it has been aborted
 };
 
 }  // namespace pycollect::dist
