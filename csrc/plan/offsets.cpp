@@ -7,7 +7,7 @@ namespace pycollect {
 
 PlanOffsets::PlanOffsets(const Plan& plan, std::span<const std::size_t> blocks, std::size_t align)
     : world_(plan.world), chunks_(plan.chunks), align_(align) {
-  require(align >= 1, "pieces are aligned to at least one element, not ", align);
+  require(align >= 1, "chunks are aligned to at least one element, not ", align);
   common_ = cut(blocks);
 }
 

@@ -24,14 +24,14 @@ class ChunkOffsets {
     chunks_ = chunks;
     if (chunks >= kFew) many_.resize(chunks + 1);
     std::size_t* at = many_.empty() ? few_.data() : many_.data();
-    const std::size_t pieces = static_cast<int>(blocks) == chunks ? 1 : chunks / blocks;
+    const std::size_t per_block = static_cast<int>(blocks) == chunks ? 1 : chunks / blocks;
     std::size_t start = 0;
     for (std::size_t i = 0; i < blocks; ++i) {
       const std::size_t size = block(i);
       *at++ = start;
-      for (std::size_t p = 1; p < pieces; ++p) {
+      for (std::size_t c = 1; c < per_block; ++c) {
         const std::size_t units = size / align + (size % align != 0);
-        *at++ = start + std::min(size, units * p / pieces * align);
+        *at++ = start + std::min(size, units * c / per_block * align);
       }
       start += size;
     }
@@ -59,8 +59,8 @@ class ChunkOffsets {
 // allocation if there are few chunks.
 class PlanOffsets {
  public:
-  // Cuts every buffer in the same way. A plan with more chunks than blocks cuts each block into
-  // pieces, which begin at multiples of `align` elements within their block, to keep vectors whole.
+  // Cuts every buffer in the same way. A plan with more chunks than blocks has several in each
+  // block, which begin at multiples of `align` elements within it, to keep vectors whole.
   PlanOffsets(const Plan& plan, std::span<const std::size_t> blocks, std::size_t align = 1);
 
   // Cuts one buffer of one rank differently. `blocks` contains 0 for a block that it does not have.

@@ -144,10 +144,10 @@ struct ExpectedChunk {
   Leaf one{-1, -1};  // the leaf; for a sum only its chunk counts
 };
 
-// Returns the required content of a chunk. If the collective has blocks, they have `pieces` chunks:
-// chunk c belongs to block c / pieces.
-ExpectedChunk wanted(Collective collective, int pieces, Rank root, const Slice& at) {
-  const int c = at.first, block = c / pieces;
+// Returns the required content of a chunk. If the collective has blocks, they have `per_block`
+// chunks: chunk c belongs to block c / per_block.
+ExpectedChunk wanted(Collective collective, int per_block, Rank root, const Slice& at) {
+  const int c = at.first, block = c / per_block;
   const ExpectedChunk kept{ExpectedChunk::kept}, sum{ExpectedChunk::sum, {-1, c}};
   auto only = [&](bool receives, ExpectedChunk want) { return receives ? want : kept; };
   switch (collective) {
@@ -162,7 +162,7 @@ ExpectedChunk wanted(Collective collective, int pieces, Rank root, const Slice& 
     case Collective::reduce_scatter:
       return only(block == at.rank, sum);
     case Collective::all_to_all:
-      return {ExpectedChunk::leaf, {block, at.rank * pieces + c % pieces}};
+      return {ExpectedChunk::leaf, {block, at.rank * per_block + c % per_block}};
     case Collective::scatter:
       return only(block == at.rank, {ExpectedChunk::leaf, {root, c}});
     case Collective::gather:

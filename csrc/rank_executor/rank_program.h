@@ -8,6 +8,7 @@
 
 #include "../plan/program.h"
 #include "../plan/registry.h"
+#include "request.h"
 
 namespace pycollect::ipc {
 

@@ -10,25 +10,25 @@ namespace pycollect {
 namespace {
 
 // Never destroyed, because a device is used after main.
-struct Kinds {
+struct GpuCallsByType {
   std::mutex mutex;
   std::map<c10::DeviceType, std::shared_ptr<GpuCalls>> calls;
 
-  Kinds() {
+  GpuCallsByType() {
     if (auto cuda = torch_runtime())
       calls.emplace(at::kCUDA, std::make_shared<GpuCalls>(std::move(cuda), at::kCUDA));
   }
 };
 
-Kinds& kinds() {
-  static Kinds& kinds = *new Kinds;
-  return kinds;
+GpuCallsByType& gpu_calls_by_type() {
+  static GpuCallsByType& one = *new GpuCallsByType;
+  return one;
 }
 
-GpuCalls* find(c10::DeviceType kind) {
-  Kinds& all = kinds();
+GpuCalls* find(c10::DeviceType type) {
+  GpuCallsByType& all = gpu_calls_by_type();
   const std::lock_guard lock(all.mutex);
-  const auto found = all.calls.find(kind);
+  const auto found = all.calls.find(type);
   return found == all.calls.end() ? nullptr : found->second.get();
 }
 
@@ -39,20 +39,20 @@ bool supports(const at::Device& device) {
   return device.is_cpu() || find(device.type()) != nullptr;
 }
 
-GpuCalls& gpu_calls(c10::DeviceType kind) {
-  GpuCalls* const found = find(kind);
+GpuCalls& gpu_calls(c10::DeviceType type) {
+  GpuCalls* const found = find(type);
   if (found == nullptr)
-    throw std::logic_error(text("this build has no calls on ", c10::DeviceTypeName(kind, true)));
+    throw std::logic_error(text("this build has no calls on ", c10::DeviceTypeName(type, true)));
   return *found;
 }
 
-void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime) {
+void set_runtime(c10::DeviceType type, std::shared_ptr<TorchRuntime> runtime) {
   std::shared_ptr<GpuCalls> calls;
-  if (runtime != nullptr) calls = std::make_shared<GpuCalls>(std::move(runtime), kind);
-  const std::lock_guard lock(kinds().mutex);
-  auto& known = kinds().calls[kind];
+  if (runtime != nullptr) calls = std::make_shared<GpuCalls>(std::move(runtime), type);
+  const std::lock_guard lock(gpu_calls_by_type().mutex);
+  auto& known = gpu_calls_by_type().calls[type];
   known.swap(calls);
-  if (known == nullptr) kinds().calls.erase(kind);
+  if (known == nullptr) gpu_calls_by_type().calls.erase(type);
 }
 
 namespace {

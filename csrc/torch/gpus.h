@@ -1,5 +1,5 @@
-// The kinds of GPUs that list calls support, their memory, and which of it they reach. A build with
-// CUDA supports torch's CUDA devices; tests add an emulated kind.
+// The types of GPUs that list calls support, their memory, and which of it they reach. A build with
+// CUDA supports torch's CUDA devices; tests add an emulated one.
 #pragma once
 #include <c10/util/FunctionRef.h>
 
@@ -13,10 +13,10 @@ namespace pycollect {
 bool has_cuda();
 bool supports(const at::Device& device);
 
-// Returns the calls on a kind of device, which must be supported.
-GpuCalls& gpu_calls(c10::DeviceType kind);
-// Adds a kind of device, or removes it if `runtime` is null. For tests, before the first call.
-void set_runtime(c10::DeviceType kind, std::shared_ptr<TorchRuntime> runtime);
+// Returns the calls on a type of device, which must be supported.
+GpuCalls& gpu_calls(c10::DeviceType type);
+// Adds a type of device, or removes it if `runtime` is null. For tests, before the first call.
+void set_runtime(c10::DeviceType type, std::shared_ptr<TorchRuntime> runtime);
 
 // Returns how ranks on these devices reach each other's memory. Without `peer_access` no GPU
 // reaches another GPU's memory.

@@ -19,7 +19,7 @@
 
 namespace pycollect {
 
-// Alignment of pieces and buffers: they begin at whole vectors, and no two threads write the same
+// Alignment of chunks and buffers: they begin at whole vectors, and no two threads write the same
 // cache line.
 inline constexpr std::size_t kAlignBytes = 64;
 constexpr std::size_t aligned_elements(std::size_t item) {

@@ -123,7 +123,7 @@ std::size_t Binder::request(const at::Tensor& t, const ArgumentName& label) {
 }
 
 void Binder::add(Side side, std::size_t request, std::size_t block, const ipc::BufferSpan& memory) {
-  pieces_[static_cast<int>(side)].push_back({request, block, memory});
+  parts_[static_cast<int>(side)].push_back({request, block, memory});
 }
 
 void Binder::add_all(Side side, std::size_t request, ipc::BufferSpan memory, const Sizes& blocks) {
@@ -143,28 +143,28 @@ ipc::CallBuffer Binder::join(Side side, std::size_t request, std::size_t blocks)
   const std::size_t first = spans.size(), block = sizes.size();
   sizes.resize(block + blocks);
   ipc::Hasher cuts;
-  for (const Piece& piece : pieces_[static_cast<int>(side)]) {
-    if (piece.request != request) continue;
-    const auto [base, count] = piece.memory;
-    cuts.add(piece.block);
+  for (const BlockPart& part : parts_[static_cast<int>(side)]) {
+    if (part.request != request) continue;
+    const auto [base, count] = part.memory;
+    cuts.add(part.block);
     cuts.add(count);
-    sizes[block + piece.block] += count;
+    sizes[block + part.block] += count;
     if (count == 0) continue;
     if (spans.size() > first && spans.back().base + spans.back().count * item == base)
       spans.back().count += count;
     else
-      spans.push_back(piece.memory);
+      spans.push_back(part.memory);
   }
   return {std::span(spans).subspan(first), std::span(sizes).subspan(block),
           call_.requests[request].tensors > 1 ? cuts.value() : 0};
 }
 
 void Binder::finish() {
-  for (Pieces& pieces : pieces_)
-    if (!std::ranges::is_sorted(pieces, {}, &Piece::block))
-      std::ranges::stable_sort(pieces, {}, &Piece::block);
+  for (BlockParts& parts : parts_)
+    if (!std::ranges::is_sorted(parts, {}, &BlockPart::block))
+      std::ranges::stable_sort(parts, {}, &BlockPart::block);
   // So that the memory of one buffer does not move when the next one is added.
-  call_.memory.spans.reserve(pieces_[0].size() + pieces_[1].size());
+  call_.memory.spans.reserve(parts_[0].size() + parts_[1].size());
   call_.memory.blocks.reserve(call_.requests.size() * (shape_.input_blocks + shape_.output_blocks));
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
     call_.requests[i].input = join(Side::input, i, shape_.input_blocks);

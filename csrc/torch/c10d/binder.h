@@ -59,12 +59,12 @@ class Binder {
   void finish();
 
  private:
-  struct Piece {  // a part of a block
+  struct BlockPart {  // a part of a block
     std::size_t request, block;
     ipc::BufferSpan memory;
   };
   // Inline storage for the most common call, with one tensor and one block.
-  using Pieces = c10::SmallVector<Piece, 1>;
+  using BlockParts = c10::SmallVector<BlockPart, 1>;
   ipc::CallBuffer join(Side side, std::size_t request, std::size_t blocks);
   ipc::BufferSpan stage(const at::Tensor& tensor, bool reads, bool writes);
   ipc::BufferSpan keep(at::Tensor tensor);
@@ -74,7 +74,7 @@ class Binder {
   GroupCall& call_;
   const RankAndWorld me_;
   const RequestShape shape_;
-  std::array<Pieces, 2> pieces_;  // [side]
+  std::array<BlockParts, 2> parts_;  // [side]
   c10::SmallVector<ArgumentExtent, 4> extents_;
 };
 

@@ -100,8 +100,8 @@ SparseSums::SparseSums(const GroupCall& call, RankAndWorld me, at::TensorList te
 void SparseSums::add(const at::Tensor& t, const ArgumentName& label, DType dtype,
                      DeviceOps& devices) {
   check_sparse(t, label, devices);
-  SparseOperand operand{.tensor = t, .dtype = dtype, .dims = t.sparse_dim(), .row = 1};
-  for (int64_t d = t.sparse_dim(); d < t.dim(); ++d) operand.row *= t.size(d);
+  SparseOperand operand{.tensor = t, .dtype = dtype, .dims = t.sparse_dim(), .elements = 1};
+  for (int64_t d = t.sparse_dim(); d < t.dim(); ++d) operand.elements *= t.size(d);
   if (!t.is_cpu())
     operand.stream = c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
   operands_.push_back(std::move(operand));
@@ -121,11 +121,11 @@ void SparseSums::describe_form(ReduceOp op) {
 }
 
 ipc::CollectiveRequest SparseSums::counting() {
-  const auto segment = [](std::vector<int64_t>& v) {
+  const auto span = [](std::vector<int64_t>& v) {
     return ipc::BufferSpan{reinterpret_cast<std::byte*>(v.data()), v.size()};
   };
-  own_counts_memory_ = {{segment(own_counts_)}, {own_counts_.size()}};
-  counts_memory_ = {{segment(counts_)}, Sizes(me_.world, own_counts_.size())};
+  own_counts_memory_ = {{span(own_counts_)}, {own_counts_.size()}};
+  counts_memory_ = {{span(counts_)}, Sizes(me_.world, own_counts_.size())};
   return {.collective = Collective::all_gather,
           .dtype = DType::i64,
           .options = options_,
@@ -145,7 +145,7 @@ SparseSums::EntryTensors SparseSums::SparseOperand::empty(int64_t count) const {
 cpu::EntryList SparseSums::SparseOperand::list(const EntryTensors& entries, int64_t first,
                                                int64_t count) const {
   return {entries.indices.const_data_ptr<int64_t>() + first * dims,
-          static_cast<const std::byte*>(entries.values.const_data_ptr()) + first * row_bytes(),
+          static_cast<const std::byte*>(entries.values.const_data_ptr()) + first * value_bytes(),
           count};
 }
 
@@ -174,13 +174,13 @@ ipc::CollectiveRequest SparseSums::exchange() {
   const auto add = [](ipc::CallBufferMemory& buffer, std::size_t block,
                       const SparseOperand& operand, const cpu::EntryList& list) {
     const auto count = static_cast<std::size_t>(list.count);
-    const auto segment = [&](const void* base, std::size_t bytes) {
+    const auto span = [&](const void* base, std::size_t bytes) {
       buffer.blocks[block] += bytes;
       if (bytes > 0)
         buffer.spans.push_back({static_cast<std::byte*>(const_cast<void*>(base)), bytes});
     };
-    segment(list.indices, count * operand.index_bytes());
-    segment(list.values, count * operand.row_bytes());
+    span(list.indices, count * operand.index_bytes());
+    span(list.values, count * operand.value_bytes());
   };
   std::vector<int64_t> places(operands_.size());
   for (std::size_t i = 0; i < operands_.size(); ++i) {
@@ -208,8 +208,8 @@ ipc::CollectiveRequest SparseSums::exchange() {
 // Returns indices as torch has them: [sparse dimension][entry].
 SparseSums::EntryTensors SparseSums::fold(const SparseOperand& operand,
                                           std::vector<cpu::EntryList> ranks) const {
-  const cpu::SparseFold fold(std::move(ranks),
-                             {operand.dims, static_cast<std::size_t>(operand.row), operand.dtype});
+  const cpu::SparseFold fold(
+      std::move(ranks), {operand.dims, static_cast<std::size_t>(operand.elements), operand.dtype});
   EntryTensors result = operand.empty(fold.count());
   result.indices = at::Tensor{at::detail::empty_cpu({operand.dims, fold.count()}, at::kLong)};
   fold.write(result.indices.mutable_data_ptr<int64_t>(),

@@ -41,11 +41,11 @@ class SparseSums {
     at::Tensor tensor;
     std::optional<c10::Stream> stream = {};  // the caller's, if the tensor is on a device
     DType dtype;
-    int64_t dims, row;                // sparse dimensions; elements of an entry
+    int64_t dims, elements;           // sparse dimensions; values of an entry
     EntryTensors own = {}, all = {};  // of this rank; of all ranks, in rank order
 
     std::size_t index_bytes() const { return dims * sizeof(int64_t); }
-    std::size_t row_bytes() const { return row * item_bytes(dtype); }
+    std::size_t value_bytes() const { return elements * item_bytes(dtype); }
     cpu::EntryList list(const EntryTensors& entries, int64_t first, int64_t count) const;
     EntryTensors empty(int64_t count) const;
   };
