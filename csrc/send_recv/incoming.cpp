@@ -42,7 +42,7 @@ bool Mailbox::take_unexpected(MailPeer& peer, PostedReceives::iterator posted) {
   return true;
 }
 
-bool Mailbox::wants(const MailPeer& peer) const {
+bool Mailbox::accepts(const MailPeer& peer) const {
   for (const Rank named : {peer.rank, kAnySource}) {
     const auto first = posted_.lower_bound({named, 0});
     if (first != posted_.end() && first->first.peer == named) return true;
@@ -51,7 +51,7 @@ bool Mailbox::wants(const MailPeer& peer) const {
 }
 
 bool Mailbox::take_one(MailPeer& peer) {
-  if (!wants(peer)) return false;
+  if (!accepts(peer)) return false;
   const Record* const record = peer.messages_from.peek();
   if (record == nullptr) return false;
   const auto posted = find(peer.rank, record->tag);

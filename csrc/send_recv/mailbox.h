@@ -163,7 +163,7 @@ class Mailbox {
   // order in which they were issued; wildcard receives take the peers in turn.
   MailPeer& peer_of_turn(std::size_t turn) const { return *open_[turn % open_.size()]; }
   void receive(const TransferPtr& transfer);
-  bool wants(const MailPeer& peer) const;
+  bool accepts(const MailPeer& peer) const;
   bool take_unexpected(MailPeer& peer, PostedReceives::iterator posted);
   bool take_one(MailPeer& peer);
   PostedReceives::iterator find(Rank from, uint32_t tag);
