@@ -252,6 +252,7 @@ class ReplicaTrainer:
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._own.set_buffers([state["buffers"][number] for number in self._own.numbers])
         if self.random_states is not None:
+            # The key is that of checkpoints written before the attribute had this name.
             known = zip(self._own.numbers, self.random_states.states, strict=True)
             self.random_states.states = [state["generators"][r] or kept for r, kept in known]
 
