@@ -258,6 +258,9 @@ def unlike_layouts(gpus: Gpus, **more: Any) -> None:
 def unlike_layouts_on_named_streams(gpus: Gpus) -> None:
     streams = [gpus.stream() for _ in range(2)]
     of, tensors = rows_and_columns(gpus, streams=streams)
+    for s in streams:
+        with gpus.on(s):
+            reuse_freed_memory(gpus)
     for t, s in zip(gpus.all_gather(tensors, streams=streams), streams, strict=True):
         with gpus.on(s):
             read_and_overwrite(gpus, [t], [torch.cat(of)])
@@ -383,7 +386,7 @@ EVERY = -1  # in place of the number of the call that is left out
 Program = Callable[[Gpus], Any]
 PROGRAMS: dict[str, tuple[Program, Sequence[str]]] = {
     "ring": (lambda gpus: reduced(gpus, algorithm="ring"), ORDER),
-    "two_shot": (lambda gpus: reduced(gpus, 1, algorithm="two_shot"), ORDER),
+    "two_shot": (lambda gpus: reduced(gpus, algorithm="two_shot"), ORDER),
     "async": (lambda gpus: reduced(gpus, algorithm="two_shot", async_op=True), ORDER),
     "named streams": (on_named_streams, ORDER),
     "another stream": (waited_for_on_another_stream, ORDER),

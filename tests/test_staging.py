@@ -126,13 +126,10 @@ def test_pieces_of_a_staged_plan_overlap() -> None:
 
     def seconds(pieces: int, copy_streams: bool) -> float:
         plan = staged(all_reduce("chain", 4, pieces), True, [0, 1, 2, 3])
-        stream_ids = [
-            (r, 4 + r, 8 + r, 12 + r) if copy_streams else (r, 4 + r, 4 + r, 4 + r)
-            for r in range(4)
-        ]
+        stream_ids = [(r, 4 + r, 8 + r) if copy_streams else (r, r, r) for r in range(4)]
         model = (3e-6, 24e9, 800e9, 0.0, 2.5e-6)
         return _testing.predict_streams(
-            plan, True, "one_task", stream_ids, 16, -1, [0, 1, 2, 3], 64 << 20, model
+            plan, True, "one_task", stream_ids, 12, [0, 1, 2, 3], 64 << 20, model
         )
 
     assert seconds(16, True) < 0.75 * seconds(16, False)

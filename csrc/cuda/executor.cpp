@@ -42,10 +42,8 @@ bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
 // levels'.
 bool on_one_stream(const CallStreams& streams_of_ranks) {
   const Stream first = streams_of_ranks.ranks[0].caller;
-  return streams_of_ranks.join_stream.device == kHost &&
-         std::all_of(
-             streams_of_ranks.ranks.begin(), streams_of_ranks.ranks.end(),
-             [&](const RankStreams& r) { return r == RankStreams{first.device, first, first}; });
+  return std::all_of(streams_of_ranks.ranks.begin(), streams_of_ranks.ranks.end(),
+                     [&](const RankStreams& r) { return r == RankStreams{first.device, first}; });
 }
 
 NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams_of_ranks) {
@@ -58,16 +56,13 @@ NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams
   };
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
-    result.at.stream_ids.push_back(
-        {number_of(p.caller), number_of(p.worker), number_of(p.d2h), number_of(p.h2d)});
+    result.at.stream_ids.push_back({number_of(p.caller), number_of(p.d2h), number_of(p.h2d)});
     auto& callers = result.callers;
     auto known = std::find_if(callers.begin(), callers.end(),
                               [&](const CallerStream& c) { return c.stream == p.caller; });
     if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
     known->has_pinned |= p.device == kHost && has_memory(call, static_cast<Rank>(r), false);
   }
-  if (streams_of_ranks.join_stream.device != kHost)
-    result.at.join_stream = number_of(streams_of_ranks.join_stream);
   result.at.streams = static_cast<int>(result.streams.size());
   return result;
 }
@@ -93,7 +88,7 @@ void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks) {
           streams_of_ranks.ranks.size());
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
-    for (const Stream& s : {p.caller, p.worker, p.d2h, p.h2d}) {
+    for (const Stream& s : {p.caller, p.d2h, p.h2d}) {
       require(s.device != kHost, "all streams of rank ", r, " must belong to a GPU");
       require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
               ", but one of its streams belongs to device ", s.device);
@@ -299,8 +294,8 @@ void Executor::enqueue(const BoundPlan& call, const CallStreams& streams_of_rank
                        DeviceGuard& device) {
   Device loaded = kHost;
   for (const RankStreams& r : streams_of_ranks.ranks)
-    if (std::exchange(loaded, r.worker.device) != r.worker.device)
-      events_.api().load(r.worker.device, call.dtype, call.op);
+    if (std::exchange(loaded, r.caller.device) != r.caller.device)
+      events_.api().load(r.caller.device, call.dtype, call.op);
   ExecutorRun executor_run(events_, rings_, call, streams_of_ranks, device);
   if (on_one_stream(streams_of_ranks))
     return executor_run.run_levels(streams_of_ranks.ranks[0].caller);

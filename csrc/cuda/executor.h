@@ -27,18 +27,18 @@ inline constexpr const char* kPageableInCapture =
 // streams may belong to any device.
 struct RankStreams {
   Device device;  // kHost: host memory, pinned or not
-  Stream caller;  // torch's current stream: orders the run after earlier and before later work
-  Stream worker;  // runs the rank's folds and copies
-  // Run copies to host memory, and from it. If they are not the worker stream, copies in both
+  // Torch's current stream: orders the run after earlier and before later work, and runs the rank's
+  // folds and copies.
+  Stream caller;
+  // Run copies to `Buffer::host`, and from it. If they are not the caller stream, copies in both
   // directions and folds overlap in a staged plan.
-  Stream d2h = worker;
-  Stream h2d = worker;
+  Stream d2h = caller;
+  Stream h2d = caller;
   bool operator==(const RankStreams&) const = default;
 };
 
 struct CallStreams {
   std::vector<RankStreams> ranks;
-  Stream join_stream = {};  // see StreamMap; if its device is kHost, there is none
   // If true, pinned host memory has been read and contains the results when the run has been
   // enqueued. This is always so for pageable memory.
   bool host_waits = false;

@@ -31,15 +31,10 @@ void check(const Plan& plan, const StreamMap& at) {
   auto inside = [&](int stream) { return stream >= 0 && stream < at.streams; };
   for (Rank r = 0; r < plan.world; ++r) {
     const RankStreamIds& me = at.stream_ids[r];
-    for (int stream : {me.caller, me.worker, me.d2h, me.h2d}) {
+    for (int stream : {me.caller, me.d2h, me.h2d})
       require(inside(stream), "rank ", r, " uses stream ", stream, "; streams are numbered 0 to ",
               at.streams - 1);
-      require(stream != at.join_stream, "rank ", r, " uses stream ", stream,
-              ", which is the join stream");
-    }
   }
-  require(at.join_stream == kNoJoinStream || inside(at.join_stream), "the join stream is stream ",
-          at.join_stream, "; streams are numbered 0 to ", at.streams - 1);
 }
 
 class Scheduling {
@@ -56,7 +51,6 @@ class Scheduling {
       std::vector<ScheduledLaunch> launches = grouped(level);
       for (ScheduledLaunch& launch : launches)
         launch.after = not_implied(conflicting(launch), clocks_[launch.stream]);
-      join_through_one_stream(launches);
       for (ScheduledLaunch& launch : launches) commit(std::move(launch));
     }
     return std::move(result_);
@@ -70,9 +64,9 @@ class Scheduling {
     const int step = task(p).step;
     if (step == kAllBuffers) return me.caller;
     const auto& [dsts, srcs, by] = plan_.steps[step];
-    if (srcs.size() > 1 || dsts.size() > 1) return me.worker;
+    if (srcs.size() > 1 || dsts.size() > 1) return me.caller;
     if (dsts[0].buffer == Buffer::host) return me.d2h;
-    return srcs[0].buffer == Buffer::host ? me.h2d : me.worker;
+    return srcs[0].buffer == Buffer::host ? me.h2d : me.caller;
   }
 
   // The slices that a task writes, without those that a copy would write onto themselves in place.
@@ -132,27 +126,6 @@ class Scheduling {
       join(clock, clocks_after_[w]);
     }
     return kept;
-  }
-
-  // D streams that each wait for D - 1 others need about D^2 waits. If the join stream waits for
-  // all of them, and they all wait for the join stream, 2 D waits are enough.
-  void join_through_one_stream(std::vector<ScheduledLaunch>& launches) {
-    if (at_.join_stream == kNoJoinStream) return;
-    std::vector<int> all;
-    int joining = 0;
-    for (const ScheduledLaunch& launch : launches) {
-      if (launch.after.size() < 2) continue;
-      all.insert(all.end(), launch.after.begin(), launch.after.end());
-      ++joining;
-    }
-    const std::size_t pairs = all.size();
-    ScheduledLaunch join_stream{
-        at_.join_stream, {}, not_implied(std::move(all), clocks_[at_.join_stream])};
-    if (join_stream.after.size() + joining >= pairs) return;
-    const int self = static_cast<int>(result_.size());
-    commit(std::move(join_stream));
-    for (ScheduledLaunch& launch : launches)
-      if (launch.after.size() >= 2) launch.after = {self};
   }
 
   void commit(ScheduledLaunch launch) {

@@ -11,25 +11,21 @@ namespace pycollect::cuda {
 // The streams of a rank's tasks, by number. Several may be the same stream: fewer streams need
 // fewer events.
 struct RankStreamIds {
-  int caller;  // runs the rank's first and last task (see Program)
-  int worker;  // runs the rank's other tasks
+  int caller;  // runs the rank's first and last task (see Program), folds and other copies
   int d2h;     // runs copies to the rank's host memory
   int h2d;     // runs copies from host memory to the rank's memory
   auto operator<=>(const RankStreamIds&) const = default;
 };
-inline constexpr int kNoJoinStream = -1;
 struct StreamMap {
   std::vector<RankStreamIds> stream_ids;  // [rank]
   int streams;                            // number of streams
-  // A stream without tasks, through which many streams wait for many others with few events.
-  int join_stream = kNoJoinStream;
   auto operator<=>(const StreamMap&) const = default;
 };
 
 // The tasks of one level on one stream, with the waits before them.
 struct ScheduledLaunch {
   int stream;
-  std::vector<TaskId> tasks;    // none on the join stream
+  std::vector<TaskId> tasks;
   std::vector<int> after = {};  // launches on other streams to wait for, latest first
   bool recorded = false;  // an event is recorded after the launch: another stream waits for it
 };

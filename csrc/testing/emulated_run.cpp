@@ -118,8 +118,7 @@ EmulatedRun::EmulatedRun(TestCase test_case, const EmulatedRun* machine_of)
   expect();
 }
 
-void EmulatedRun::replace_streams(Workers workers, bool callers_apart) {
-  test_case_.workers = workers;
+void EmulatedRun::replace_streams(bool callers_apart) {
   test_case_.callers_apart = callers_apart;
   create_streams();
 }
@@ -127,7 +126,7 @@ void EmulatedRun::replace_streams(Workers workers, bool callers_apart) {
 void EmulatedRun::create_streams() {
   streams_ = {};
   using StreamsByRank = std::map<std::pair<int, Device>, Stream>;
-  StreamsByRank callers, workers, d2h_streams, h2d_streams;
+  StreamsByRank callers, d2h_streams, h2d_streams;
   auto stream = [&](StreamsByRank& made, bool per_rank, Rank rank, Device device) {
     const auto [at, is_new] = made.try_emplace({per_rank ? rank : -1, device});
     if (is_new) at->second = cuda_.create_stream(device);
@@ -136,20 +135,17 @@ void EmulatedRun::create_streams() {
   const auto on_device = [](Device d) { return d >= 0; };
   const Device first = *std::find_if(test_case_.devices.begin(), test_case_.devices.end(),
                                      on_device);  // exists: checked by `stage`
-  const bool own = test_case_.workers == Workers::ranks;
   for (Rank r = 0; r < test_case_.plan.world; ++r) {
     const Device at = std::max(test_case_.devices[r], kHost), on = at == kHost ? first : at;
     const Stream caller = stream(callers, test_case_.callers_apart, r, on);
-    RankStreams streams{
-        at, caller, test_case_.workers == Workers::callers ? caller : stream(workers, own, r, on)};
+    RankStreams streams{at, caller};
     if (test_case_.copy_streams) {
-      streams.d2h = stream(d2h_streams, own, r, on);
-      streams.h2d = stream(h2d_streams, own, r, on);
+      streams.d2h = stream(d2h_streams, false, r, on);
+      streams.h2d = stream(h2d_streams, false, r, on);
     }
     streams_.ranks.push_back(streams);
     streams_.host_waits |= test_case_.devices[r] == kHost && test_case_.host_waits;
   }
-  if (test_case_.join_stream) streams_.join_stream = cuda_.create_stream(first);
 }
 
 bool EmulatedRun::is_pageable(Rank rank, int buffer) const {

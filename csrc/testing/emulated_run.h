@@ -18,9 +18,6 @@ namespace pycollect::cuda {
 
 inline constexpr Device kPageableHost = -2;  // a rank whose memory is pageable host memory
 
-// The worker streams of the ranks: the callers' streams, one stream per device, or one per rank.
-enum class Workers { callers, devices, ranks };
-
 // `uneven`: chunks differ in size. `each`: every chunk also differs from rank to rank, as in
 // all-to-all-v. `even`: all chunks have the same size.
 enum class ChunkSizes { uneven, each, even };
@@ -31,12 +28,10 @@ struct TestCase {
   LevelPolicy level_policy = LevelPolicy::any;
   std::vector<Device> devices;  // [rank]; kHost: pinned host memory; kPageableHost: pageable
   bool callers_apart = false;   // one current stream per rank instead of per device
-  Workers workers = Workers::devices;
-  bool copy_streams = false;  // separate streams for copies out to the host and in from it
-  bool join_stream = false;   // a stream through which many streams join many (cuda/schedule.h)
-  bool host_waits = true;     // whether the executor waits for ranks on the host
-  bool peers = true;          // peer access between all devices; without it, the plan is staged
-  int pieces = 1;             // pieces of a chunk, if the plan is staged
+  bool copy_streams = false;    // separate streams for copies out to the host and in from it
+  bool host_waits = true;       // whether the executor waits for ranks on the host
+  bool peers = true;            // peer access between all devices; without it, the plan is staged
+  int pieces = 1;               // pieces of a chunk, if the plan is staged
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
   int bindings = 1;                // number of tensors; every second tensor has two rows
@@ -69,7 +64,7 @@ class EmulatedRun {
   // `machine_of`: another run, whose emulated machine this one shares; null: a machine of its own.
   explicit EmulatedRun(TestCase test_case, const EmulatedRun* machine_of = nullptr);
 
-  void replace_streams(Workers workers, bool callers_apart);  // new streams for later runs
+  void replace_streams(bool callers_apart);  // new streams for later runs
 
   // Begins a new log and issues `calls` calls without waiting. In each one, the callers write their
   // ranks' memory, the executor runs, and the callers check and overwrite all memory. Then all work

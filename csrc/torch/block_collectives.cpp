@@ -290,8 +290,7 @@ ListCall block_collective(ListArgs args) {
                 .devices = ranks.devices,
                 .held = inputs,
                 .streams = args.streams,
-                .peer_access = args.peer_access,
-                .names_algorithm = !args.algorithm.empty()};
+                .peer_access = args.peer_access};
   const SelectionKey key{.collective = args.collective,
                          .world = ranks.world(),
                          .bytes = bytes,

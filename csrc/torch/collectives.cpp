@@ -91,10 +91,7 @@ ListCall in_place(ListArgs args) {
   require(grid.world > 0, args.call, ": ", grid.list, " is empty; pass one tensor per rank");
   check_rank(args.root, grid.world, args.call, root_name(args.collective));
   const DtypeGroups groups = check(args);
-  ListCall call{.name = args.call,
-                .streams = args.streams,
-                .peer_access = args.peer_access,
-                .names_algorithm = !args.algorithm.empty()};
+  ListCall call{.name = args.call, .streams = args.streams, .peer_access = args.peer_access};
   call.devices = grid.devices();
   for (const DtypeGroup& group : groups) {
     const SelectionKey key{.collective = args.collective,

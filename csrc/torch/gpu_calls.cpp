@@ -122,7 +122,7 @@ std::vector<RankStreams> GpuCalls::caller_streams(const ListCall& call) const {
     const bool named = r < call.streams.size() && call.streams[r].has_value();
     const Stream caller =
         named ? runtime_->stream_of(*call.streams[r]) : runtime_->current_stream(device);
-    ranks.push_back({on_host(call.devices[r]) ? cuda::kHost : caller.device, caller, caller});
+    ranks.push_back({on_host(call.devices[r]) ? cuda::kHost : caller.device, caller});
   }
   return ranks;
 }
@@ -146,7 +146,7 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const ListCal
     context.is_async = context.uses_internal = true;
     for (RankStreams& r : context.ranks) {
       const Stream side = context.internal->side(r.caller.device);
-      r = {r.device, side, side};
+      r = {r.device, side};
     }
     context.distinct = distinct_callers(context.ranks);
   }
@@ -188,26 +188,21 @@ bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& contex
   return false;
 }
 
-// One device and one caller's stream need no other streams: a level is one launch, without events.
-// If the caller named the algorithm, each rank of a device has its own worker stream, so that
-// virtual ranks run as independently as ranks on different devices.
+// A rank's work is on its caller's stream. Only copies through the host have streams of their own,
+// one for each direction, so that they overlap with each other and with folds.
 void GpuCalls::choose_streams(const ListCall& call, EnqueueContext& context) const {
-  const bool any_on_host = call.on_host();
-  const bool named = call.names_algorithm;
   // During a capture the host does not wait: results in host memory are complete after a replay.
-  context.host_waits = context.capture == 0 && any_on_host;
-  const bool on_one_stream =
-      call.peer_access && context.distinct.size() == 1 && !any_on_host && !named;
-  if (!on_one_stream && !call.plans.empty()) {
+  context.host_waits = context.capture == 0 && call.on_host();
+  const auto is_staged = [](const BoundPlan& plan) {
+    const std::vector<bool>& staged = plan.compiled.staged;
+    return std::find(staged.begin(), staged.end(), true) != staged.end();
+  };
+  if (std::any_of(call.plans.begin(), call.plans.end(), is_staged)) {
     context.uses_internal = true;
-    InternalStreams& internal = *context.internal;
-    std::map<cuda::Device, std::size_t> ranks_on;
     for (RankStreams& r : context.ranks) {
-      const cuda::Device on = r.caller.device;
-      r = {r.device, r.caller, internal.worker(on, named ? ranks_on[on]++ : 0), internal.d2h(on),
-           internal.h2d(on)};
+      r.d2h = context.internal->d2h(r.caller.device);
+      r.h2d = context.internal->h2d(r.caller.device);
     }
-    context.join_stream = internal.join(context.ranks[0].caller.device);
   }
   for (const BoundPlan& plan : call.plans) cuda::check_call(plan, context);
 }

@@ -15,7 +15,7 @@
 
 namespace pycollect {
 
-// The streams of list calls that are not the callers': for the work of ranks, for copies, and for
+// The streams of list calls that are not the callers': for copies through the host, and for
 // asynchronous calls. Eager calls share one set. Each capture of a graph has a set of its own,
 // because a stream that has joined a capture belongs to it until its end. Thread-safe.
 class InternalStreams {
@@ -26,14 +26,8 @@ class InternalStreams {
 
   cuda::Stream d2h(cuda::Device device) { return stream(device, 0); }
   cuda::Stream h2d(cuda::Device device) { return stream(device, 1); }
-  cuda::Stream join(cuda::Device device) { return stream(device, 2); }  // see cuda::StreamMap
   // Runs asynchronous calls in order, in place of a caller's stream.
-  cuda::Stream side(cuda::Device device) { return stream(device, 3); }
-  // Runs the folds and copies of the ranks with these numbers on the device.
-  cuda::Stream worker(cuda::Device device, std::size_t number) {
-    constexpr std::size_t kWorkers = 16;
-    return stream(device, 4 + number % kWorkers);
-  }
+  cuda::Stream side(cuda::Device device) { return stream(device, 2); }
 
   // Records the end of an asynchronous call on the side stream of the current device `device`.
   std::shared_ptr<cuda::SharedEvent> record_async(cuda::EventPool& events, cuda::Device device,

@@ -49,7 +49,6 @@ struct ListCall {
   Streams streams = {};                        // [rank]; none: the device's current stream
   std::vector<cuda::Stream> producers = {};    // of memory that is not torch's: its owners' streams
   bool peer_access = true;                     // whether GPUs may access each other's memory
-  bool names_algorithm = false;                // the caller named the algorithm
 
   bool on_gpus() const {
     return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });

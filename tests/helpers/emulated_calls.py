@@ -11,7 +11,6 @@ from plan_cases import Case, cases
 
 from pycollect import _C, _testing
 
-WORKERS = ("callers", "devices", "ranks")
 Devices = list[int]
 
 
@@ -24,15 +23,9 @@ def stream_layouts() -> Iterator[dict[str, Any]]:
     cycle is not correlated with the caller's loops."""
     booleans = (False, True)
     found = [
-        {
-            "callers_apart": a,
-            "workers": w,
-            "copy_streams": copy_streams,
-            "join_stream": join_stream,
-            "level_policy": level_policy,
-        }
-        for a, w, copy_streams, join_stream, level_policy in itertools.product(
-            booleans, WORKERS, booleans, booleans, ("any", "one_task")
+        {"callers_apart": a, "copy_streams": copy_streams, "level_policy": level_policy}
+        for a, copy_streams, level_policy in itertools.product(
+            booleans, booleans, ("any", "one_task")
         )
     ]
     random.Random(0).shuffle(found)

@@ -24,7 +24,7 @@ namespace {
 
 namespace py = pybind11;
 
-using StreamIdsTuple = std::array<int, 4>;  // of a rank: caller, worker, d2h, h2d
+using StreamIdsTuple = std::array<int, 3>;  // of a rank: caller, d2h, h2d
 
 // Each launch: stream, tasks as (rank, index), launches to wait for, whether an event is recorded.
 py::list tuples_of(const Schedule& schedule) {
@@ -37,33 +37,24 @@ py::list tuples_of(const Schedule& schedule) {
   return all;
 }
 
-StreamMap stream_map_of(const std::vector<StreamIdsTuple>& stream_ids, int streams,
-                        int join_stream) {
-  StreamMap at{{}, streams, join_stream};
-  for (const auto& [caller, worker, d2h, h2d] : stream_ids)
-    at.stream_ids.push_back({caller, worker, d2h, h2d});
+StreamMap stream_map_of(const std::vector<StreamIdsTuple>& stream_ids, int streams) {
+  StreamMap at{{}, streams};
+  for (const auto& [caller, d2h, h2d] : stream_ids) at.stream_ids.push_back({caller, d2h, h2d});
   return at;
 }
 
-Workers workers_of(const std::string& name) {
-  return static_cast<Workers>(
-      find_name("workers", name, std::array{"callers", "devices", "ranks"}));
-}
-
 auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& devices,
-                  const std::string& level_policy, bool callers_apart, const std::string& workers,
-                  bool copy_streams, bool join_stream, bool peers, bool host_waits, int pieces,
-                  const std::string& dtype, const std::string& op, int bindings,
-                  const EmulatedRun* machine_of, std::pair<std::size_t, int> ring) {
+                  const std::string& level_policy, bool callers_apart, bool copy_streams,
+                  bool peers, bool host_waits, int pieces, const std::string& dtype,
+                  const std::string& op, int bindings, const EmulatedRun* machine_of,
+                  std::pair<std::size_t, int> ring) {
   return std::make_unique<EmulatedRun>(
       TestCase{.plan = plan,
                .in_place = in_place,
                .level_policy = level_policy_of(level_policy),
                .devices = devices,
                .callers_apart = callers_apart,
-               .workers = workers_of(workers),
                .copy_streams = copy_streams,
-               .join_stream = join_stream,
                .host_waits = host_waits,
                .peers = peers,
                .pieces = pieces,
@@ -92,19 +83,13 @@ void bind_runs(py::module_& m) {
   py::class_<EmulatedRun>(m, "EmulatedRun")
       .def(py::init(&emulated_run), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("level_policy") = "any", py::arg("callers_apart") = false,
-           py::arg("workers") = "devices", py::arg("copy_streams") = false,
-           py::arg("join_stream") = false, py::arg("peers") = true, py::arg("host_waits") = true,
+           py::arg("copy_streams") = false, py::arg("peers") = true, py::arg("host_waits") = true,
            py::arg("pieces") = 1, py::arg("dtype") = "float32", py::arg("op") = "sum",
            py::arg("bindings") = 1, py::arg("machine_of") = nullptr,
            py::arg("ring") = std::pair<std::size_t, int>(256, 3))
       .def("run", &EmulatedRun::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &EmulatedRun::fail_call, py::arg("after"))
-      .def(
-          "replace_streams",
-          [](EmulatedRun& r, const std::string& workers, bool apart) {
-            r.replace_streams(workers_of(workers), apart);
-          },
-          py::arg("workers"), py::arg("callers_apart"))
+      .def("replace_streams", &EmulatedRun::replace_streams, py::arg("callers_apart"))
       .def("run_half_captured", &EmulatedRun::run_half_captured)
       .def("skip_wait", &EmulatedRun::skip_wait, py::arg("number"))
       .def_property_readonly("race",
@@ -157,25 +142,24 @@ void bind_emulated_run(pybind11::module_& m) {
   m.def(
       "schedule",
       [](const Plan& plan, bool in_place, const std::string& level_policy,
-         const std::vector<StreamIdsTuple>& stream_ids, int streams, int join_stream) {
+         const std::vector<StreamIdsTuple>& stream_ids, int streams) {
         return tuples_of(schedule(compile(plan, in_place, level_policy_of(level_policy)),
-                                  stream_map_of(stream_ids, streams, join_stream)));
+                                  stream_map_of(stream_ids, streams)));
       },
       py::arg("plan"), py::arg("in_place"), py::arg("level_policy"), py::arg("stream_ids"),
-      py::arg("streams"), py::arg("join_stream") = kNoJoinStream);
+      py::arg("streams"));
   m.def(
       "predict_streams",
       [](const Plan& plan, bool in_place, const std::string& level_policy,
-         const std::vector<StreamIdsTuple>& stream_ids, int streams, int join_stream,
+         const std::vector<StreamIdsTuple>& stream_ids, int streams,
          const std::vector<int>& devices, double bytes, const std::array<double, 5>& model) {
         const auto [alpha, port, memory, bridge, host] = model;
         return predict(compile(plan, in_place, level_policy_of(level_policy)),
-                       stream_map_of(stream_ids, streams, join_stream), devices, bytes,
+                       stream_map_of(stream_ids, streams), devices, bytes,
                        {alpha, port, memory, bridge, host});
       },
       py::arg("plan"), py::arg("in_place"), py::arg("level_policy"), py::arg("stream_ids"),
-      py::arg("streams"), py::arg("join_stream"), py::arg("devices"), py::arg("bytes"),
-      py::arg("model"));
+      py::arg("streams"), py::arg("devices"), py::arg("bytes"), py::arg("model"));
 }
 
 }  // namespace pycollect

@@ -347,7 +347,6 @@ void EmulatedTorch::run_list_call(const ListCall& call) {
   cuda::demand(call.layout_copies.empty() && call.producers.empty() && call.streams.empty(),
                "a joint call of ranks as threads with more than dense tensors");
   placed.peer_access = call.peer_access;
-  placed.names_algorithm = call.names_algorithm;
   list_calls_->run(placed);
 }
 

@@ -240,7 +240,6 @@ void JointRequest::bind(ListCall& call) const {
     for (std::vector<MatchingBlocks>& group : groups)
       while (left(group)) bind(plan, take(group), call);
   }
-  call.names_algorithm |= !first_.algorithm.empty();
   call.plans.push_back(std::move(plan));
   call.bytes += most;
 }
