@@ -67,7 +67,8 @@ def test_two_captures_one_after_the_other(gpus: Gpus) -> None:
     streams = gpus.cuda.counters()["streams"]
     for number in graphs:
         gpus.cuda.destroy_graph(number)
-    for _ in range(3):  # with the streams of the destroyed graphs
+    for _ in range(3):  # with the streams of the destroyed graphs, which are idle
+        gpus.torch.run(0)
         gpus.cuda.destroy_graph(capture())
     assert gpus.cuda.counters()["streams"] == streams + 3
 

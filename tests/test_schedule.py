@@ -1,7 +1,7 @@
-"""The unchanged device executor, on emulated devices that only record the order of work.
+"""Plans on several streams of emulated GPUs, run as list calls.
 
-Streams and events order every pair of conflicting accesses, checked by the executor's addresses. No
-event is superfluous: dropping any wait must be noticed. Any order that streams and events allow
+Streams and events order every pair of conflicting accesses, checked by the addresses of the work.
+No event is superfluous: dropping any wait must be noticed. Any order that streams and events allow
 gives the same bits as the plan as written.
 """
 
@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
-from emulated_calls import all_reduce, calls, emulate_calls, stream_layouts
+import torch
+from plan_calls import PAGEABLE, PINNED, PlanCall, all_reduce, calls, layouts
 from plan_cases import each_algorithm, random_plan
 
 from pycollect import _C, _testing
+
+
+def waits_of(call: PlanCall, what: str) -> int:
+    """Call once; return the number of waits, each of which must be needed."""
+    call.issue()
+    assert call.cuda.race is None, f"{what}: {call.cuda.race}"
+    waits, redundant = call.cuda.redundant_waits()
+    assert redundant == [], what
+    return waits
 
 
 @each_algorithm
 def test_no_algorithm_races_and_every_wait_is_needed(algorithm: _C.Algorithm) -> None:
     waits = 0
     for case, devices, layout in calls(algorithm, (2, 3, 4, 5, 8)):
-        emulated_run = emulate_calls(case.plan, case.in_place, devices, **layout)
-        assert emulated_run.redundant_waits() == [], f"{case} on {devices}, {layout}"
-        waits += emulated_run.waits
+        with PlanCall(case.plan, case.in_place, devices, **layout) as call:
+            waits += waits_of(call, f"{case} on {devices}, {layout}")
     assert waits > 1000
 
 
@@ -33,85 +41,92 @@ def test_no_algorithm_races_and_every_wait_is_needed(algorithm: _C.Algorithm) ->
 def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -> None:
     for seed, (case, devices, layout) in enumerate(calls(algorithm, (2, 3, 5, 8))):
         if algorithm.order != "exact" or seed % 2:
-            types: dict[str, Any] = {"dtype": "float32", "op": "avg"}
+            types: dict[str, Any] = {"dtype": torch.float32, "op": "avg"}
         else:
-            types = {"dtype": "bfloat16", "op": "sum"}
-        emulated_run = emulate_calls(
-            case.plan, case.in_place, devices, runs=2, bindings=2, **types, **layout
-        )
-        # -1 is the order of issue, the only one with CUDA_LAUNCH_BLOCKING=1.
-        for order in (-1, seed, seed + 1):
-            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {layout}"
+            types = {"dtype": torch.bfloat16, "op": "sum"}
+        with PlanCall(case.plan, case.in_place, devices, tensors=2, **types, **layout) as call:
+            call.check_orders(seed)
 
 
-def random_call(seed: int) -> tuple[_testing.EmulatedRun, str]:
-    pick = random.Random(seed)
-    plan, in_place = random_plan(seed // 4)
-    devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
-    if pick.random() < 0.4:
-        devices[1:] = [d if pick.random() < 0.5 else -1 for d in devices[1:]]
-    layout = next(layouts_from(seed)) | {
-        "peers": pick.random() < 0.5,
-        "pieces": pick.choice((2, 5, 8)),
-    }
-    layout |= {"bindings": pick.choice((1, 2)), "host_waits": False}
-    emulated_run = emulate_calls(plan, in_place, devices, pick.choice((1, 2)), **layout)
-    return emulated_run, f"seed {seed}: {devices}, {layout}"
-
-
-def layouts_from(seed: int) -> Any:
-    layout = stream_layouts()
-    for _ in range(seed % 8):
-        next(layout)
-    return layout
-
-
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],
-)
-def test_random_plans_on_random_devices(first: int, last: int) -> None:
-    waits = refused = 0
-    for seed in range(first, last):
+def test_random_plans_on_random_devices() -> None:
+    layout, waits, refused = layouts(), 0, 0
+    for seed in range(400):
+        pick = random.Random(seed)
+        plan, in_place = random_plan(seed // 2)
+        devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
+        if pick.random() < 0.6:
+            places = (*devices, PINNED, PAGEABLE, PAGEABLE)
+            devices[1:] = [pick.choice(places) for _ in devices[1:]]
+        more = next(layout) | {
+            "peers": pick.random() < 0.5,
+            "pieces": pick.choice((2, 5, 8)),
+            "tensors": pick.choice((1, 2)),
+            "ring": pick.choice(((64, 1), (64, 2), (96, 3), (256, 2), (512, 3), (4096, 4))),
+        }
         try:
-            emulated_run, what = random_call(seed)
+            made = PlanCall(plan, in_place, devices, **more)
         except ValueError as error:  # one step uses many buffers of an unreachable rank
             if "cut the chunks into more pieces" not in str(error):
                 raise
             refused += 1
             continue
-        assert emulated_run.redundant_waits() == [], what
-        for order in (-1, 0, 1):
-            assert emulated_run.mismatch(order) is None, what
-        waits += emulated_run.waits
-    assert waits > 37 * (last - first)
-    assert refused < 10
+        with made as call:
+            if min(devices) >= 0:  # the host's own waits make others superfluous
+                waits += waits_of(call, f"seed {seed}: {devices}, {more}")
+            call.check(2)
+            call.check_orders(seed)
+    assert waits > 8000
+    assert refused < 20
 
 
 @pytest.mark.parametrize("name", ["leader", "chain", "two_shot", "ring"])
 def test_a_dropped_wait_changes_the_bits(name: str) -> None:
     """Besides the race checker, an order that a missing event allows gives other results."""
-    emulated_run = emulate_calls(all_reduce(name, 4), True, [0, 1, 2, 3])
-    assert all(emulated_run.mismatch(seed) is None for seed in range(20))
-    for number in range(emulated_run.waits):
-        emulated_run.skip_wait(number)
-        assert any(emulated_run.mismatch(seed) is not None for seed in range(200)), number
-        assert emulated_run.race is not None
+    with PlanCall(all_reduce(name, 4), True, [0, 1, 2, 3]) as call:
+        waits = waits_of(call, name)
+        assert call.is_right()
+        for number in range(waits):
+            for seed in range(200):
+                call.cuda.set_order("random", seed)
+                call.cuda.inject("skip", "wait", after=number)
+                call.issue()
+                call.cuda.heal()
+                assert call.cuda.race is not None
+                if not call.is_right(seed):
+                    break
+            else:
+                pytest.fail(f"wait {number} of {waits} may be left out")
+        call.check_orders(0)
 
 
 def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
     """One for each level, which has the works of its steps on all tensors."""
     for name, world in itertools.product(("leader", "two_shot", "chain"), range(1, 17)):
-        plan = all_reduce(name, world)
-        emulated_run = emulate_calls(plan, True, [0] * world, bindings=8)
-        launches = emulated_run.levels - 2  # the first and the last level only begin and end ranks
-        works = 8 * len(emulated_run.plan.steps)
-        done = Counter({"capture_id": 1, "load": 1, "launch": launches, "works": works})
-        if world == 1:  # a single rank in place has nothing to do
-            del done["launch"], done["works"]
-        apart = Counter({"create_stream": 1, "streams": 1, "current_device": 99})
-        assert emulated_run.counts - apart == done, (name, world)
-        assert emulated_run.mismatch(world) is None
+        with PlanCall(all_reduce(name, world), True, [0] * world, tensors=8) as call:
+            # The first and the last level only begin and end ranks.
+            launches = call.compiled.levels - 2
+            done = {"capture_id": 1, "load": 1, "launch": launches}
+            if world == 1:  # a single rank in place has nothing to do
+                del done["launch"]
+            before = call.cuda.counters().get("works", 0)
+            counts = call.count()
+            del counts["current_device"]
+            assert counts == done, (name, world)
+            works = call.cuda.counters().get("works", 0) - before
+            assert works == (8 * len(call.compiled.plan.steps) if world > 1 else 0)
+            call.check(2, world)
+
+
+def test_staging_has_a_stream_for_each_direction_of_a_device() -> None:
+    """So that copies in both directions overlap, with each other and with folds."""
+    for devices, peers, streams in (
+        ([0, 0, 0], True, 0),
+        ([0, 1, 1], True, 0),
+        ([0, 1, 1], False, 4),
+    ):
+        with PlanCall(all_reduce("chain", 3), True, devices, peers=peers) as call:
+            assert call.count()["create_stream"] == streams
+            assert call.count()["create_stream"] == 0
 
 
 @pytest.mark.parametrize(
@@ -132,104 +147,72 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
 def test_the_numbers_of_cuda_calls(
     name: str, level_policy: str, want: tuple[int, int, int, int]
 ) -> None:
-    emulated_run = emulate_calls(
-        all_reduce(name, 8), True, list(range(8)), level_policy=level_policy
-    )
-    counts = emulated_run.counts
+    devices = list(range(8))
+    with PlanCall(all_reduce(name, 8), True, devices, level_policy=level_policy) as call:
+        counts = call.count()
     assert tuple(counts[k] for k in ("launch", "copy", "record", "wait")) == want
 
 
-def test_schedules_are_cached_by_plan_and_placement() -> None:
-    one = emulate_calls(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    two = _testing.EmulatedRun(all_reduce("chain", 4), True, [0, 1, 2, 3], machine_of=one)
-    for callers_apart in (False, True, False):
-        for emulated_run in (one, two):
-            emulated_run.replace_streams(callers_apart)
-            emulated_run.run(2)
-            assert emulated_run.race is None
-            assert emulated_run.mismatch(3) is None
-
-
-def test_events_are_created_once_and_reused() -> None:
-    emulated_run = _testing.EmulatedRun(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    emulated_run.run()
-    made = emulated_run.counts["create_event"]
-    for _ in range(10):
-        emulated_run.run(5)
-        assert emulated_run.race is None
-    assert emulated_run.counts["create_event"] == emulated_run.counts["events"] == made
-    assert emulated_run.counts["record"] == 51 * made
+def test_plans_and_placements_share_a_cache_of_schedules_and_pinned_rings() -> None:
+    devices = [0, 1, 2, PAGEABLE]
+    with PlanCall(all_reduce("two_shot", 4), True, devices) as one:
+        two = PlanCall(all_reduce("chain", 4), True, devices, on=one)
+        for apart in (False, True, False):
+            for call in (one, two):
+                call.apart = apart
+                call.check(2)
+                call.check_orders(3)
 
 
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_failed_call_leaves_streams_joined_and_events_usable(capture: bool) -> None:
     for after in range(1000):
-        emulated_run = _testing.EmulatedRun(
-            all_reduce("chain", 4), True, [0, 1, 2, 3], callers_apart=True, level_policy="one_task"
-        )
-        emulated_run.run()
-        made = emulated_run.counts["events"]
-        emulated_run.fail_call(after)
-        try:
-            emulated_run.run(1, capture)
-            break
-        except RuntimeError as error:
-            if "injected failure" not in str(error):
-                raise
-        assert emulated_run.race is None  # callers' streams wait for all issued work
-        emulated_run.run(2)
-        assert emulated_run.race is None
-        assert emulated_run.mismatch(after) is None
-        assert emulated_run.counts["events"] <= made + 8  # one more event per stream, to join it
+        with PlanCall(
+            all_reduce("chain", 4), True, [0, 1, 2, 3], apart=True, level_policy="one_task"
+        ) as call:
+            call.check()
+            made = call.cuda.counters()["events"]
+            try:
+                call.issue(1, capture, fail_after=after)
+                break
+            except RuntimeError as error:
+                if "injected failure" not in str(error):
+                    raise
+            assert call.cuda.race is None  # callers' streams wait for all issued work
+            call.gpus.torch.run(after)
+            call.check(2)
+            call.check_orders(after)
+            # One more event per stream, to join it.
+            assert call.cuda.counters()["events"] <= made + 8
     assert after > 60
 
 
-@pytest.mark.parametrize("devices", [[0, 0, 0, 0], [0, 1, 2, 3], [1, 0, 0, 1]])
+@pytest.mark.parametrize("devices", [[0, 0, 0, 0], [0, 1, 2, 3], [1, 0, 0, 1], [0, PINNED, 0, 1]])
 def test_a_capture_has_its_own_events(devices: list[int]) -> None:
-    for layout in (next(layouts_from(n)) for n in range(8)):
-        for peers in (True, False):
-            emulated_run = _testing.EmulatedRun(
-                all_reduce("two_shot", 4), True, devices, peers=peers, **layout
-            )
-            emulated_run.run(2, capture=True)
-            assert emulated_run.race is None, layout
-            assert emulated_run.mismatch(1) is None, layout
-            assert emulated_run.counts["events"] == 0
-            emulated_run.run()
-            assert emulated_run.race is None, layout
-
-
-def test_a_capture_of_some_callers_streams_is_refused() -> None:
-    emulated_run = _testing.EmulatedRun(all_reduce("fused", 3), True, [0, 1, 2])
-    with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
-        emulated_run.run_half_captured()
-    assert emulated_run.counts["launch"] == emulated_run.counts["record"] == 0
+    for apart, peers in itertools.product((False, True), (False, True)):
+        plan = all_reduce("two_shot", 4)
+        with PlanCall(plan, True, devices, apart=apart, peers=peers) as call:
+            call.check(2, capture=True)
+            call.check(2, 1, "random", capture=True)
+            assert call.cuda.counters().get("events", 0) == 0
+            call.check()
 
 
 def test_the_host_waits_for_ranks_in_its_memory() -> None:
+    """Once for all ranks in pinned memory, which share a stream, and once for a pinned piece."""
     for name in ("leader", "two_shot", "chain"):
-        for devices in ([0, -1], [-1, 0, 0, -1], [1, -1, 0]):
+        for devices in ([0, PINNED], [PINNED, 0, 0, PINNED], [1, PINNED, 0]):
             for peers in (True, False):
-                emulated_run = emulate_calls(
-                    all_reduce(name, len(devices)), True, devices, runs=2, peers=peers
-                )
-                assert emulated_run.counts["synchronize"] == 2  # 1 per run: hosts share a stream
-                assert all(emulated_run.mismatch(seed) is None for seed in range(4))
-
-
-def test_a_capture_with_a_host_wait_is_refused() -> None:
-    emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1])
-    with pytest.raises(ValueError, match="the host cannot wait"):
-        emulated_run.run(1, capture=True)
-    emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1], host_waits=False)
-    emulated_run.run(1, capture=True)
-    assert emulated_run.race is None
-    assert emulated_run.mismatch(5) is None
+                with PlanCall(all_reduce(name, len(devices)), True, devices, peers=peers) as call:
+                    assert call.count(2)["synchronize"] == 2
+                    call.check_orders(0)
+    with PlanCall(all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4)) as call:
+        assert call.count()["synchronize"] == 2
 
 
 def test_invalid_stream_maps_are_refused() -> None:
-    plan, ids = all_reduce("leader", 2), [(0, 0, 0), (1, 1, 1)]
-    schedule = _testing.schedule(plan, True, "any", ids, 2)
+    plan, ids = _testing.CompiledPlan(all_reduce("leader", 2), True), [(0, 0, 0), (1, 1, 1)]
+    schedule = _testing.schedule(plan, ids, 2)
     assert [(stream, after, recorded) for stream, _, after, recorded in schedule] == [
         (0, [], False),
         (1, [], True),
@@ -243,4 +226,4 @@ def test_invalid_stream_maps_are_refused() -> None:
         ([(0, 0, 0), (0, -1, 1)], "rank 1 uses stream -1; streams are numbered 0 to 1"),
     ]:
         with pytest.raises(ValueError, match=why):
-            _testing.schedule(plan, True, "any", stream_ids, 2)
+            _testing.schedule(plan, stream_ids, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from emulated_calls import all_reduce, emulate_calls
+from plan_calls import PlanCall, all_reduce
 from plan_cases import REGISTRY, cases, cells, each_algorithm, executor, random_plan
 
 from pycollect import _C, _testing
@@ -19,7 +19,8 @@ def staged(
     """Stage the plan; ranks reach each other if they are in the same access group."""
     directly = [[a == b for b in access_groups] for a in access_groups]
     hosts = [rank in (on_host or []) for rank in range(plan.world)]
-    return _testing.stage(plan, in_place, hosts, directly, pieces)
+    reach = _testing.MemoryReach(hosts, directly)
+    return _testing.CompiledPlan(plan, in_place, "one_task", reach, pieces).plan
 
 
 def is_on_host(at: _C.SliceTuple, hosts: list[int]) -> bool:
@@ -75,11 +76,10 @@ def test_staging_keeps_the_chunk_sizes() -> None:
     for algorithm in REGISTRY:
         for world in (2, 5):
             plan, devices = algorithm.plan(world), list(range(world))
-            direct, made = (
-                emulate_calls(plan, False, devices, peers=peers, pieces=3).chunk_sizes
-                for peers in (True, False)
-            )
-            assert direct == made == ("each" if algorithm.collective == "all_to_all" else "uneven")
+            wanted = "each" if algorithm.collective == "all_to_all" else "uneven"
+            for peers in (True, False):
+                with PlanCall(plan, False, devices, peers=peers, pieces=3) as call:
+                    assert call.chunk_sizes == wanted
 
 
 def copies_out(plan: _C.Plan) -> list[_C.StepTuple]:
@@ -126,11 +126,10 @@ def test_pieces_of_a_staged_plan_overlap() -> None:
 
     def seconds(pieces: int, copy_streams: bool) -> float:
         plan = staged(all_reduce("chain", 4, pieces), True, [0, 1, 2, 3])
+        compiled = _testing.CompiledPlan(plan, True, "one_task")
         stream_ids = [(r, 4 + r, 8 + r) if copy_streams else (r, r, r) for r in range(4)]
         model = (3e-6, 24e9, 800e9, 0.0, 2.5e-6)
-        return _testing.predict_streams(
-            plan, True, "one_task", stream_ids, 12, [0, 1, 2, 3], 64 << 20, model
-        )
+        return _testing.predict_streams(compiled, stream_ids, 12, [0, 1, 2, 3], 64 << 20, model)
 
     assert seconds(16, True) < 0.75 * seconds(16, False)
     assert seconds(16, True) < 0.5 * seconds(1, True)
@@ -148,8 +147,9 @@ def test_invalid_access_tables_are_refused() -> None:
         ([True, True], alone, 1, "all ranks are in host memory"),
         ([False, False], alone, 0, "at least one piece, not 0"),
     ]:
+        reach = _testing.MemoryReach(on_host, directly)
         with pytest.raises(ValueError, match=why):
-            _testing.stage(plan, True, on_host, directly, pieces)
+            _testing.CompiledPlan(plan, True, "one_task", reach, pieces)
     with pytest.raises(ValueError, match="the plan has been staged already"):
         staged(staged(plan, True, [0, 1]), True, [0, 1])
 

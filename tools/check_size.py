@@ -11,7 +11,7 @@ ROOMS = {
     "csrc": 31_900,
     "pycollect": 14_050,
     "bench": 5_650,
-    "tests": 33_750,
+    "tests": 33_900,
     "build_backend setup.py tools .ci": 1_000,
     "docs README.md CONTRIBUTING.md": 1_350,
 }

@@ -26,18 +26,11 @@ void EventPool::give_back(Event event) noexcept {
   by_device_.find(event.device)->second.idle.push_back(event);
 }
 
-Event RunEvents::take(Device device) {
-  taken_.reserve(taken_.size() + 1);  // push_back must not fail and lose an event
-  taken_.push_back(for_capture_ ? pool_.api().create_event(device) : pool_.take(device));
-  return taken_.back();
-}
-
-RunEvents::~RunEvents() {
-  for (Event event : taken_)
-    if (for_capture_)
-      pool_.api().destroy(event);
-    else
-      pool_.give_back(event);
+RecordedEvent::~RecordedEvent() {
+  if (for_capture_)
+    pool_.api().destroy(event_);
+  else
+    pool_.give_back(event_);
 }
 
 }  // namespace pycollect::cuda

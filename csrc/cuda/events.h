@@ -31,35 +31,29 @@ class EventPool {
   std::map<Device, DeviceEvents> by_device_;
 };
 
-// The events of one run; none is used twice in it. Events that are recorded in a capture belong to
-// the captured graph, so a captured run creates events of its own.
-class RunEvents {
- public:
-  RunEvents(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
-  ~RunEvents();
-  RunEvents(const RunEvents&) = delete;
-  RunEvents& operator=(const RunEvents&) = delete;
-
-  Event take(Device device);  // `device` must be current
-
- private:
-  EventPool& pool_;
-  const bool for_capture_;
-  std::vector<Event> taken_;
-};
-
-// An event with several users, recorded once. It is given back with its last user.
-class SharedEvent {
+// An event that is recorded once, and given back at the end of its life. One that is recorded in a
+// capture belongs to the captured graph, so it does not come from the pool.
+class RecordedEvent {
  public:
   // Records the event on the stream, whose device must be current.
-  SharedEvent(EventPool& pool, Stream stream, bool for_capture)
-      : owner_(pool, for_capture), event_(owner_.take(stream.device)) {
+  RecordedEvent(EventPool& pool, Stream stream, bool for_capture)
+      : RecordedEvent(pool, stream.device, for_capture) {
     pool.api().record(event_, stream);
   }
+  ~RecordedEvent();
+  RecordedEvent(const RecordedEvent&) = delete;
+  RecordedEvent& operator=(const RecordedEvent&) = delete;
+
   Event event() const { return event_; }
 
  private:
-  RunEvents owner_;
+  RecordedEvent(EventPool& pool, Device device, bool for_capture)
+      : pool_(pool),
+        for_capture_(for_capture),
+        event_(for_capture ? pool.api().create_event(device) : pool.take(device)) {}
+
+  EventPool& pool_;
+  const bool for_capture_;
   const Event event_;
 };
 

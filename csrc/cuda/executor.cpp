@@ -69,9 +69,6 @@ NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams
 
 void check_capture(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   if (streams_of_ranks.capture == 0) return;
-  require(!streams_of_ranks.host_waits,
-          "the host cannot wait for results in host memory while a CUDA graph is captured; wait "
-          "after its replay");
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r)
     require(
         streams_of_ranks.ranks[r].device != kHost || !has_memory(call, static_cast<Rank>(r), true),
@@ -83,17 +80,6 @@ void check_capture(const BoundPlan& call, const CallStreams& streams_of_ranks) {
 void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   require_type(reduces(call.dtype, call.op), name(call.op), " is not defined for ",
                name(call.dtype));
-  require(static_cast<int>(streams_of_ranks.ranks.size()) == call.compiled.plan.world, "a plan of ",
-          call.compiled.plan.world, " ranks needs streams for each; there are streams for ",
-          streams_of_ranks.ranks.size());
-  for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
-    const RankStreams& p = streams_of_ranks.ranks[r];
-    for (const Stream& s : {p.caller, p.d2h, p.h2d}) {
-      require(s.device != kHost, "all streams of rank ", r, " must belong to a GPU");
-      require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
-              ", but one of its streams belongs to device ", s.device);
-    }
-  }
   for (const Binding& binding : call.bindings) {
     const std::size_t most = most_addresses(binding.rows > 1);
     require(call.compiled.most_sources < most, "a GPU folds fewer than ", most,
@@ -110,14 +96,14 @@ class ExecutorRun {
   ExecutorRun(EventPool& events, PinnedRingPool& rings, const BoundPlan& call,
               const CallStreams& streams_of_ranks, DeviceGuard& device)
       : api_(events.api()),
+        pool_(events),
         call_(call),
         streams_of_ranks_(streams_of_ranks),
         item_(item_bytes(call.dtype)),
         device_(device),
-        ring_lease_(rings, device_),
-        events_of_run_(events, streams_of_ranks.capture != 0) {
+        ring_lease_(rings, device_) {
     const std::vector<RankStreams>& ranks = streams_of_ranks.ranks;
-    if (streams_of_ranks.capture == 0 &&
+    if (!capturing() &&
         std::any_of(ranks.begin(), ranks.end(), [](auto& r) { return r.device == kHost; }))
       capture_mode_.emplace(api_);
   }
@@ -131,27 +117,29 @@ class ExecutorRun {
   void run(NumberedStreams numbered, const Schedule& schedule) {
     numbered_ = std::move(numbered);
     touched_.resize(numbered_.streams.size());
-    events_.resize(schedule.size());
+    LaunchEvents events(schedule.size());
     try {
-      for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
+      for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events, i);
       ring_lease_.drain();
     } catch (...) {
       join_callers();
       throw;
     }
-    if (streams_of_ranks_.host_waits) synchronize_pinned();
+    if (!capturing()) synchronize_pinned();
   }
 
  private:
-  void issue(const ScheduledLaunch& scheduled, Event& event) {
+  using LaunchEvents = std::vector<std::optional<RecordedEvent>>;  // [scheduled launch]
+
+  bool capturing() const { return streams_of_ranks_.capture != 0; }
+
+  void issue(const ScheduledLaunch& scheduled, LaunchEvents& events, std::size_t number) {
     const Stream stream = numbered_.streams[scheduled.stream];
     device_.use(stream.device);
     touched_[scheduled.stream] = true;
-    for (int e : scheduled.after) api_.wait(stream, events_[e]);
+    for (int e : scheduled.after) api_.wait(stream, events[e]->event());
     issue_tasks(stream, scheduled.tasks);
-    if (!scheduled.recorded) return;
-    event = events_of_run_.take(stream.device);
-    api_.record(event, stream);
+    if (scheduled.recorded) events[number].emplace(pool_, stream, capturing());
   }
 
   // Tasks of one level do not conflict: all of their works on all bindings are one launch.
@@ -244,12 +232,11 @@ class ExecutorRun {
       try {
         const Stream from = numbered_.streams[i];
         device_.use(from.device);
-        const Event event = events_of_run_.take(from.device);
-        api_.record(event, from);
+        const RecordedEvent end(pool_, from, capturing());
         for (const CallerStream& c : numbered_.callers) {
           if (c.stream == from) continue;
           device_.use(c.stream.device);
-          api_.wait(c.stream, event);
+          api_.wait(c.stream, end.event());
         }
       } catch (...) {
       }
@@ -257,17 +244,16 @@ class ExecutorRun {
   }
 
   Api& api_;
+  EventPool& pool_;
   const BoundPlan& call_;
   const CallStreams& streams_of_ranks_;
   const std::size_t item_;
   std::optional<RelaxedCaptureMode> capture_mode_;  // if the host may wait for a stream
   DeviceGuard& device_;
   PinnedRingLease ring_lease_;
-  RunEvents events_of_run_;
   // Of a run of a schedule:
   NumberedStreams numbered_ = {};
   std::vector<bool> touched_ = {};  // [stream]: work was issued on it
-  std::vector<Event> events_ = {};  // [scheduled launch]
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Runs a compiled plan in one process, on the memory of any number of devices: enqueues its levels
 // on one stream, or its `Schedule` on several, through `Api`. No kernel waits for another. A run
-// blocks the host only if a rank is in host memory that is pageable, or pinned while `host_waits`
-// is set.
+// blocks the host only if a rank is in host memory: when it has been enqueued, that memory has been
+// read and contains the results, except pinned memory in a capture.
 #pragma once
 #include <map>
 #include <memory>
@@ -39,9 +39,6 @@ struct RankStreams {
 
 struct CallStreams {
   std::vector<RankStreams> ranks;
-  // If true, pinned host memory has been read and contains the results when the run has been
-  // enqueued. This is always so for pageable memory.
-  bool host_waits = false;
   uint64_t capture = 0;  // number of the capture of all caller streams (see capture_of); 0: none
 };
 
@@ -56,8 +53,7 @@ void check_call(const BoundPlan& call, const CallStreams& streams_of_ranks);
 // Owns the events and pinned rings, and caches schedules. Thread-safe.
 class Executor {
  public:
-  Executor(Api& api, HostMemoryOps& host, PinnedRingSize size = {})
-      : events_(api), rings_(api, host, size) {}
+  Executor(Api& api, HostMemoryOps& host) : events_(api), rings_(api, host) {}
 
   // Loads the kernels of a call that check_call accepts, enqueues the run and returns. On each
   // rank's caller stream, earlier work comes before the run, and later work finds its results.

@@ -64,10 +64,10 @@ CopyRect on_host(std::byte* dst, std::ptrdiff_t dst_pitch, const std::byte* src,
 
 }  // namespace
 
-PinnedRing::PinnedRing(Api& api, HostMemoryOps& host, PinnedRingSize size)
-    : api_(api), host_(host), size_(size) {
-  std::byte* const base = host.new_pinned(size.piece_bytes * size.pieces);
-  for (int i = 0; i < size.pieces; ++i) pieces_.push_back({base + size.piece_bytes * i});
+PinnedRing::PinnedRing(Api& api, HostMemoryOps& host)
+    : api_(api), host_(host), size_(host.ring_size()) {
+  std::byte* const base = host.new_pinned(size_.piece_bytes * size_.pieces);
+  for (int i = 0; i < size_.pieces; ++i) pieces_.push_back({base + size_.piece_bytes * i});
 }
 
 PinnedRing::~PinnedRing() {
@@ -260,7 +260,7 @@ std::unique_ptr<PinnedRing> PinnedRingPool::take() {
       return ring;
     }
   }
-  return std::make_unique<PinnedRing>(api_, host_, size_);
+  return std::make_unique<PinnedRing>(api_, host_);
 }
 
 void PinnedRingPool::give_back(std::unique_ptr<PinnedRing> ring) {

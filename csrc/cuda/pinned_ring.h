@@ -11,14 +11,6 @@
 
 namespace pycollect::cuda {
 
-// Operations of the host: allocating memory that devices can access, and copies by its threads.
-class HostMemoryOps {
- public:
-  virtual ~HostMemoryOps() = default;
-  virtual std::byte* new_pinned(std::size_t bytes) = 0;  // never freed: rings are kept
-  virtual void copy(const CopyRect& rectangle) = 0;      // done when it returns
-};
-
 // Enqueueing the copy of a piece costs the host about 5 us, and a link of 55 GB/s transfers 2 MiB
 // in 38 us: larger pieces would save little, and fill and drain the pipeline more slowly. In each
 // direction one piece is filled while one is in flight, and four pieces hide short delays of either
@@ -28,9 +20,18 @@ struct PinnedRingSize {
   int pieces = 4;
 };
 
+// Operations of the host: allocating memory that devices can access, and copies by its threads.
+class HostMemoryOps {
+ public:
+  virtual ~HostMemoryOps() = default;
+  virtual std::byte* new_pinned(std::size_t bytes) = 0;  // never freed: rings are kept
+  virtual void copy(const CopyRect& rectangle) = 0;      // done when it returns
+  virtual PinnedRingSize ring_size() const { return {}; }
+};
+
 class PinnedRing {
  public:
-  PinnedRing(Api& api, HostMemoryOps& host, PinnedRingSize size);
+  PinnedRing(Api& api, HostMemoryOps& host);
   ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
@@ -78,15 +79,13 @@ class PinnedRing {
 // Pool of rings. Each run in progress has a ring of its own.
 class PinnedRingPool {
  public:
-  PinnedRingPool(Api& api, HostMemoryOps& host, PinnedRingSize size)
-      : api_(api), host_(host), size_(size) {}
+  PinnedRingPool(Api& api, HostMemoryOps& host) : api_(api), host_(host) {}
   std::unique_ptr<PinnedRing> take();
   void give_back(std::unique_ptr<PinnedRing> ring);
 
  private:
   Api& api_;
   HostMemoryOps& host_;
-  const PinnedRingSize size_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<PinnedRing>> idle_;
 };

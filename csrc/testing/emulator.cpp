@@ -123,6 +123,15 @@ std::string Emulator::race() const {
   return RaceDetector(log_).race();
 }
 
+std::pair<int, std::vector<int>> Emulator::redundant_waits() const {
+  const Lock lock = locked();
+  const RaceDetector detector(log_);
+  std::vector<int> found;
+  for (int i = 0; i < detector.waits(); ++i)
+    if (detector.race(i).empty()) found.push_back(i);
+  return {detector.waits(), found};
+}
+
 std::vector<std::string> Emulator::violations() {
   const Lock lock = locked();
   const std::string found = race();

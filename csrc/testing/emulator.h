@@ -73,6 +73,8 @@ class Emulator final : public Api, public HostMemoryOps {
   // HostMemoryOps.
   std::byte* new_pinned(std::size_t bytes) override;
   void copy(const CopyRect& rectangle) override;
+  PinnedRingSize ring_size() const override { return ring_size_; }
+  void set_ring_size(PinnedRingSize size) { ring_size_ = size; }  // of later rings
 
   // For functions outside of `Api` that call CUDA: counts a call, and injects its fault. Returns
   // false if the call must have no effect. `also`: a second name by which faults find the call.
@@ -101,8 +103,8 @@ class Emulator final : public Api, public HostMemoryOps {
   EmulatedStreams& streams() { return streams_; }
   EmulatedStreams::Lock locked() const;
 
-  // After `connect`, device `from` can access the memory of device `to`.
-  void connect(Device from, Device to) { peers_[from][to] = true; }
+  // Sets whether device `from` can access the memory of device `to`.
+  void connect(Device from, Device to, bool on) { peers_[from][to] = on; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void adopt(MemoryKind kind, std::byte* memory, std::size_t bytes);  // host memory of others
   MemoryKind kind_of(const std::byte* address) const;
@@ -129,7 +131,8 @@ class Emulator final : public Api, public HostMemoryOps {
   std::vector<std::string> violations();
   std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
   std::string race() const;                // description of the first race of the log, or ""
-  const WorkLog& log() const { return log_; }
+  // Returns the number of waits of the log for events, and those whose removal causes no race.
+  std::pair<int, std::vector<int>> redundant_waits() const;
   // Begins a new log, when all work is done.
   void clear_log();
 
@@ -176,6 +179,7 @@ class Emulator final : public Api, public HostMemoryOps {
 
   const std::uint64_t number_;  // of the emulator: another one may get its address later
   const bool stands_in_;
+  PinnedRingSize ring_size_;
   EmulatedStreams streams_;  // its mutex guards the members below
   std::vector<std::vector<bool>> peers_;
   std::vector<StreamState> states_;  // [stream]

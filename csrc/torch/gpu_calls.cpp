@@ -13,62 +13,35 @@
 
 namespace pycollect {
 
-cuda::Stream InternalStreams::stream(cuda::Device device, std::size_t number) {
+InternalStreams::~InternalStreams() {
+  for (const auto& [key, stream] : streams_) runtime_.give_back(stream);
+}
+
+cuda::Stream InternalStreams::stream(cuda::Device device, int number) {
   const std::lock_guard lock(mutex_);
-  const auto [at, is_new] = streams_.try_emplace({device, number});
-  if (!is_new) return at->second;
-  try {
-    at->second = runtime_.new_stream({kind_, static_cast<c10::DeviceIndex>(device)});
-  } catch (...) {
-    streams_.erase(at);
-    throw;
-  }
-  return at->second;
+  const auto known = streams_.find({device, number});
+  if (known != streams_.end()) return known->second;
+  const cuda::Stream made = runtime_.new_stream({kind_, static_cast<c10::DeviceIndex>(device)});
+  streams_.emplace(std::pair(device, number), made);
+  return made;
 }
 
 // Recorded and stored under one lock, so that the event stored last is the last of the stream.
-std::shared_ptr<cuda::SharedEvent> InternalStreams::record_async(cuda::EventPool& events,
-                                                                 cuda::Device device,
-                                                                 bool for_capture) {
+std::shared_ptr<cuda::RecordedEvent> InternalStreams::record_async(cuda::EventPool& events,
+                                                                   cuda::Device device,
+                                                                   bool for_capture) {
   const cuda::Stream on = side(device);
-  std::shared_ptr<cuda::SharedEvent> former;  // given back without the lock
+  std::shared_ptr<cuda::RecordedEvent> former;  // given back without the lock
   const std::lock_guard lock(mutex_);
-  auto end = std::make_shared<cuda::SharedEvent>(events, on, for_capture);
+  auto end = std::make_shared<cuda::RecordedEvent>(events, on, for_capture);
   former = std::exchange(last_async_[device], end);
   return end;
 }
 
-std::shared_ptr<cuda::SharedEvent> InternalStreams::last_async(cuda::Device device) const {
+std::shared_ptr<cuda::RecordedEvent> InternalStreams::last_async(cuda::Device device) const {
   const std::lock_guard lock(mutex_);
   const auto found = last_async_.find(device);
   return found == last_async_.end() ? nullptr : found->second;
-}
-
-StreamSets::StreamSets(TorchRuntime& runtime, c10::DeviceType kind)
-    : runtime_(runtime), kind_(kind), eager_(std::make_shared<InternalStreams>(runtime, kind)) {}
-
-std::shared_ptr<InternalStreams> StreamSets::of(uint64_t capture) {
-  if (capture == 0) return eager_;
-  std::unique_ptr<InternalStreams> set;
-  {
-    const std::lock_guard lock(idle_->mutex);
-    std::erase_if(captured_, [](const auto& entry) { return entry.second.expired(); });
-    if (auto known = captured_[capture].lock()) return known;
-    if (!idle_->sets.empty()) {
-      set = std::move(idle_->sets.back());
-      idle_->sets.pop_back();
-    }
-  }
-  if (set == nullptr) set = std::make_unique<InternalStreams>(runtime_, kind_);
-  set->kept_ = false;
-  set->last_async_.clear();  // here, because destroying an event calls CUDA
-  const std::shared_ptr<InternalStreams> shared(set.release(), [idle = idle_](InternalStreams* s) {
-    const std::lock_guard lock(idle->mutex);
-    idle->sets.emplace_back(s);
-  });
-  const std::lock_guard lock(idle_->mutex);
-  captured_[capture] = shared;
-  return shared;
 }
 
 using cuda::CaptureModeGuard;
@@ -108,9 +81,7 @@ GpuCalls::GpuCalls(std::shared_ptr<TorchRuntime> runtime, c10::DeviceType kind)
       kind_(kind),
       api_(runtime_->cuda()),
       executor_(api_, runtime_->host_memory()),
-      sets_(*runtime_, kind) {}
-
-GpuCalls::~GpuCalls() { free_graph_memory(); }
+      eager_(new CallResources{.streams{*runtime_, kind}}) {}
 
 // Returns the streams of ranks that run all of their tasks on their caller's stream. A rank in host
 // memory uses the first GPU of the call.
@@ -130,28 +101,50 @@ std::vector<RankStreams> GpuCalls::caller_streams(const ListCall& call) const {
 // Checks everything that may be refused, before any stream changes.
 GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const ListCall& call,
                                               bool is_async) {
-  free_graph_memory();
+  free_ended_graphs();
   EnqueueContext context;
   context.ranks = caller_streams(call);
-  context.callers = context.distinct = distinct_callers(context.ranks);
+  context.callers = distinct_callers(context.ranks);
   context.capture = cuda::capture_of(api_, device, context.callers);
+  context.is_async = is_async;
   if (context.capture != 0) {
     check_layout_copies(call);
     context.keeps_memory =
         !runtime_->keeps_memory_of(context.capture) || is_multi_device(device, context);
   }
-  context.internal = sets_.of(context.capture);
   context.producers = producers_of(device, call, context);
-  if (is_async) {
-    context.is_async = context.uses_internal = true;
-    for (RankStreams& r : context.ranks) {
-      const Stream side = context.internal->side(r.caller.device);
-      r = {r.device, side};
-    }
-    context.distinct = distinct_callers(context.ranks);
-  }
+  for (const BoundPlan& plan : call.plans) cuda::check_call(plan, context);
+  context.resources = resources_of(device, context);
   choose_streams(call, context);
+  keep_for_graph(call, context);
   return context;
+}
+
+// Returns the resources of the calls in the capture, or outside of captures.
+std::shared_ptr<GpuCalls::CallResources> GpuCalls::resources_of(DeviceGuard& device,
+                                                                const EnqueueContext& context) {
+  const uint64_t capture = context.capture;
+  if (capture == 0) return eager_;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = graphs_.find(capture);
+    if (known != graphs_.end()) return known->second;
+  }
+  device.use(context.callers[0].device);
+  api_.at_graph_end(context.callers[0], [self = shared_from_this(), capture] {
+    const std::lock_guard lock(self->mutex_);
+    self->ended_graphs_.insert(self->graphs_.extract(capture));
+  });
+  const std::lock_guard lock(mutex_);
+  auto& made = graphs_[capture];
+  made.reset(new CallResources{.streams{*runtime_, kind_}});
+  return made;
+}
+
+void GpuCalls::free_ended_graphs() {
+  ResourcesByCapture freed;  // without the lock
+  const std::lock_guard lock(mutex_);
+  freed.swap(ended_graphs_);
 }
 
 // Returns the streams of the owners of memory that are to be ordered with the call, besides the
@@ -188,23 +181,21 @@ bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& contex
   return false;
 }
 
-// A rank's work is on its caller's stream. Only copies through the host have streams of their own,
-// one for each direction, so that they overlap with each other and with folds.
-void GpuCalls::choose_streams(const ListCall& call, EnqueueContext& context) const {
-  // During a capture the host does not wait: results in host memory are complete after a replay.
-  context.host_waits = context.capture == 0 && call.on_host();
-  const auto is_staged = [](const BoundPlan& plan) {
-    const std::vector<bool>& staged = plan.compiled.staged;
-    return std::find(staged.begin(), staged.end(), true) != staged.end();
-  };
-  if (std::any_of(call.plans.begin(), call.plans.end(), is_staged)) {
-    context.uses_internal = true;
-    for (RankStreams& r : context.ranks) {
-      r.d2h = context.internal->d2h(r.caller.device);
-      r.h2d = context.internal->h2d(r.caller.device);
-    }
+// A rank's work is on its caller's stream, or on a side stream. Only copies through the host have
+// streams of their own, one for each direction, so that they overlap with each other and with
+// folds.
+void GpuCalls::choose_streams(const ListCall& call, EnqueueContext& context) {
+  const bool staged = std::any_of(call.plans.begin(), call.plans.end(), [](const BoundPlan& plan) {
+    const std::vector<bool>& of = plan.compiled.staged;
+    return std::find(of.begin(), of.end(), true) != of.end();
+  });
+  for (RankStreams& r : context.ranks) {
+    const cuda::Device on = r.caller.device;
+    if (context.is_async) r.caller = context.internal().side(on);
+    r.d2h = staged ? context.internal().d2h(on) : r.caller;
+    r.h2d = staged ? context.internal().h2d(on) : r.caller;
   }
-  for (const BoundPlan& plan : call.plans) cuda::check_call(plan, context);
+  context.distinct = context.is_async ? distinct_callers(context.ranks) : context.callers;
 }
 
 // Pinned memory of the call itself is not reused before the callers' streams, which wait for all
@@ -243,43 +234,24 @@ void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const ListCall& call,
 // device on which the capture has begun. All other memory of the call, and pinned memory in any
 // case, must live as long as the graph. What the caller passes in is the caller's to keep, but
 // after an asynchronous call not before its end, of which no allocator knows.
-void GpuCalls::keep_for_graph(DeviceGuard& device, const ListCall& call,
-                              const EnqueueContext& context) {
+void GpuCalls::keep_for_graph(const ListCall& call, const EnqueueContext& context) {
   if (context.capture == 0) return;
-  auto memory = std::make_unique<GraphMemory>();
+  const std::lock_guard lock(mutex_);
   const auto keep = [&](const Tensors& list) {
-    memory->tensors.insert(memory->tensors.end(), list.begin(), list.end());
+    for (const at::Tensor& t : list)
+      if (context.keeps_memory || t.is_cpu()) context.resources->kept.push_back(t);
   };
-  for (const at::Tensor& t : call.scratch)
-    if (context.keeps_memory || t.is_cpu()) memory->tensors.push_back(t);
-  if (context.keeps_memory) keep(call.results);
-  if (context.keeps_memory && context.is_async) keep(call.written), keep(call.held);
-  if (context.uses_internal && StreamSets::must_keep(*context.internal))
-    memory->streams = context.internal;
-  if (memory->tensors.empty() && memory->streams == nullptr) return;
-  device.use(context.distinct[0].device);
-  api_.at_graph_end(context.distinct[0], [self = shared_from_this(), m = memory.get()] {
-    m->streams.reset();
-    m->next = self->unused_graph_memory_.load();
-    while (!self->unused_graph_memory_.compare_exchange_weak(m->next, m)) {
-    }
-  });
-  static_cast<void>(memory.release());  // the graph owns it now
-}
-
-void GpuCalls::free_graph_memory() {
-  if (unused_graph_memory_.load(std::memory_order_relaxed) == nullptr) return;
-  for (GraphMemory* m = unused_graph_memory_.exchange(nullptr); m != nullptr;) {
-    const std::unique_ptr<GraphMemory> freed(m);
-    m = m->next;
-  }
+  keep(call.scratch);
+  if (!context.keeps_memory) return;
+  keep(call.results);
+  if (context.is_async) keep(call.written), keep(call.held);
 }
 
 // One event for each earlier stream that a later one has to wait for.
 void GpuCalls::order(DeviceGuard& device, const std::vector<Stream>& earlier,
                      const std::vector<Stream>& later, uint64_t capture) {
   for (const Stream& from : earlier) {
-    std::optional<cuda::SharedEvent> end;
+    std::optional<cuda::RecordedEvent> end;
     for (const Stream& to : later) {
       if (to == from || to.device != from.device) continue;
       device.use(from.device);
@@ -301,10 +273,9 @@ void GpuCalls::order_after_failure(DeviceGuard& device, const EnqueueContext& co
 void GpuCalls::run(const ListCall& call) {
   DeviceGuard device(api_);
   const EnqueueContext context = context_of(device, call, false);
-  keep_for_graph(device, call, context);
   order(device, context.producers, context.distinct, context.capture);
   for (const Stream& s : context.distinct)
-    if (const auto end = context.internal->last_async(s.device)) {
+    if (const auto end = context.internal().last_async(s.device)) {
       device.use(s.device);
       api_.wait(s, end->event());
     }
@@ -324,14 +295,13 @@ std::shared_ptr<Work> GpuCalls::enqueue(ListCall call) {
   order(device, context.producers, context.distinct, context.capture);
   order(device, context.callers, context.distinct, context.capture);
   const bool owned = record_side_streams(call, context);
-  std::vector<std::shared_ptr<cuda::SharedEvent>> ends;
+  std::vector<std::shared_ptr<cuda::RecordedEvent>> ends;
   try {
-    keep_for_graph(device, call, context);
     enqueue_parts(device, call, context);
     for (const Stream& s : context.distinct) {
       device.use(s.device);
       ends.push_back(
-          context.internal->record_async(executor_.events(), s.device, context.capture != 0));
+          context.internal().record_async(executor_.events(), s.device, context.capture != 0));
     }
   } catch (...) {  // no work is returned that would make these streams wait
     order_after_failure(device, context);
@@ -351,12 +321,13 @@ bool GpuCalls::record_side_streams(const ListCall& call, const EnqueueContext& c
   for (const Tensors* list : {&call.written, &call.held, &call.scratch, &call.results})
     for (const at::Tensor& t : *list)
       if (!t.is_cpu() && t.numel() > 0)
-        owned &= runtime_->record_stream(t, context.internal->side(t.device().index()));
+        owned &= runtime_->record_stream(t, context.internal().side(t.device().index()));
   return owned;
 }
 
 GpuWork::GpuWork(std::shared_ptr<GpuCalls> calls, ListCall call,
-                 std::vector<std::shared_ptr<cuda::SharedEvent>> ends, uint64_t capture, bool owned)
+                 std::vector<std::shared_ptr<cuda::RecordedEvent>> ends, uint64_t capture,
+                 bool owned)
     : Work(call.results),
       calls_(std::move(calls)),
       ends_(std::move(ends)),

@@ -2,7 +2,6 @@
 // that the caller named, and on internal streams. No call of the device's library is made here that
 // does not go through TorchRuntime and cuda::Api, so tests run all of it without a device.
 #pragma once
-#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,12 +14,12 @@
 
 namespace pycollect {
 
-// The streams of list calls that are not the callers': for copies through the host, and for
-// asynchronous calls. Eager calls share one set. Each capture of a graph has a set of its own,
-// because a stream that has joined a capture belongs to it until its end. Thread-safe.
+// The streams of list calls that are not the callers', each of which is made at its first use: for
+// copies through the host, and for asynchronous calls. Thread-safe.
 class InternalStreams {
  public:
   InternalStreams(TorchRuntime& runtime, c10::DeviceType kind) : runtime_(runtime), kind_(kind) {}
+  ~InternalStreams();
   InternalStreams(const InternalStreams&) = delete;
   InternalStreams& operator=(const InternalStreams&) = delete;
 
@@ -30,52 +29,26 @@ class InternalStreams {
   cuda::Stream side(cuda::Device device) { return stream(device, 2); }
 
   // Records the end of an asynchronous call on the side stream of the current device `device`.
-  std::shared_ptr<cuda::SharedEvent> record_async(cuda::EventPool& events, cuda::Device device,
-                                                  bool for_capture);
+  std::shared_ptr<cuda::RecordedEvent> record_async(cuda::EventPool& events, cuda::Device device,
+                                                    bool for_capture);
   // Returns the end of the device's last asynchronous call, for which later calls that are not
   // asynchronous wait; null: there was none.
-  std::shared_ptr<cuda::SharedEvent> last_async(cuda::Device device) const;
+  std::shared_ptr<cuda::RecordedEvent> last_async(cuda::Device device) const;
 
  private:
-  friend class StreamSets;
-  cuda::Stream stream(cuda::Device device, std::size_t number);
+  cuda::Stream stream(cuda::Device device, int number);
 
   TorchRuntime& runtime_;
   const c10::DeviceType kind_;
-  bool kept_ = false;  // by the graph that captures these streams
   mutable std::mutex mutex_;
-  std::map<std::pair<cuda::Device, std::size_t>, cuda::Stream> streams_;
-  std::map<cuda::Device, std::shared_ptr<cuda::SharedEvent>> last_async_;
-};
-
-// The sets of one kind of device. Thread-safe.
-class StreamSets {
- public:
-  StreamSets(TorchRuntime& runtime, c10::DeviceType kind);
-
-  // Returns the set of a capture, or of eager calls if `capture` is 0. The set of a capture may
-  // serve another capture once nobody holds it. Releasing a set does not call CUDA.
-  std::shared_ptr<InternalStreams> of(uint64_t capture);
-  // Returns true at the first call for a set: its graph must hold it from then on.
-  static bool must_keep(InternalStreams& set) { return !std::exchange(set.kept_, true); }
-
- private:
-  struct Idle {
-    std::mutex mutex;
-    std::vector<std::unique_ptr<InternalStreams>> sets = {};
-  };
-  TorchRuntime& runtime_;
-  const c10::DeviceType kind_;
-  const std::shared_ptr<Idle> idle_ = std::make_shared<Idle>();
-  const std::shared_ptr<InternalStreams> eager_;
-  std::map<uint64_t, std::weak_ptr<InternalStreams>> captured_;  // guarded by idle_->mutex
+  std::map<std::pair<cuda::Device, int>, cuda::Stream> streams_;
+  std::map<cuda::Device, std::shared_ptr<cuda::RecordedEvent>> last_async_;
 };
 
 // The calls on one kind of device. Thread-safe.
 class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
  public:
   GpuCalls(std::shared_ptr<TorchRuntime> runtime, c10::DeviceType kind);
-  ~GpuCalls();
   GpuCalls(const GpuCalls&) = delete;
   GpuCalls& operator=(const GpuCalls&) = delete;
 
@@ -89,21 +62,24 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
 
  private:
   friend class GpuWork;
-  // Memory and streams that a captured graph uses.
-  struct GraphMemory {
-    Tensors tensors = {};
-    std::shared_ptr<InternalStreams> streams = {};
-    GraphMemory* next = nullptr;
+  // Streams, and memory that nobody else keeps. Calls outside of captures share one of these; the
+  // calls in a capture have another one, until its graph is destroyed, because a stream that has
+  // joined a capture belongs to it until its end.
+  struct CallResources {
+    InternalStreams streams;
+    Tensors kept = {};
   };
+  using ResourcesByCapture = std::map<uint64_t, std::shared_ptr<CallResources>>;
   // The streams of a call, which are those of each of its parts.
   struct EnqueueContext : cuda::CallStreams {
     std::vector<cuda::Stream> callers;    // torch's current streams or the named ones, each once
     std::vector<cuda::Stream> distinct;   // the callers of `ranks`: side streams if asynchronous
     std::vector<cuda::Stream> producers;  // to be ordered with the call
-    std::shared_ptr<InternalStreams> internal;
+    std::shared_ptr<CallResources> resources;
     bool is_async = false;
     bool keeps_memory = false;  // whether the graph must keep the call's memory on devices
-    bool uses_internal = false;
+
+    InternalStreams& internal() const { return resources->streams; }
   };
 
   std::vector<cuda::RankStreams> caller_streams(const ListCall& call) const;
@@ -111,28 +87,31 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
   std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const ListCall& call,
                                          const EnqueueContext& context) const;
-  void choose_streams(const ListCall& call, EnqueueContext& context) const;
+  static void choose_streams(const ListCall& call, EnqueueContext& context);
   void enqueue_parts(cuda::DeviceGuard& device, const ListCall& call,
                      const EnqueueContext& context);
   void enqueue_layout_copies(cuda::DeviceGuard& device, const ListCall& call,
                              const EnqueueContext& context) const;
-  void keep_for_graph(cuda::DeviceGuard& device, const ListCall& call,
-                      const EnqueueContext& context);
+  std::shared_ptr<CallResources> resources_of(cuda::DeviceGuard& device,
+                                              const EnqueueContext& context);
+  void keep_for_graph(const ListCall& call, const EnqueueContext& context);
   // Makes each later stream wait for the work that is now on the earlier ones of its device.
   void order(cuda::DeviceGuard& device, const std::vector<cuda::Stream>& earlier,
              const std::vector<cuda::Stream>& later, uint64_t capture);
   void order_after_failure(cuda::DeviceGuard& device, const EnqueueContext& context) noexcept;
   bool record_side_streams(const ListCall& call, const EnqueueContext& context) const;
-  void free_graph_memory();
+  void free_ended_graphs();
 
   const std::shared_ptr<TorchRuntime> runtime_;
   const c10::DeviceType kind_;
   cuda::Api& api_;
   cuda::Executor executor_;
-  StreamSets sets_;
-  // Memory of destroyed graphs. It is freed by a later call, because freeing may call CUDA, which
-  // is forbidden where CUDA announces the end of a graph.
-  std::atomic<GraphMemory*> unused_graph_memory_{nullptr};
+  const std::shared_ptr<CallResources> eager_;  // of calls outside of captures
+  std::mutex mutex_;  // never held while CUDA is called: CUDA may announce a graph's end then
+  ResourcesByCapture graphs_;
+  // Of destroyed graphs. They are freed by a later call, because freeing may call CUDA, which is
+  // forbidden where CUDA announces the end of a graph.
+  ResourcesByCapture ended_graphs_;
 };
 
 // The Work of an asynchronous call on GPUs.
@@ -142,7 +121,7 @@ class GpuWork final : public Work {
   // reuse the tensors' memory before these events, whenever the tensors are released. `capture`:
   // the number of the capture that the call is in; 0: none.
   GpuWork(std::shared_ptr<GpuCalls> calls, ListCall call,
-          std::vector<std::shared_ptr<cuda::SharedEvent>> ends, uint64_t capture, bool owned);
+          std::vector<std::shared_ptr<cuda::RecordedEvent>> ends, uint64_t capture, bool owned);
   ~GpuWork() override;
 
   bool wait(std::optional<double> seconds) override;
@@ -157,7 +136,7 @@ class GpuWork final : public Work {
   void order(const std::vector<cuda::Stream>& streams);
 
   const std::shared_ptr<GpuCalls> calls_;
-  const std::vector<std::shared_ptr<cuda::SharedEvent>> ends_;
+  const std::vector<std::shared_ptr<cuda::RecordedEvent>> ends_;
   const uint64_t capture_;
   const bool owned_;
   bool waited_ = false;

@@ -9,8 +9,7 @@ inline py::object words(const std::string& line) {
   return line.empty() ? py::object(py::none()) : py::object(py::str(line));
 }
 
-// The executor for devices on emulated devices, and schedules.
-void bind_emulated_run(py::module_& m);
+void bind_plans(py::module_& m);     // plans as list calls, schedules
 void bind_kernels(py::module_& m);   // the device's kernels on host memory, and host copies
 void bind_emulator(py::module_& m);  // the CUDA emulator
 

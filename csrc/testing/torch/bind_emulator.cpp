@@ -78,7 +78,7 @@ void bind_api(py::module_& m) {
       .def("destroy", py::overload_cast<Event>(&Emulator::destroy))
       .def("record", &Emulator::record, kFree)
       .def("wait", &Emulator::wait, kFree)
-      .def("connect", &Emulator::connect, py::arg("device"), py::arg("of"))
+      .def("connect", &Emulator::connect, py::arg("device"), py::arg("of"), py::arg("on") = true)
       .def(
           "allocate",
           [](Emulator& c, const std::string& kind, Device device, std::size_t bytes) {
@@ -108,6 +108,11 @@ void bind_api(py::module_& m) {
                                }
                                return words(found);
                              })
+      .def("redundant_waits", &Emulator::redundant_waits, kFree)
+      .def(
+          "set_ring",
+          [](Emulator& c, std::size_t bytes, int pieces) { c.set_ring_size({bytes, pieces}); },
+          py::arg("bytes"), py::arg("pieces"))
       .def("inject", &inject, py::arg("kind"), py::arg("call") = "", py::arg("after") = 0,
            py::arg("seconds") = 0.0, kFree)
       .def(
@@ -174,8 +179,9 @@ void bind_torch(py::module_& m) {
       .def("current", &current_on, py::arg("device") = 0, free)
       .def("use", &EmulatedTorch::use, py::arg("stream"), free)
       .def("use_own_stream", &EmulatedTorch::use_own_stream, free)
-      .def("write", &EmulatedTorch::write, py::arg("tensor"), py::arg("values"), free)
-      .def("read", &EmulatedTorch::read, py::arg("tensor"), free)
+      .def("write", &EmulatedTorch::write, py::arg("tensor"), py::arg("values"),
+           py::arg("stream") = py::none(), free)
+      .def("read", &EmulatedTorch::read, py::arg("tensor"), py::arg("stream") = py::none(), free)
       .def("finish", &EmulatedTorch::finish, free)
       .def("stall", &EmulatedTorch::stall, py::arg("stream"), free)
       .def("resume", &EmulatedTorch::resume, free)

@@ -122,10 +122,8 @@ EmulatedTorch::EmulatedTorch(c10::DeviceType kind, int devices)
       number_(++runtimes),
       emulator_(std::make_shared<Emulator>(devices, kind == c10::DeviceType::CPU)),
       cache_(std::make_shared<EmulatedCache>(emulator_)) {
-  for (Device d = 0; d < devices; ++d) {
-    current_.push_back(emulator_->create_stream(d, true));
-    for (Device other = 0; other < devices; ++other) emulator_->connect(d, other);
-  }
+  for (Device d = 0; d < devices; ++d) current_.push_back(emulator_->create_stream(d, true));
+  connect(true);
   if (has_index()) return;
   const std::shared_ptr<TorchRuntime> not_owned(std::shared_ptr<void>(), this);
   list_calls_ = std::make_shared<GpuCalls>(not_owned, kLists);
@@ -165,7 +163,26 @@ Stream EmulatedTorch::stream_of(c10::Stream stream) {
 }
 
 Stream EmulatedTorch::new_stream(at::Device device) {
-  return emulator_->create_stream(index_of(device), false);
+  const Lock lock = emulator_->locked();
+  const auto& streams = emulator_->streams();
+  const auto idle = std::find_if(idle_.begin(), idle_.end(), [&](const Stream& s) {
+    return s.device == index_of(device) && streams.passed(streams.end(number(s)));
+  });
+  if (idle == idle_.end()) return emulator_->create_stream(index_of(device), false);
+  const Stream found = *idle;
+  idle_.erase(idle);
+  return found;
+}
+
+void EmulatedTorch::give_back(Stream stream) {
+  const Lock lock = emulator_->locked();
+  idle_.push_back(stream);
+}
+
+void EmulatedTorch::connect(bool on) {
+  connected_ = on;
+  for (Device from = 0; from < devices(); ++from)
+    for (Device to = 0; to < devices(); ++to) emulator_->connect(from, to, on || from == to);
 }
 
 void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
@@ -360,18 +377,25 @@ void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
   enqueue("compute", {into, from}, [into, from, how] { how(into); });
 }
 
-void EmulatedTorch::write(const at::Tensor& tensor, const at::Tensor& values) {
-  const Lock lock = emulator_->locked();
-  emulator_->caller_work(current_stream(tensor.device()), "the caller's write", accesses({tensor}),
-                         [to = host_view(tensor), from = values.clone()] { to.copy_(from); });
+void EmulatedTorch::caller_work(const at::Tensor& on, StreamOrNone stream, const char* what,
+                                std::vector<MemoryAccess> accesses, std::function<void()> act) {
+  if (!stream && on.is_cpu() && has_index())
+    return emulator_->host_work(what, std::move(accesses), act);
+  emulator_->caller_work(stream ? *stream : current_stream(on.device()), what, std::move(accesses),
+                         std::move(act));
 }
 
-at::Tensor EmulatedTorch::read(const at::Tensor& tensor) {
+void EmulatedTorch::write(const at::Tensor& tensor, const at::Tensor& values, StreamOrNone stream) {
+  const Lock lock = emulator_->locked();
+  caller_work(tensor, stream, "the caller's write", accesses({tensor}),
+              [to = host_view(tensor), from = values.clone()] { to.copy_(from); });
+}
+
+at::Tensor EmulatedTorch::read(const at::Tensor& tensor, StreamOrNone stream) {
   const Lock lock = emulator_->locked();
   at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
-  emulator_->caller_work(current_stream(tensor.device()), "the caller's read",
-                         accesses({values, tensor}),
-                         [to = values, from = host_view(tensor)] { to.copy_(from); });
+  caller_work(tensor, stream, "the caller's read", accesses({values, tensor}),
+              [to = values, from = host_view(tensor)] { to.copy_(from); });
   return values;
 }
 

@@ -74,7 +74,7 @@ class EmulatedTorch final : public TorchRuntime {
   cuda::Stream current_stream(at::Device device) override;
   cuda::Stream stream_of(c10::Stream stream) override;
   cuda::Stream new_stream(at::Device device) override;
-  void give_back(cuda::Stream) override {}
+  void give_back(cuda::Stream stream) override;
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
@@ -88,16 +88,18 @@ class EmulatedTorch final : public TorchRuntime {
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
-  // Controls for tests. Work of the caller is enqueued on the current stream of the tensor's
-  // device; a tensor that `read` returns has the values when that stream is done.
+  // Controls for tests. Work of the caller is enqueued on a stream; a tensor that `read` returns
+  // has the values when that stream is done. Without a stream, on the current one of the tensor's
+  // device, or done at once by the host if the tensor is in host memory.
   const std::shared_ptr<cuda::Emulator>& emulator() const { return emulator_; }
-  void write(const at::Tensor& tensor, const at::Tensor& values);
-  at::Tensor read(const at::Tensor& tensor);
+  using StreamOrNone = std::optional<cuda::Stream>;
+  void write(const at::Tensor& tensor, const at::Tensor& values, StreamOrNone stream = {});
+  at::Tensor read(const at::Tensor& tensor, StreamOrNone stream = {});
   // A tensor of an allocator that ignores records, `offset` bytes into its memory.
   at::Tensor empty_foreign(int64_t count, c10::DeviceIndex device, int64_t offset);
   void adopt(const at::Tensor& tensor, bool pinned);  // memory of the CPU allocator
   void put_on_host(const at::Tensor& tensor);         // a CPU tensor that stands for nothing
-  void connect(bool on) { connected_ = on; }          // whether devices reach each other's memory
+  void connect(bool on);                              // whether devices reach each other's memory
   void use(cuda::Stream stream);                      // makes it the current one of its device
   void use_own_stream();  // makes a new stream the calling thread's current one
   void finish();          // waits for all work on the calling thread's current stream
@@ -121,6 +123,8 @@ class EmulatedTorch final : public TorchRuntime {
   bool is_kept(const at::Tensor& tensor, cuda::Stream stream) const;
   at::Tensor host_view(const at::Tensor& tensor) const;
   std::vector<MemoryAccess> accesses(std::initializer_list<at::Tensor> used) const;
+  void caller_work(const at::Tensor& on, StreamOrNone stream, const char* what,
+                   std::vector<MemoryAccess> accesses, std::function<void()> act);
   void enqueue(const char* call, std::initializer_list<at::Tensor> used, std::function<void()> act);
 
   const c10::DeviceType kind_;
@@ -129,6 +133,7 @@ class EmulatedTorch final : public TorchRuntime {
   const std::shared_ptr<EmulatedCache>
       cache_;  // guarded by the mutex of the emulator's streams, as the members below
   std::vector<cuda::Stream> current_;  // [device], of the callers
+  std::vector<cuda::Stream> idle_;     // given back; their work may be pending
   std::vector<at::Tensor> adopted_;
   std::vector<c10::Storage> on_host_;
   // Storages of the CPU allocator that were recorded on a stream. Weak references: freed storages

@@ -8,7 +8,7 @@ namespace pycollect {
 PYBIND11_MODULE(_testing, m) {
   py::module_::import("pycollect._C");
   bind_emulator(m);
-  bind_emulated_run(m);
+  bind_plans(m);
   bind_kernels(m);
 }
 
