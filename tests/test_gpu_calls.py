@@ -349,7 +349,7 @@ def captured(gpus: Gpus) -> None:
     tensors = on_ranks(gpus, of)
     gpus.fork(gpus.torch.current(0), stream)
     with gpus.capture(stream):
-        gpus.all_reduce(tensors, algorithm="two_shot")
+        gpus.all_reduce(tensors, algorithm="ring", peer_access=False)
         read_and_overwrite(gpus, tensors, [total(of)] * WORLD)
 
 
@@ -358,7 +358,8 @@ def captured_layouts(gpus: Gpus) -> None:
     stream = gpus.stream()
     gpus.fork(gpus.torch.current(0), stream)
     with gpus.capture(stream):
-        read_and_overwrite(gpus, gpus.all_gather(tensors, algorithm="ring"), [torch.cat(of)] * 2)
+        found = ended(gpus.all_gather(tensors, algorithm="ring", async_op=True))
+        read_and_overwrite(gpus, found, [torch.cat(of)] * 2)
 
 
 def captured_arrays(gpus: Gpus) -> None:

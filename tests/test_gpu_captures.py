@@ -42,13 +42,14 @@ def test_a_capture_has_streams_of_its_own(gpus: Gpus) -> None:
     tensors, others = on_ranks(gpus, of), on_ranks(gpus, of)
     origin, other = gpus.stream(), gpus.stream()
     gpus.all_reduce(others, async_op=True).wait()  # the streams exist
+    gpus.all_reduce(others, algorithm="ring", peer_access=False)
     gpus.cuda.allow_eager_work(True)
     with gpus.capture(origin):
         work = gpus.all_reduce(tensors, async_op=True)
-        gpus.all_reduce(tensors, algorithm="ring")
+        gpus.all_reduce(tensors, algorithm="ring", peer_access=False)
         with gpus.on(other):
             gpus.all_reduce(others, async_op=True).wait()
-            gpus.all_reduce(others, algorithm="ring")
+            gpus.all_reduce(others, algorithm="ring", peer_access=False)
         work.wait()
     with gpus.on(other):
         gpus.all_reduce(others, async_op=True).wait()
@@ -128,7 +129,9 @@ def test_memory_lives_as_long_as_the_graph(gpus: Gpus, name: str, async_op: bool
     gc.collect()
     assert gpus.torch.blocks_in_use() == used > before
     assert gpus.torch.recorded() == 0  # its allocator would query an event of the capture
-    gpus.cuda.destroy_graph(number[0])
+    # CUDA may not be called where it announces the end of a graph: a later call frees the memory.
+    assert not gpus.count(lambda: gpus.cuda.destroy_graph(number[0]))
+    assert gpus.torch.blocks_in_use() == used
     gpus.all_reduce(on_ranks(gpus, values(2)))
     assert gpus.torch.blocks_in_use() == before
 
@@ -318,18 +321,26 @@ def test_a_stream_in_a_capture_is_refused_outside(gpus: Gpus, tells: bool) -> No
 @pytest.mark.usefixtures("exchange")
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_first_failure_is_raised_if_the_device_is_lost(async_op: bool) -> None:
-    """Whatever the library still tries on the device, such as ordering streams, fails as well."""
+    """Whatever the library still tries on the device, such as ordering streams, fails as well. If
+    one call of CUDA fails, the streams of callers and of arrays are behind all enqueued work."""
 
     def failure(kind: str, after: int) -> str:
         gpus = Gpus(2)
         of, theirs = values(4, 64), [gpus.stream(device) for device in (0, 1)]
         tensors: list[Any] = on_ranks(gpus, of, 2)
         tensors[:2] = [Array(gpus, of[0], theirs[0]), tensors[1]]
-        gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        work = gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
+        if async_op:
+            work.wait()
         gpus.cuda.inject(kind, after=after)
         try:
             gpus.all_reduce(tensors, algorithm="two_shot", async_op=async_op)
         except RuntimeError as error:
+            gpus.cuda.heal()
+            if kind == "fail":
+                for t, s in zip(tensors, [theirs[0], None, None, None], strict=True):
+                    gpus.torch.write(t.memory if s else t, torch.zeros(64), s)
+                assert gpus.cuda.race is None, f"call {after}: {gpus.cuda.race}"
             return str(error)
         else:
             return ""

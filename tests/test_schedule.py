@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from plan_calls import PAGEABLE, PINNED, PlanCall, all_reduce, calls, layouts
-from plan_cases import each_algorithm, random_plan
+from plan_cases import cases, each_algorithm, random_plan
 
 from pycollect import _C, _testing
 
@@ -45,6 +45,19 @@ def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -
         else:
             types = {"dtype": torch.bfloat16, "op": "sum"}
         with PlanCall(case.plan, case.in_place, devices, tensors=2, **types, **layout) as call:
+            call.check_orders(seed)
+
+
+@each_algorithm
+def test_no_algorithm_races_in_host_memory(algorithm: _C.Algorithm) -> None:
+    layout = layouts()
+    for seed, case in enumerate(cases(algorithm, range(2, 9))):
+        pick = random.Random(seed)
+        devices = [pick.choice((0, 0, 1, PINNED, PAGEABLE)) for _ in range(case.world)]
+        devices[seed % case.world], devices[(seed + 1) % case.world] = 0, PAGEABLE
+        more = next(layout) | {"peers": seed % 2 == 0, "tensors": 1 + seed // 2 % 2}
+        with PlanCall(case.plan, case.in_place, devices, **more) as call:
+            call.check(2)
             call.check_orders(seed)
 
 
@@ -154,7 +167,7 @@ def test_the_numbers_of_cuda_calls(
 
 
 def test_plans_and_placements_share_a_cache_of_schedules_and_pinned_rings() -> None:
-    devices = [0, 1, 2, PAGEABLE]
+    devices = [0, 0, 1, PAGEABLE]
     with PlanCall(all_reduce("two_shot", 4), True, devices) as one:
         two = PlanCall(all_reduce("chain", 4), True, devices, on=one)
         for apart in (False, True, False):
@@ -164,12 +177,23 @@ def test_plans_and_placements_share_a_cache_of_schedules_and_pinned_rings() -> N
                 call.check_orders(3)
 
 
-@pytest.mark.parametrize("capture", [False, True])
-def test_a_failed_call_leaves_streams_joined_and_events_usable(capture: bool) -> None:
+@pytest.mark.parametrize(
+    ("devices", "peers", "capture"),
+    [
+        ([0, 1, 2, 3], True, False),
+        ([0, 1, 2, 3], True, True),
+        ([0, 1, 1, 2], False, False),
+        ([0, 1, 1, 2], False, True),
+        ([0, PINNED, 1], True, False),  # the host accesses its memory when the error is raised
+    ],
+)
+def test_a_failed_call_leaves_streams_joined_and_events_usable(
+    devices: list[int], peers: bool, capture: bool
+) -> None:
+    plan = all_reduce("chain", len(devices))
+    layout: dict[str, Any] = {"apart": True, "peers": peers, "level_policy": "one_task"}
     for after in range(1000):
-        with PlanCall(
-            all_reduce("chain", 4), True, [0, 1, 2, 3], apart=True, level_policy="one_task"
-        ) as call:
+        with PlanCall(plan, True, devices, **layout) as call:
             call.check()
             made = call.cuda.counters()["events"]
             try:
@@ -178,13 +202,13 @@ def test_a_failed_call_leaves_streams_joined_and_events_usable(capture: bool) ->
             except RuntimeError as error:
                 if "injected failure" not in str(error):
                     raise
-            assert call.cuda.race is None  # callers' streams wait for all issued work
+            assert call.cuda.race is None, f"after {after}"  # callers' streams wait for all work
             call.gpus.torch.run(after)
             call.check(2)
             call.check_orders(after)
             # One more event per stream, to join it.
-            assert call.cuda.counters()["events"] <= made + 8
-    assert after > 60
+            assert call.cuda.counters()["events"] <= made + 3 * len(devices)
+    assert after > 20
 
 
 @pytest.mark.parametrize("devices", [[0, 0, 0, 0], [0, 1, 2, 3], [1, 0, 0, 1], [0, PINNED, 0, 1]])

@@ -72,7 +72,8 @@ void check_capture(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r)
     require(
         streams_of_ranks.ranks[r].device != kHost || !has_memory(call, static_cast<Rank>(r), true),
-        kPageableInCapture);
+        "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
+        "captured; pin it with .pin_memory()");
 }
 
 }  // namespace
@@ -121,11 +122,11 @@ class ExecutorRun {
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events, i);
       ring_lease_.drain();
+      if (!capturing()) synchronize_pinned();
     } catch (...) {
       join_callers();
       throw;
     }
-    if (!capturing()) synchronize_pinned();
   }
 
  private:
@@ -224,8 +225,9 @@ class ExecutorRun {
     }
   }
 
-  // Orders the caller streams behind all issued work, so that freeing or reusing the memory is
-  // safe. Drops errors, because the first error is being thrown.
+  // Orders the caller streams behind all issued work, and waits for that on pinned host memory, so
+  // that freeing or reusing the memory is safe. Drops errors, because the first error is being
+  // thrown.
   void join_callers() noexcept {
     for (std::size_t i = 0; i < touched_.size(); ++i) {
       if (!touched_[i]) continue;
@@ -240,6 +242,10 @@ class ExecutorRun {
         }
       } catch (...) {
       }
+    }
+    try {
+      if (!capturing()) synchronize_pinned();
+    } catch (...) {
     }
   }
 

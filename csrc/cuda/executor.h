@@ -16,11 +16,6 @@
 
 namespace pycollect::cuda {
 
-// Error message for pageable host memory in a CUDA graph capture.
-inline constexpr const char* kPageableInCapture =
-    "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
-    "captured; pin it with .pin_memory()";
-
 // The device of one rank's memory, and the streams of its tasks. Tasks and ranks may share streams:
 // with one device and one stream for all, each level is one launch, without a schedule and events.
 // A rank's streams belong to its device. A rank in host memory runs no steps (see `stage`), and its

@@ -67,6 +67,11 @@ void check_layout_copies(const ListCall& call) {
   }
 }
 
+bool is_staged(const BoundPlan& plan) {
+  const std::vector<bool>& staged = plan.compiled.staged;
+  return std::find(staged.begin(), staged.end(), true) != staged.end();
+}
+
 std::vector<Stream> distinct_callers(const std::vector<RankStreams>& ranks) {
   std::vector<Stream> found;
   for (const RankStreams& r : ranks)
@@ -114,15 +119,23 @@ GpuCalls::EnqueueContext GpuCalls::context_of(DeviceGuard& device, const ListCal
   }
   context.producers = producers_of(device, call, context);
   for (const BoundPlan& plan : call.plans) cuda::check_call(plan, context);
-  context.resources = resources_of(device, context);
-  choose_streams(call, context);
-  keep_for_graph(call, context);
+  const Tensors kept = kept_by_graph(call, context);
+  const bool staged = std::any_of(call.plans.begin(), call.plans.end(), is_staged);
+  context.resources = resources_of(device, context, is_async || staged || !kept.empty());
+  choose_streams(context, staged);
+  if (!kept.empty()) {
+    const std::lock_guard lock(mutex_);
+    Tensors& all = context.resources->kept;
+    all.insert(all.end(), kept.begin(), kept.end());
+  }
   return context;
 }
 
-// Returns the resources of the calls in the capture, or outside of captures.
+// Returns the resources of the calls in the capture, or outside of captures. Those of a capture are
+// made only for a call that needs them; null: no call has.
 std::shared_ptr<GpuCalls::CallResources> GpuCalls::resources_of(DeviceGuard& device,
-                                                                const EnqueueContext& context) {
+                                                                const EnqueueContext& context,
+                                                                bool needed) {
   const uint64_t capture = context.capture;
   if (capture == 0) return eager_;
   {
@@ -130,6 +143,7 @@ std::shared_ptr<GpuCalls::CallResources> GpuCalls::resources_of(DeviceGuard& dev
     const auto known = graphs_.find(capture);
     if (known != graphs_.end()) return known->second;
   }
+  if (!needed) return nullptr;
   device.use(context.callers[0].device);
   api_.at_graph_end(context.callers[0], [self = shared_from_this(), capture] {
     const std::lock_guard lock(self->mutex_);
@@ -137,7 +151,8 @@ std::shared_ptr<GpuCalls::CallResources> GpuCalls::resources_of(DeviceGuard& dev
   });
   const std::lock_guard lock(mutex_);
   auto& made = graphs_[capture];
-  made.reset(new CallResources{.streams{*runtime_, kind_}});
+  // Another thread that calls in this capture may have made them.
+  if (made == nullptr) made.reset(new CallResources{.streams{*runtime_, kind_}});
   return made;
 }
 
@@ -184,11 +199,7 @@ bool GpuCalls::is_multi_device(DeviceGuard& device, const EnqueueContext& contex
 // A rank's work is on its caller's stream, or on a side stream. Only copies through the host have
 // streams of their own, one for each direction, so that they overlap with each other and with
 // folds.
-void GpuCalls::choose_streams(const ListCall& call, EnqueueContext& context) {
-  const bool staged = std::any_of(call.plans.begin(), call.plans.end(), [](const BoundPlan& plan) {
-    const std::vector<bool>& of = plan.compiled.staged;
-    return std::find(of.begin(), of.end(), true) != of.end();
-  });
+void GpuCalls::choose_streams(EnqueueContext& context, bool staged) {
   for (RankStreams& r : context.ranks) {
     const cuda::Device on = r.caller.device;
     if (context.is_async) r.caller = context.internal().side(on);
@@ -234,17 +245,17 @@ void GpuCalls::enqueue_layout_copies(DeviceGuard& device, const ListCall& call,
 // device on which the capture has begun. All other memory of the call, and pinned memory in any
 // case, must live as long as the graph. What the caller passes in is the caller's to keep, but
 // after an asynchronous call not before its end, of which no allocator knows.
-void GpuCalls::keep_for_graph(const ListCall& call, const EnqueueContext& context) {
-  if (context.capture == 0) return;
-  const std::lock_guard lock(mutex_);
+Tensors GpuCalls::kept_by_graph(const ListCall& call, const EnqueueContext& context) {
+  Tensors kept;
+  if (context.capture == 0) return kept;
   const auto keep = [&](const Tensors& list) {
     for (const at::Tensor& t : list)
-      if (context.keeps_memory || t.is_cpu()) context.resources->kept.push_back(t);
+      if (context.keeps_memory || t.is_cpu()) kept.push_back(t);
   };
   keep(call.scratch);
-  if (!context.keeps_memory) return;
-  keep(call.results);
-  if (context.is_async) keep(call.written), keep(call.held);
+  if (context.keeps_memory) keep(call.results);
+  if (context.keeps_memory && context.is_async) keep(call.written), keep(call.held);
+  return kept;
 }
 
 // One event for each earlier stream that a later one has to wait for.
@@ -274,18 +285,19 @@ void GpuCalls::run(const ListCall& call) {
   DeviceGuard device(api_);
   const EnqueueContext context = context_of(device, call, false);
   order(device, context.producers, context.distinct, context.capture);
-  for (const Stream& s : context.distinct)
-    if (const auto end = context.internal().last_async(s.device)) {
-      device.use(s.device);
-      api_.wait(s, end->event());
-    }
+  for (const Stream& s : context.distinct) {
+    const auto end = context.resources ? context.internal().last_async(s.device) : nullptr;
+    if (end == nullptr) continue;
+    device.use(s.device);
+    api_.wait(s, end->event());
+  }
   try {
     enqueue_parts(device, call, context);
+    order(device, context.distinct, context.producers, context.capture);
   } catch (...) {  // work may be enqueued already
     order_after_failure(device, context);
     throw;
   }
-  order(device, context.distinct, context.producers, context.capture);
 }
 
 std::shared_ptr<Work> GpuCalls::enqueue(ListCall call) {
@@ -303,12 +315,12 @@ std::shared_ptr<Work> GpuCalls::enqueue(ListCall call) {
       ends.push_back(
           context.internal().record_async(executor_.events(), s.device, context.capture != 0));
     }
+    // Now, because the owner of the memory may destroy its stream before wait().
+    order(device, context.distinct, context.producers, context.capture);
   } catch (...) {  // no work is returned that would make these streams wait
     order_after_failure(device, context);
     throw;
   }
-  // Now, because the owner of the memory may destroy its stream before wait().
-  order(device, context.distinct, context.producers, context.capture);
   return std::make_shared<GpuWork>(shared_from_this(), std::move(call), std::move(ends),
                                    context.capture, owned);
 }

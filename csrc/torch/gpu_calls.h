@@ -75,7 +75,7 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
     std::vector<cuda::Stream> callers;    // torch's current streams or the named ones, each once
     std::vector<cuda::Stream> distinct;   // the callers of `ranks`: side streams if asynchronous
     std::vector<cuda::Stream> producers;  // to be ordered with the call
-    std::shared_ptr<CallResources> resources;
+    std::shared_ptr<CallResources> resources;  // null: a capture in which no call needs any
     bool is_async = false;
     bool keeps_memory = false;  // whether the graph must keep the call's memory on devices
 
@@ -87,14 +87,14 @@ class GpuCalls : public std::enable_shared_from_this<GpuCalls> {
   bool is_multi_device(cuda::DeviceGuard& device, const EnqueueContext& context) const;
   std::vector<cuda::Stream> producers_of(cuda::DeviceGuard& device, const ListCall& call,
                                          const EnqueueContext& context) const;
-  static void choose_streams(const ListCall& call, EnqueueContext& context);
+  static void choose_streams(EnqueueContext& context, bool staged);
   void enqueue_parts(cuda::DeviceGuard& device, const ListCall& call,
                      const EnqueueContext& context);
   void enqueue_layout_copies(cuda::DeviceGuard& device, const ListCall& call,
                              const EnqueueContext& context) const;
   std::shared_ptr<CallResources> resources_of(cuda::DeviceGuard& device,
-                                              const EnqueueContext& context);
-  void keep_for_graph(const ListCall& call, const EnqueueContext& context);
+                                              const EnqueueContext& context, bool needed);
+  static Tensors kept_by_graph(const ListCall& call, const EnqueueContext& context);
   // Makes each later stream wait for the work that is now on the earlier ones of its device.
   void order(cuda::DeviceGuard& device, const std::vector<cuda::Stream>& earlier,
              const std::vector<cuda::Stream>& later, uint64_t capture);

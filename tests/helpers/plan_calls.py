@@ -250,6 +250,7 @@ class PlanCall:
         written, bit by bit, and wrote nothing beside them."""
         self.gpus.torch.run(seed)
         found, self._found = self._found, []
+        assert found, "no call has been read"
         return all(
             torch.equal(
                 values.view(torch.uint8).view(len(values), -1)[self.checked[site]],
