@@ -225,9 +225,9 @@ class ExecutorRun {
     }
   }
 
-  // Orders the caller streams behind all issued work, and waits for that on pinned host memory, so
-  // that freeing or reusing the memory is safe. Drops errors, because the first error is being
-  // thrown.
+  // Orders the caller streams behind all issued work, so that freeing or reusing the memory is
+  // safe; the host, to which pinned memory belongs, waits for it. Drops errors, because the first
+  // error is being thrown.
   void join_callers() noexcept {
     for (std::size_t i = 0; i < touched_.size(); ++i) {
       if (!touched_[i]) continue;

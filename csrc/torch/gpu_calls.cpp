@@ -149,11 +149,9 @@ std::shared_ptr<GpuCalls::CallResources> GpuCalls::resources_of(DeviceGuard& dev
     const std::lock_guard lock(self->mutex_);
     self->ended_graphs_.insert(self->graphs_.extract(capture));
   });
+  const std::shared_ptr<CallResources> made(new CallResources{.streams{*runtime_, kind_}});
   const std::lock_guard lock(mutex_);
-  auto& made = graphs_[capture];
-  // Another thread that calls in this capture may have made them.
-  if (made == nullptr) made.reset(new CallResources{.streams{*runtime_, kind_}});
-  return made;
+  return graphs_.emplace(capture, made).first->second;  // another thread may have made them
 }
 
 void GpuCalls::free_ended_graphs() {
