@@ -1,8 +1,7 @@
 """Random calls over random groups, from several threads, while ranks die or are stopped.
 
 dist_soak.py derives all steps from a seed, which failures report. PYCOLLECT_TEST_SOAK_SEED=n runs
-that scenario first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of steps (comma-separated names),
-and PYCOLLECT_TEST_SOAK_SECONDS is the duration of each slow test.
+that scenario first, and PYCOLLECT_TEST_SOAK_SECONDS is the duration of each slow test.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dist_soak import phases_of, run_scenario
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no types for these exceptions")
 SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "10"))
-WITHOUT = frozenset(filter(None, os.environ.get("PYCOLLECT_TEST_SOAK_WITHOUT", "").split(",")))
 FIRST_SEED = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
 LIMIT = 240.0  # time limit of a scenario in seconds; usual ones take about 10
 
@@ -29,7 +27,7 @@ def run_one_scenario(seed: int, placement: str) -> float:
     world = 4 + seed % 3
     dead = {c.faulty_rank for c in phases_of(seed, world) if c.fault == "death"}
     with fresh(world, group=False, placement=placement[:world]) as pool:
-        outcomes = pool.outcomes(run_scenario, seed, pool.pids(), WITHOUT, seconds=LIMIT)
+        outcomes = pool.outcomes(run_scenario, seed, pool.pids(), seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
         wrong += [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error and not o.died]
         logs = pool._logs()

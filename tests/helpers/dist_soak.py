@@ -92,9 +92,8 @@ class Thread:
         *,
         messages: bool,
         loses_rank: bool,
-        without: frozenset[str],
     ):
-        self.me, self.name, self.without = me, name, without
+        self.me, self.name = me, name
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)
         self.loses_rank = loses_rank  # the group loses a rank: continue until a call raises
@@ -127,7 +126,7 @@ class Thread:
         until = time.monotonic() + 40
         while time.monotonic() < until if self.loses_rank else number < self.first + STEPS:
             number += 1
-            kind = choose(rng, self.only, self.without)
+            kind = choose(rng, self.only)
             seed = rng.randrange(2**30)
             self.now = f"step {number}, {kind}"
             self.open.append(begin_step(self.me, kind, number, seed))
@@ -183,7 +182,6 @@ class Scenario:
     me: RankContext
     seed: int
     pids: list[int]
-    without: frozenset[str]
     alive: list[int] = dataclasses.field(default_factory=list)
     members: list[int] = dataclasses.field(default_factory=list)  # ranks of the default group
     bootstraps: int = 0
@@ -231,17 +229,14 @@ class Scenario:
         members = phase.groups[n]
         lost = phase.loses(n)
         name = f"{phase.seed} group {n}"
-        message_thread = (
-            "message threads" not in self.without and random.Random(name).random() < 0.5
-        )
+        message_thread = random.Random(name).random() < 0.5
         made = []
         for messages in (False, True)[: 1 + message_thread]:
             me = GroupRank(
                 group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}")
             )
             name += " messages" if messages else ""
-            options = {"messages": messages, "loses_rank": lost, "without": self.without}
-            made.append(Thread(me, name, **options))
+            made.append(Thread(me, name, messages=messages, loses_rank=lost))
         return made
 
     def _join(self, phase: Phase, threads: list[Thread]) -> None:
@@ -269,9 +264,9 @@ class Scenario:
             assert "rank" in str(t.error), f"names no rank: {t.error}"  # it may name any
 
 
-def run_scenario(me: RankContext, seed: int, pids: list[int], without: frozenset[str]) -> float:
+def run_scenario(me: RankContext, seed: int, pids: list[int]) -> float:
     """Run one rank's part of a scenario; on failure end the process, so no peer waits for it."""
-    scenario = Scenario(me, seed, pids, without, list(range(me.world)))
+    scenario = Scenario(me, seed, pids, list(range(me.world)))
     try:
         scenario.bootstrap()
         for phase in phases_of(seed, me.world):

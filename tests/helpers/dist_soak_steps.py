@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -365,11 +365,8 @@ class Pending:
         self.check()
 
 
-def choose(
-    rng: random.Random, only: Iterable[str] = KINDS, without: frozenset[str] = frozenset()
-) -> str:
-    kinds = [k for k in only if k not in without]
-    kind = rng.choices(kinds, [KINDS[k] for k in kinds])[0]
+def choose(rng: random.Random, only: Sequence[str] = tuple(KINDS)) -> str:
+    kind = rng.choices(only, [KINDS[k] for k in only])[0]
     return rng.choice(COLLECTIVES) if kind == "collective" else kind
 
 
