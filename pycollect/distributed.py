@@ -26,7 +26,7 @@ from . import _C, _coalescing_patch
 from ._build_check import build_info
 from ._version import __version__
 from .collectives import Order
-from .errors import shown
+from .errors import PeerLost, shown
 from .plans import algorithms
 
 __all__ = ["options"]
@@ -34,9 +34,8 @@ __all__ = ["options"]
 NAME = "pycollect"
 HOSTS = ("exact", "one")  # values of the option `hosts`
 ORDERS = ("rank", "tree")
-# Limits of Gloo's own timeout. The group has its own; Gloo's ends the connecting of ranks that have
-# left the group, and must fit into its clock.
-_LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=30), datetime.timedelta(days=30)
+# Limits of Gloo's own timeout: zero stands for none, and it must fit into a clock.
+_LEAST_TIMEOUT, _MOST_TIMEOUT = datetime.timedelta(seconds=1), datetime.timedelta(days=30)
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way to it is the way to other networks
 _JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
@@ -138,18 +137,18 @@ def _bytes(name: str, value: int, least: int) -> int:
     return value
 
 
-def _devices(gloo: Any) -> list[Any]:
-    """Return Gloo's devices: the interfaces that GLOO_SOCKET_IFNAME names, or the one through which
-    this host reaches MASTER_ADDR, because Gloo's default may be an address of this host only."""
+def _device(gloo: Any) -> Any:
+    """Return Gloo's device: the first interface that GLOO_SOCKET_IFNAME names, or the one through
+    which this host reaches MASTER_ADDR: Gloo's default may be an address of this host only."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if names:
-        return [gloo.create_device(interface=name, lazy_init=True) for name in names]
+        return gloo.create_device(interface=names[0], lazy_init=True)
     address = _address_towards(os.environ.get("MASTER_ADDR", ""))
     if address and address.startswith("127.") and "PYCOLLECT_HOST" not in os.environ:
         address = _address_towards(_ELSEWHERE) or address  # the name of this host, in /etc/hosts
     if address:
-        return [gloo.create_device(hostname=address, lazy_init=True)]
-    return [gloo.create_default_device(lazy_init=True)]
+        return gloo.create_device(hostname=address, lazy_init=True)
+    return gloo.create_default_device(lazy_init=True)
 
 
 def _address_towards(host: str) -> str | None:
@@ -166,8 +165,8 @@ def _address_towards(host: str) -> str | None:
 
 
 def _gloo(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any:
-    """Return the process group for what goes between hosts. It connects two ranks when they first
-    exchange data, because most ranks never do."""
+    """Return the process group for what goes between hosts. It connects two ranks when both begin
+    to exchange data: ranks of one host never do."""
     if not dist.is_gloo_available():
         raise RuntimeError("a group over several hosts needs Gloo, which this torch does not have")
     from torch._C import _distributed_c10d
@@ -175,8 +174,8 @@ def _gloo(store: Any, rank: int, world: int, timeout: datetime.timedelta) -> Any
     gloo: Any = _distributed_c10d.ProcessGroupGloo
     made = gloo._Options()
     made._timeout = min(max(timeout, _LEAST_TIMEOUT), _MOST_TIMEOUT)
-    made._devices = _devices(gloo)
-    made._threads = 2 * len(made._devices)  # as torch does; used by Gloo's collectives only
+    made._devices = [_device(gloo)]
+    made._threads = 2  # as torch does; used by Gloo's collectives only
     return gloo(store, rank, world, made)
 
 
@@ -198,7 +197,12 @@ def _create(request: Any, given: Any) -> Any:
     made.group_name = request.group_id
     made.global_ranks_in_group = request.global_ranks_in_group
     _end_groups_of_child(os.getpid())
-    return _C.make_backend(request.store, request.group_rank, request.group_size, made)
+    try:
+        return _C.make_backend(request.store, request.group_rank, request.group_size, made)
+    except dist.DistError as error:
+        why = str(error).partition("\n")[0]
+        cause = f"the store failed, which may be in the process of rank 0: {why}"
+        raise PeerLost(f"group '{request.group_id}': {cause}") from error
 
 
 def _end_groups() -> None:

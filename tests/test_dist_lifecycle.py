@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 import time
 from typing import Any
@@ -25,6 +24,7 @@ from dist_pool import (
     backend_of,
     caught,
     check_side_by_side,
+    free_port,
     fresh,
     open_resources,
 )
@@ -64,8 +64,9 @@ def cycles(me: RankContext, count: int) -> tuple[dict[str, int], dict[str, int]]
 
 @ours_only
 @pytest.mark.slow
-def test_cycles_leave_nothing():
-    with fresh(2, group=False) as pool:
+@pytest.mark.parametrize("placement", ["", "ab"])
+def test_cycles_leave_nothing(placement):
+    with fresh(2, group=False, placement=placement) as pool:
         for before, now in pool.run(cycles, CYCLES, seconds=20 + CYCLES / 5):
             assert now == before
 
@@ -112,12 +113,6 @@ def init_group(me: RankContext, how: str, where: str) -> None:
 def init_and_destroy(me: RankContext, how: str, where: str) -> None:
     init_group(me, how, where)
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def init_again_and_again(me: RankContext, port: int, seconds: float) -> None:

@@ -19,6 +19,7 @@ from dist_pool import (
     BACKEND,
     OURS,
     Caught,
+    ForwardingStore,
     JobPool,
     RankContext,
     Spec,
@@ -100,25 +101,6 @@ def one_after_the_other(me: RankContext) -> None:
 @pytest.mark.parametrize("job", [groups_of_different_sizes, one_after_the_other])
 def test_many_groups_on_one_store(pools, job):
     pools(3).run(job)
-
-
-class ForwardingStore(dist.Store):
-    """A store that forwards to another store."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self.store = store
-
-    def has_extended_api(self) -> bool:
-        return False
-
-
-def forward(name: str) -> None:
-    setattr(ForwardingStore, name, lambda self, *args: getattr(self.store, name)(*args))
-
-
-for name in ("set", "add", "check", "wait", "get"):
-    forward(name)
 
 
 class SlowReadStore(ForwardingStore):

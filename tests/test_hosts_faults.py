@@ -6,7 +6,9 @@ import datetime
 import os
 import resource
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import torch.distributed as dist
 from dist_pool import (
     OURS,
     Caught,
+    ForwardingStore,
     JobPool,
     RankContext,
     Spec,
     backend_of,
     caught,
     check_side_by_side,
+    free_port,
     fresh,
 )
 from faults import (
@@ -29,6 +33,7 @@ from faults import (
     NOTICE_SECONDS,
     after_failure,
     calls_before_failure,
+    names,
     others,
     publish,
     wait_published,
@@ -40,25 +45,11 @@ LATE = 4.0  # seconds: longer than a death may remain unnoticed
 
 
 def one_dies(
-    me: RankContext, dead: int, late: list[int], call: str, serves: bool
+    me: RankContext, dead: int, late: list[int], call: str, port: int
 ) -> tuple[Caught, float]:
-    """Return the error and how many seconds after the death it came. `serves`: the store is a
-    server of rank 0."""
-    # To be freed while the kernel still accepts connections.
-    memory = torch.ones(2**26 if serves and me.rank == dead else 0)
-    if serves:
-        timeout, where = datetime.timedelta(seconds=60), Path(me.folder, "port")
-        port = 0
-        if me.rank > 0:
-            wait_published(me, "serves", [0])
-            port = int(where.read_text())
-        store = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, timeout, False)
-        if me.rank == 0:
-            where.write_text(str(store.port))
-            publish(me, "serves")
-        dist.init_process_group(
-            "pycollect", store=store, rank=me.rank, world_size=me.world, timeout=timeout
-        )
+    """Return the error and how many seconds after the death it came. Rank 0 serves the store."""
+    where, world = f"tcp://127.0.0.1:{port}", {"rank": me.rank, "world_size": me.world}
+    dist.init_process_group("pycollect", init_method=where, **world)
     x = torch.ones(3)
     calls_before_failure(me)
     publish(me, "ready")
@@ -66,7 +57,6 @@ def one_dies(
         wait_published(me, "ready", others(me))
         publish(me, "death")
         os.kill(os.getpid(), signal.SIGKILL)
-    del memory
     if me.rank in late:
         time.sleep(LATE)
     if call == "recv":
@@ -78,29 +68,28 @@ def one_dies(
     return error, seconds
 
 
-# (placement, dead rank, late ranks, call of the others, whether rank 0 serves the store). The cause
-# of a death with the store goes from host to host, because no rank finds it in the store any more.
+# (placement, dead rank, late ranks, call of the others)
 DEATHS = [
-    ("abc", 2, [1], "all_reduce", False),
-    ("abc", 1, [2], "all_reduce", False),
-    ("aabbc", 4, [2], "all_reduce", False),
-    ("abbcd", 2, [4], "all_reduce", False),
-    ("abcdefgh", 0, [1], "recv", True),
-    ("aabb", 0, [], "recv", True),
-    ("aabb", 0, [], "all_reduce", True),
-    ("abc", 0, [], "all_reduce", True),
-    ("aabc", 0, [1, 2, 3], "all_reduce", True),
+    ("abc", 2, [1], "all_reduce"),
+    ("abc", 1, [2], "all_reduce"),
+    ("aabbc", 4, [2], "all_reduce"),
+    ("abbcd", 2, [4], "all_reduce"),
+    ("abcdefgh", 0, [1], "recv"),
+    ("aabb", 0, [], "recv"),
+    ("aabb", 0, [], "all_reduce"),
+    ("abc", 0, [], "all_reduce"),
+    ("aabc", 0, [1, 2, 3], "all_reduce"),
 ]
 
 
 def test_the_end_of_a_host_is_noticed_by_all():
     """Torch logs nothing: each access to a store that has ended would print a stack trace."""
 
-    def check(key: int, pool: JobPool) -> None:
-        placement, dead, late, _, serves = DEATHS[key]
+    def check(row: Any, pool: JobPool) -> None:
+        placement, dead, late, _ = row
         outcomes = pool.collect_outcomes(30)
         logs = [(pool.folder / f"rank_{rank}.log").read_text() for rank in range(len(placement))]
-        assert logs == [""] * len(placement) or not serves
+        assert logs == [""] * len(placement)
         for rank, outcome in enumerate(outcomes):
             if rank == dead:
                 assert outcome.died
@@ -108,16 +97,11 @@ def test_the_end_of_a_host_is_noticed_by_all():
             assert not outcome.error, outcome.error
             error, seconds = outcome.value
             assert error.kinds[0] == "PeerLost", error
-            assert f"rank {dead}" in error.text, error
+            assert [r for r in range(len(placement)) if names(r, error.text)] == [dead], error
             assert rank in late or seconds < NOTICE_SECONDS, error
 
-    check_side_by_side(
-        (
-            (n, placed(p, group=not serves), one_dies, (dead, late, call, serves))
-            for n, (p, dead, late, call, serves) in enumerate(DEATHS)
-        ),
-        check,
-    )
+    jobs = ((row, placed(row[0], group=False), one_dies, (*row[1:], free_port())) for row in DEATHS)
+    check_side_by_side(jobs, check)
 
 
 def one_does_not_call(me: RankContext, missing: int) -> str:
@@ -143,13 +127,8 @@ def test_a_wait_that_times_out_names_nobody_who_has_begun():
             assert ("has not begun" in text) == (named in text), text
             assert (named in text) == (placement[rank] == placement[missing]), text
 
-    check_side_by_side(
-        (
-            ((placement, missing), placed(placement), one_does_not_call, (missing,))
-            for placement, missing in (("aab", 2), ("aabb", 3), ("abb", 0), ("abab", 2))
-        ),
-        check,
-    )
+    keys = [("aab", 2), ("aabb", 3), ("abb", 0), ("abab", 2)]
+    check_side_by_side(((key, placed(key[0]), one_does_not_call, key[1:]) for key in keys), check)
 
 
 def placed(placement: str, **spec: Any) -> Spec:
@@ -197,39 +176,124 @@ def groups_that_end_at_once(me: RankContext) -> None:
         dist.destroy_process_group()
 
 
-def test_groups_may_end_while_their_hosts_connect():
+def test_groups_may_end_when_their_hosts_have_connected():
     """Gloo ended the process when a connection came about after it had been closed."""
     with fresh(4, placement="abcd", group=False) as pool:
         pool.run(groups_that_end_at_once, seconds=60)
 
 
-def groups_with_a_late_rank(me: RankContext, count: int) -> list[float]:
-    """Seconds in which groups are destroyed while one rank has not begun to connect."""
-    import pycollect.distributed
+CONNECT_SECONDS = 3  # timeout of the groups whose ranks do not connect
+# When a rank is about to tell that it is there, and when it connects to the first and to the second
+# rank of another host.
+MOMENTS = ("comes", "connects to one", "connects to another")
 
-    took, late = [], 0
-    connect_hosts = pycollect.distributed._gloo
 
-    def connect_hosts_late(*args: Any) -> Any:
-        time.sleep(0.7 if me.rank == late else 0)  # longer than a rank waits with its farewell
-        return connect_hosts(*args)
+def send_self(number: signal.Signals, after: float = 0.0) -> None:
+    time.sleep(after)
+    os.kill(os.getpid(), number)
+    time.sleep(0.5)  # a busy machine may take as long to stop all threads
 
-    pycollect.distributed._gloo = connect_hosts_late
-    for n in range(count):
-        late = n % me.world
-        me.init(f"group {n}")
-        begin = time.monotonic()
+
+EVENTS = {
+    "dies": lambda: send_self(signal.SIGKILL),
+    "stops": lambda: send_self(signal.SIGSTOP),
+    "stops late": lambda: send_self(signal.SIGSTOP, after=1.4),  # when it has told who is late
+    "is interrupted": lambda: threading.Timer(0.3, send_self, [signal.SIGINT]).start(),
+    "is late": lambda: time.sleep(0.6),
+}
+
+
+class EventStore(ForwardingStore):
+    """A store that lets something happen to its process at one of the moments, or when the process
+    "looks" into the store while it connects."""
+
+    moment, event, connects, happened = "", "", 0, False
+
+    def before(self, call: str, key: str) -> None:
+        moment = {"set": "comes" if "/hosts/here" in key else "", "check": "looks"}.get(call, "")
+        if call == "wait" and "/gloo/" in key:
+            self.connects += 1
+            moment = MOMENTS[min(self.connects, 2)]
+            time.sleep(0.2 if self.moment == "looks" and self.connects == 1 else 0)
+        if moment != self.moment or self.happened or (moment == "looks" and self.connects == 0):
+            return
+        self.happened = True
+        EVENTS[self.event]()
+
+
+def connect_with_event(me: RankContext, who: int, moment: str, event: str, port: int) -> Any:
+    """Return the error, the seconds that making the group took, and whether the store did it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if me.rank > 0:
+        wait_published(me, "serves", [0])
+    store: Any = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, wait_for_workers=False)
+    publish(me, "serves")
+    if event == "has no network" and me.rank == who:
+        os.environ["GLOO_SOCKET_IFNAME"] = "none"
+    late = {"leaves": range(1, me.world), "is interrupted": [(who + 1) % me.world]}.get(event, [])
+    if me.rank in late or (me.rank == who and event in EVENTS):
+        store = EventStore(store)
+        store.moment, store.event = moment, "is late" if me.rank in late else event
+    Path(me.folder, f"pid_{me.rank}").write_text(str(os.getpid()))
+    begin, timeout = time.monotonic(), datetime.timedelta(seconds=CONNECT_SECONDS)
+    options = {"store": store, "rank": me.rank, "world_size": me.world, "timeout": timeout}
+    error = caught(dist.init_process_group, "pycollect", **options)
+    publish(me, "returned")
+    if "stops" in event and me.rank == (who == 0):
+        wait_published(me, "returned", [r for r in range(me.world) if r != who])
+        os.kill(int(Path(me.folder, f"pid_{who}").read_text()), signal.SIGCONT)
+    if event == "leaves":
         dist.destroy_process_group()
-        took.append(time.monotonic() - begin)
-    return took
+        if me.rank == 0:
+            os._exit(0)
+    return error, error.when - begin, getattr(store, "happened", False)
 
 
-@pytest.mark.slow
-def test_groups_may_end_before_a_rank_connects():
-    """A wait that ran out of time closed the connections that were being made."""
-    with fresh(4, placement="abcd", group=False) as pool:
-        for took in pool.run(groups_with_a_late_rank, 16, seconds=60):
-            assert max(took) < 2, took
+def connect_events() -> Iterator[tuple[str, int, str, str]]:
+    for place, who in [("ab", 1), ("aabb", 2), ("abb", 0), ("abcd", 0), ("abcd", 2), ("abab", 3)]:
+        for moment in MOMENTS[: len(place)]:
+            yield place, who, moment, "dies"
+            if who > 0:  # a store that is stopped blocks all
+                yield place, who, moment, "stops"
+        yield place, who, "comes", "is interrupted"
+        yield place, who, "", "has no network"
+    yield "ab", 1, "connects to one", "stops late"
+    for place in ("ab", "aabb", "abcd"):
+        yield place, 0, "looks", "leaves"
+
+
+@pytest.mark.parametrize("event", sorted({event for *_, event in connect_events()}))
+def test_a_rank_that_does_not_connect_is_named_in_time(event):
+    """At once, if it tells so, if a rank of its host or one to which it has connected notices its
+    death, or if the store ends with it. With the store, it may leave when all are connected."""
+
+    def check(key: tuple[str, int, str, str], pool: JobPool) -> None:
+        placement, faulty, moment, _ = key
+        for rank, outcome in enumerate(pool.collect_outcomes(20)):
+            assert outcome.died == (event in ("dies", "leaves") and rank == faulty)
+            if rank == faulty:
+                assert event != "is interrupted" or "KeyboardInterrupt" in outcome.error
+                continue
+            assert not outcome.error, outcome.error
+            error, seconds, happened = outcome.value
+            if event == "leaves":
+                assert (happened, error.kind) == (True, ""), error
+                continue
+            assert error.kind in ("PeerLost", "Timeout"), (rank, seconds, error)
+            assert "group '0'" in error.text, error
+            assert [r for r in range(pool.spec.world) if names(r, error.text)] == [faulty], error
+            alone = faulty > 0 and placement.count(placement[faulty]) == 1 and moment != MOMENTS[2]
+            at_once = not (event.startswith("stops") or (event == "dies" and alone))
+            assert seconds < (0 if at_once else CONNECT_SECONDS) + NOTICE_SECONDS, error
+
+    check_side_by_side(
+        (
+            (key, placed(key[0], group=False), connect_with_event, (*key[1:], free_port()))
+            for key in connect_events()
+            if key[3] == event
+        ),
+        check,
+    )
 
 
 def many_sends(me: RankContext, count: int) -> float:

@@ -73,15 +73,15 @@ void HostsCall::post(Rank from, Spans to) {
   const std::size_t n = elements(to);
   if (n == 0) return;
   const std::shared_ptr<std::byte[]> received(new std::byte[n * item_]);
-  executor_.receive(from, received.get(), n * item_, received);
-  arrivals_.push_back({from, std::move(to), received});
+  auto transfer = executor_.receive(from, received.get(), n * item_, received);
+  arrivals_.push_back({std::move(to), received, std::move(transfer)});
 }
 
 // Waits for the oldest slices until `most_left` are left.
 void HostsCall::finish(std::size_t most_left) {
   for (; arrivals_.size() > most_left; arrivals_.pop_front()) {
     const Arrival& oldest = arrivals_.front();
-    executor_.await_receive(oldest.from);
+    executor_.await(oldest.transfer);
     copy(oldest.to, {{oldest.received.get(), elements(oldest.to)}}, item_);
   }
 }

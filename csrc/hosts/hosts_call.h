@@ -20,9 +20,9 @@ class HostsCall {
  private:
   // A slice that comes from another host, and then is copied to its place.
   struct Arrival {
-    Rank from;
     Spans to;
     std::shared_ptr<std::byte[]> received;
+    HostTransferPtr transfer;
   };
   // An input or output of a call of this host's ranks.
   struct Blocks {

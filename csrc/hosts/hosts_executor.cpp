@@ -52,9 +52,10 @@ struct HostsExecutor::Along {
   std::size_t place(Rank r) const { return only == kAll ? r * bytes : 0; }
 };
 
-HostsExecutor::HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for, HostsLink link)
+HostsExecutor::HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for,
+                             std::shared_ptr<HostChannel> channel)
     : group_(group),
-      link_(std::move(link)),
+      channel_(std::move(channel)),
       me_(group.world_rank(group.rank())),
       host_(hosts().of(me_)),
       here_(group, parallel_for),
@@ -70,7 +71,8 @@ HostsExecutor::HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for,
 
 HostsExecutor::~HostsExecutor() {
   try {
-    link_.wire->await_sends(Clock::now() + kLastTime);
+    const Deadline soon = Clock::now() + kLastTime;
+    for (const HostTransferPtr& send : sends_) channel_->await(send, soon);
   } catch (const std::exception&) {
     // The other hosts will find the connections closed.
   }
@@ -78,32 +80,31 @@ HostsExecutor::~HostsExecutor() {
 
 // --- transfers
 
-template <class F>
-void HostsExecutor::on_wire(Rank peer, const F& f) {
-  link_.run(group_, wire_context_, peer, f);
-}
-
 void HostsExecutor::send(Rank to, int number, const std::byte* at, std::size_t bytes,
                          MemoryOwner owner) {
-  on_wire(to, [&] {
-    link_.wire->send(to, number, at, bytes, wire_context_.deadline, std::move(owner));
+  sends_.push_back(channel_->run(group_, channel_context_, to, [&] {
+    return channel_->send(to, number, at, bytes, std::move(owner));
+  }));
+}
+
+HostTransferPtr HostsExecutor::receive(Rank from, int number, std::byte* at, std::size_t bytes,
+                                       MemoryOwner owner) {
+  return channel_->run(group_, channel_context_, from, [&] {
+    return channel_->receive(from, number, at, bytes, std::move(owner));
   });
 }
 
-void HostsExecutor::receive(Rank from, int number, std::byte* at, std::size_t bytes,
-                            MemoryOwner owner) {
-  on_wire(from, [&] {
-    link_.wire->receive(from, number, at, bytes, wire_context_.deadline, std::move(owner));
-  });
-}
-
-void HostsExecutor::await_receive(Rank from, int number) {
-  on_wire(from, [&] { link_.wire->await_receive(from, number, wire_context_.deadline); });
+void HostsExecutor::await(const HostTransferPtr& transfer) {
+  channel_->run(group_, channel_context_, transfer->peer,
+                [&] { channel_->await(transfer, channel_context_.deadline); });
 }
 
 void HostsExecutor::await_sends(std::size_t most_left) {
-  on_wire(link_.wire->oldest_send().value_or(me_),
-          [&] { link_.wire->await_sends(wire_context_.deadline, most_left); });
+  while (sends_.size() > most_left) {
+    const HostTransferPtr oldest = std::move(sends_.front());
+    sends_.pop_front();  // one that has failed is not awaited again
+    await(oldest);
+  }
 }
 
 std::shared_ptr<std::byte[]> HostsExecutor::scratch(std::size_t bytes) {
@@ -121,21 +122,33 @@ void HostsExecutor::commit_exposed(std::size_t bytes) {
 }
 
 void HostsExecutor::run_here(CollectiveRequest request) {
-  request.part_of = {called_, wire_context_.call};
+  request.part_of = {called_, channel_context_.call};
   here_.run(request, calls_here_++, here_context_.deadline);
 }
 
 // --- calls
 
+// Runs `f`, and ends the group if it fails, for other hosts at once: a rank there that makes the
+// call later would find what this rank has sent, and finish the call alone.
+template <class F>
+auto HostsExecutor::or_close(const OpContext& context, const F& f) {
+  try {
+    return abort_on_error(group_, context, f);
+  } catch (...) {
+    if (!group_.is_healthy()) channel_->close(group_.abort_cause());
+    throw;
+  }
+}
+
 void HostsExecutor::begin(Collective called, uint64_t call, Deadline deadline) {
   called_ = called;
   answer_.assign(sizeof(Verdict), {});
   here_context_ = {name(called), call, deadline};
-  wire_context_ = {name(called), call, with_grace(deadline, 1)};
+  channel_context_ = {name(called), call, with_grace(deadline, 1)};
   group_.begin_call(here_context_);
 }
 
-void HostsExecutor::end() { group_.end_call(wire_context_.call + 1, group_.run_number()); }
+void HostsExecutor::end() { group_.end_call(channel_context_.call + 1, group_.run_number()); }
 
 void HostsExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline deadline) {
   try {
@@ -150,7 +163,7 @@ void HostsExecutor::run(const CollectiveRequest& request, uint64_t call, Deadlin
   describe(mine.details, fingerprint);
   const Along along = exchange(mine, &request);
   if (request.tensors == 0) return end();
-  abort_on_error(group_, here_context_, [&] {
+  or_close(here_context_, [&] {
     if (along.bytes > 0)
       run_small(request, along);
     else
@@ -202,8 +215,7 @@ void HostsExecutor::check(const CollectiveRequest& request) {
 
 HostsExecutor::Along HostsExecutor::exchange(const Card& mine, const CollectiveRequest* request) {
   // A rank that fails here alone would leave those of other hosts waiting.
-  const Along along =
-      abort_on_error(group_, wire_context_, [&] { return exchange_cards(mine, request); });
+  const Along along = or_close(channel_context_, [&] { return exchange_cards(mine, request); });
   const auto& verdict = *reinterpret_cast<const Verdict*>(answer_.data());
   if (verdict.why[0] != '\0') throw std::invalid_argument(verdict.why.data());
   return along;
@@ -300,20 +312,23 @@ void HostsExecutor::exchange_between_hosts(const CollectiveRequest* request, con
   else if (std::ranges::any_of(here, [&](Rank r) { return along.has(r); }))
     behind = along.bytes;
   const std::size_t bytes = here.size() * (sizeof(Card) + behind);
+  std::vector<HostTransferPtr> receives(hosts().count());
   for (int h = 0; h < hosts().count(); ++h)
     if (h != host_)
-      receive(leader(h), kAgreement, cards_[h].at.get(), cards_[h].bytes, cards_[h].at);
+      receives[h] =
+          receive(leader(h), kAgreement, cards_[h].at.get(), cards_[h].bytes, cards_[h].at);
   for (int h = 0; h < hosts().count(); ++h)
     if (h != host_) send(leader(h), kAgreement, cards_[host_].at.get(), bytes, cards_[host_].at);
   for (int h = 0; h < hosts().count(); ++h) {
     if (h == host_) continue;
-    await_receive(leader(h), kAgreement);
+    await(receives[h]);
     const Card& theirs = card_of(leader(h));
-    if (theirs.magic != kMagic || theirs.details.call != wire_context_.call)
-      group_.fail(AbortRecord::lost,
-                  text(link_.describe(leader(h)), " sent an invalid message; all hosts must run ",
-                       "the same version of pycollect"),
-                  wire_context_);
+    if (theirs.magic != kMagic || theirs.details.call != channel_context_.call)
+      group_.fail(
+          AbortRecord::lost,
+          text(channel_->describe(leader(h)), " sent an invalid message; all hosts must run ",
+               "the same version of pycollect"),
+          channel_context_);
   }
   Verdict verdict;
   compare(verdict, request);

@@ -3,11 +3,12 @@
 // first rank of each host has the fingerprints of its ranks, and the first ranks exchange them,
 // with the data if there is little.
 #pragma once
+#include <deque>
 #include <memory>
 #include <vector>
 
 #include "../rank_executor/executor.h"
-#include "hosts_link.h"
+#include "host_channel.h"
 
 namespace pycollect::ipc {
 
@@ -15,7 +16,8 @@ class HostsExecutor final : public CollectiveExecutor {
  public:
   static constexpr std::size_t kExposedBytes = 4 << 20;  // GroupSettings::exposed_bytes
 
-  HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for, HostsLink link);
+  HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for,
+                std::shared_ptr<HostChannel> channel);
   ~HostsExecutor() override;  // waits a little until other hosts have the last fingerprints
 
   void run(const CollectiveRequest& request, uint64_t call, Deadline deadline) override;
@@ -27,17 +29,18 @@ class HostsExecutor final : public CollectiveExecutor {
   // For a HostsCall. Data from one rank to another arrives in the order in which it is sent. When a
   // call fails, its transfers may go on until the connections are closed, so they use memory that
   // `owner` keeps, and never the caller's.
-  const Hosts& hosts() const { return *link_.hosts; }
+  const Hosts& hosts() const { return channel_->hosts(); }
   Rank rank() const { return me_; }  // in the world
   int host() const { return host_; }
   void run_here(CollectiveRequest request);  // a call of this host's ranks, as a part of this one
   void send(Rank to, const std::byte* at, std::size_t bytes, MemoryOwner owner) {
     send(to, kData, at, bytes, std::move(owner));
   }
-  void receive(Rank from, std::byte* at, std::size_t bytes, MemoryOwner owner) {
-    receive(from, kData, at, bytes, std::move(owner));
+  HostTransferPtr receive(Rank from, std::byte* at, std::size_t bytes, MemoryOwner owner) {
+    return receive(from, kData, at, bytes, std::move(owner));
   }
-  void await_receive(Rank from) { await_receive(from, kData); }
+  void await(const HostTransferPtr& transfer);
+  // Waits until the memory of all but the last `most_left` sends may be changed.
   void await_sends(std::size_t most_left = 0);
   // Returns the exposed memory of rank `index` of this host.
   std::byte* exposed(int index) const { return group_.exposed(index); }
@@ -55,6 +58,8 @@ class HostsExecutor final : public CollectiveExecutor {
   struct Card;
   struct Verdict;
   struct Along;
+  template <class F>
+  auto or_close(const OpContext& context, const F& f);
   void begin(Collective called, uint64_t call, Deadline deadline);
   void end();
   // Exchanges the ranks' cards. Returns what of the request's data came with them. Throws
@@ -72,17 +77,15 @@ class HostsExecutor final : public CollectiveExecutor {
   std::byte* behind_cards(Rank r, std::size_t bytes);
   void run_small(const CollectiveRequest& request, const Along& along);
 
-  template <class F>
-  void on_wire(Rank peer, const F& f);
   void send(Rank to, int number, const std::byte* at, std::size_t bytes, MemoryOwner owner);
-  void receive(Rank from, int number, std::byte* at, std::size_t bytes, MemoryOwner owner);
-  void await_receive(Rank from, int number);
+  HostTransferPtr receive(Rank from, int number, std::byte* at, std::size_t bytes,
+                          MemoryOwner owner);
 
   Rank leader(int host) const { return hosts().ranks(host)[0]; }
   bool leads() const { return group_.rank() == 0; }
 
   Group& group_;
-  const HostsLink link_;
+  const std::shared_ptr<HostChannel> channel_;
   const Rank me_;
   const int host_;
   RankExecutor here_;
@@ -90,7 +93,8 @@ class HostsExecutor final : public CollectiveExecutor {
   // Of the current call: the user's collective, and the limits of the waits for this host's ranks
   // and for other hosts.
   Collective called_ = Collective::barrier;
-  OpContext here_context_ = {}, wire_context_ = {};
+  OpContext here_context_ = {}, channel_context_ = {};
+  std::deque<HostTransferPtr> sends_ = {};
   struct Cards {
     std::shared_ptr<std::byte[]> at;
     std::size_t bytes = 0;

@@ -130,6 +130,7 @@ void SumChain::run() {
   const std::size_t lag = returns_ ? kAhead * 2 * (last_ - host_) : 0;
   slots_ = ceil_div(kPosted, per_group_) + 2;
   results_sent_.resize(slots_ * per_group_);
+  result_receives_.resize(slots_ * per_group_);
   data_.resize(ranks_);
   const std::size_t carries = std::min(pieces_, kCarries) * of_piece_ * wide_ *
                               std::max(sums_in_, sums_out_),
@@ -156,7 +157,8 @@ void SumChain::send(Rank to, const std::byte* at, std::size_t bytes, std::size_t
 void SumChain::post_carry(std::size_t p) {
   if (p >= pieces_ || host_ == 0 || piece_count(p) == 0) return;
   await_sent(carry_sent(p));
-  executor_.receive(lane_on(host_ - 1), carry(p), piece_count(p) * wide_ * sums_in_, memory_);
+  carry_receive(p) =
+      executor_.receive(lane_on(host_ - 1), carry(p), piece_count(p) * wide_ * sums_in_, memory_);
 }
 
 // Begins to receive what comes back of a piece: of an all_reduce, from the next host.
@@ -168,7 +170,8 @@ void SumChain::post_results(std::size_t p) {
       if (part.to == call_.me_) call_.post(call_.rank_on(last_, part.lane), wanted(part, group));
   if (!returns_ || piece_count(p) == 0) return;
   await_sent(results_sent(p));
-  executor_.receive(lane_on(host_ + 1), result(p), piece_count(p) * call_.item_, memory_);
+  result_receive(p) =
+      executor_.receive(lane_on(host_ + 1), result(p), piece_count(p) * call_.item_, memory_);
 }
 
 // Exposes this rank's data of a group, and finds that of this host's ranks for this lane. This
@@ -202,7 +205,7 @@ void SumChain::add(std::size_t p) {
     const bool ends = host_ == last_;
     if (host_ == 0) await_sent(carry_sent(p));
     if (ends) await_sent(results_sent(p));
-    if (host_ > 0) executor_.await_receive(lane_on(host_ - 1));
+    if (host_ > 0) executor_.await(carry_receive(p));
     std::vector<void*> from, to;
     for (std::size_t sum = 0; sum < sums_in_; ++sum) from.push_back(carry(p) + sum * n * wide_);
     for (std::byte* const all_of : data_)
@@ -222,7 +225,7 @@ void SumChain::add(std::size_t p) {
 void SumChain::pass_on(std::size_t p) {
   const std::size_t n = piece_count(p), group = p / per_group_;
   if (returns_ && host_ < last_ && n > 0) {
-    executor_.await_receive(lane_on(host_ + 1));
+    executor_.await(result_receive(p));
     if (host_ > 0) send(lane_on(host_ - 1), result(p), n * call_.item_, results_sent(p));
   }
   post_results(p + kPosted);

@@ -57,6 +57,10 @@ class SumChain {
   std::byte* carry(std::size_t piece) const {
     return carries_ + piece % kCarries * of_piece_ * wide_ * std::max(sums_in_, sums_out_);
   }
+  HostTransferPtr& carry_receive(std::size_t piece) { return carry_receives_[piece % kCarries]; }
+  HostTransferPtr& result_receive(std::size_t piece) {
+    return result_receives_[piece % result_receives_.size()];
+  }
   std::size_t& carry_sent(std::size_t piece) { return carry_sent_[piece % kCarries]; }
   std::size_t& results_sent(std::size_t piece) {
     return results_sent_[piece % results_sent_.size()];
@@ -88,6 +92,8 @@ class SumChain {
   std::array<std::size_t, kCarries> carry_sent_ = {};
   std::vector<std::size_t> results_sent_ = {};
   std::byte *carries_ = nullptr, *results_ = nullptr;
+  std::array<HostTransferPtr, kCarries> carry_receives_ = {};
+  std::vector<HostTransferPtr> result_receives_ = {};
   // Bytes that a rank exposes of a group, and where those for each lane begin.
   std::size_t half_ = 0;
   Sizes lane_begins_ = {};

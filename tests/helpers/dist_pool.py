@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -210,6 +211,38 @@ def open_resources() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "shared mappings": sum(" rw-s " in line or "memfd" in line for line in maps),
     }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ForwardingStore(dist.Store):
+    """A store that forwards to another store."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store = store
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def before(self, call: str, key: str) -> None:
+        """What happens before each call that is forwarded, which has this key first."""
+
+
+def forward(name: str) -> None:
+    def call(self: ForwardingStore, keys: Any, *args: Any) -> Any:
+        self.before(name, keys if isinstance(keys, str) else keys[0])
+        return getattr(self.store, name)(keys, *args)
+
+    setattr(ForwardingStore, name, call)
+
+
+for name in ("set", "add", "check", "wait", "get"):
+    forward(name)
 
 
 @contextlib.contextmanager

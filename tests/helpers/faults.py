@@ -399,10 +399,11 @@ def check(fault: Fault, outcomes: list[Outcome], spec: Spec) -> None:
 
 
 def names(rank: int, text: str) -> bool:
-    """Whether an error says that this rank is the cause: it may name the living ranks, too, and the
-    other end of a message."""
+    """Whether an error says that this rank is the cause: it may name the living ranks, too, the
+    other end of a message, and all ranks of a host."""
     first = text.split("\n")[0]
-    cause = re.sub(r"(from|to) rank \d+ of group|; ranks? [\d, ]+ (is|are) alive", "", first)
+    others = r"(from|to) rank \d+ of group|; ranks? [\d, ]+ (is|are) alive|\(ranks? [\d, ]+\)"
+    cause = re.sub(others, "", first)
     return bool(re.search(rf"\branks? (\d+, )*{rank}\b", cause))
 
 

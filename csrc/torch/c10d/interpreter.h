@@ -71,4 +71,13 @@ inline void check_signals() {
   if (PyErr_CheckSignals() != 0) throw SignalRaised();
 }
 
+// Rethrows what a signal handler has raised in code of Python that this thread called, such as a
+// store's. Call where `error` is caught.
+inline void rethrow_interrupt(const std::exception& error) {
+  const auto* const raised = dynamic_cast<const pybind11::error_already_set*>(&error);
+  if (raised == nullptr) return;
+  const pybind11::gil_scoped_acquire gil;
+  if (!raised->matches(PyExc_Exception)) throw;
+}
+
 }  // namespace pycollect::dist

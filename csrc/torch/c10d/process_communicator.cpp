@@ -12,9 +12,9 @@
 #include "../../plan/select.h"
 #include "../log.h"
 #include "binder.h"
+#include "hosts/gloo_channel.h"
 #include "hosts/hosts_monitor.h"
 #include "hosts/mirrored_rings.h"
-#include "hosts/process_group_wire.h"
 #include "interpreter.h"
 #include "messages.h"
 #include "process_queue.h"
@@ -51,29 +51,17 @@ std::shared_ptr<ipc::Group> make_group(const StorePtr& store, RankAndWorld me,
   return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, std::move(settings));
 }
 
-// The group of this host's ranks, and the way to the others, if there are any.
+// The ranks of this host, and the channel to the others.
 struct JoinedGroup {
   std::shared_ptr<ipc::Group> group;
-  std::shared_ptr<ProcessGroupWire> wire = {};  // null: one host
-  std::shared_ptr<const AbortStore> abort_store = {};
-  std::optional<ipc::HostsLink> link = {};
+  std::shared_ptr<GlooChannel> channel = {};  // null: one host
 
   std::unique_ptr<ipc::CollectiveExecutor> executor() const {
     const cpu::ParallelFor threads = threads_of_rank(group->fold_threads());
-    if (link) return std::make_unique<ipc::HostsExecutor>(*group, threads, *link);
+    if (channel) return std::make_unique<ipc::HostsExecutor>(*group, threads, channel);
     return std::make_unique<ipc::RankExecutor>(*group, threads);
   }
 };
-
-// Returns a connection of its own to the store, whose other users may block it; if there is none,
-// the same store.
-StorePtr own_connection(const StorePtr& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;
-  }
-}
 
 // Logs on which hosts the ranks are. Warns of ranks of one machine that cannot share memory and so
 // count as several hosts, because that is slower and may be a mistake in the set-up of containers.
@@ -98,12 +86,15 @@ void log_hosts(const Hosts& hosts, const std::vector<std::string>& names,
              places, "; set PYCOLLECT_HOST if that is intended"));
 }
 
-// Makes a group of the ranks of each host, and the wire for what goes between.
+// Makes a group of the ranks of each host, and connects the hosts.
 JoinedGroup make_hosts(const StorePtr& store, RankAndWorld me, const Options& options,
                        const std::vector<ipc::PeerInfo>& ranks) {
   const Hosts hosts = ipc::hosts_of(ranks);
   const int host = hosts.of(me.rank);
-  const std::string group = text("pycollect/", ranks[0].nonce, "/");  // no other group's keys
+  const auto keys = [&](const std::string& of) {  // no other group's
+    return c10::make_intrusive<c10d::PrefixStore>(text("pycollect/", ranks[0].nonce, "/", of),
+                                                  store);
+  };
   const RankAndWorld here{hosts.index(me.rank), static_cast<int>(hosts.ranks(host).size())};
   ipc::GroupSettings settings = settings_of(options, here.world);
   settings.world_ranks = hosts.ranks(host);
@@ -112,22 +103,23 @@ JoinedGroup make_hosts(const StorePtr& store, RankAndWorld me, const Options& op
   settings.yield_time = kHostsYieldTime;
   settings.one_host = true;
   settings.exposed_bytes = ipc::HostsExecutor::kExposedBytes;
-  JoinedGroup made{
-      make_group(c10::make_intrusive<c10d::PrefixStore>(text(group, "host ", host), store), here,
-                 std::move(settings))};
-  require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
-          "pycollect.distributed");
-  made.wire = std::make_shared<ProcessGroupWire>(
-      options.gloo(c10::make_intrusive<c10d::PrefixStore>(group + "hosts", store), me.rank,
-                   me.world, options.timeout),
-      hosts.meeting_order(me.rank));
-  made.abort_store = std::make_shared<const AbortStore>(
-      c10::make_intrusive<c10d::PrefixStore>(text(group, "abort"), own_connection(store)));
-  const std::vector<std::string> names = ipc::names_of(hosts, ranks);
-  if (me.rank == 0) log_hosts(hosts, names, ranks);
-  made.link.emplace(
-      ipc::HostsLink{std::make_shared<const Hosts>(hosts), names, made.wire,
-                     [abort_store = made.abort_store] { return abort_store->find(); }});
+  Meeting meeting(keys("hosts"), me.rank);
+  JoinedGroup made;
+  try {
+    made.group = make_group(keys(text("host ", host)), here, std::move(settings));
+    require(options.gloo != nullptr, "this group cannot span hosts: it was made without ",
+            "pycollect.distributed");
+    const std::vector<std::string> names = ipc::names_of(hosts, ranks);
+    if (me.rank == 0) log_hosts(hosts, names, ranks);
+    made.channel = std::make_shared<GlooChannel>(
+        hosts, names, me.rank, options.gloo(keys("gloo"), me.rank, me.world, options.timeout));
+    const ipc::OpContext context{options.is_default ? "init_process_group" : "new_group", 0,
+                                 ipc::deadline_after(options.timeout), ipc::Clock::now()};
+    made.channel->connect(*made.group, meeting, context);
+  } catch (const std::exception& error) {
+    meeting.give_up(made.group.get(), error);
+    throw;
+  }
   return made;
 }
 
@@ -145,17 +137,16 @@ class ProcessCommunicator final : public RankCommunicator {
       : devices_(std::make_shared<DeviceOps>(options.torch ? options.torch : torch_runtime())),
         joined_(join(store, me, options)),
         group_(joined_.group),
-        remote_(joined_.link ? std::make_shared<MirroredRings>(group_, *joined_.link, joined_.wire)
-                             : nullptr),
+        remote_(joined_.channel ? std::make_shared<MirroredRings>(group_, joined_.channel)
+                                : nullptr),
         messages_(std::make_shared<Messages>(group_, *devices_, remote_)),
         allocator_(std::make_shared<SymmetricHeapAllocator>(*group_)),
         queue_(std::make_shared<ProcessQueue>(
             std::make_shared<CallRunner>(group_, joined_.executor()))) {
     if (options.is_default) server_.emplace(store);
-    if (joined_.wire)
-      monitor_ =
-          std::make_unique<HostsMonitor>(group_, joined_.wire, joined_.abort_store, *joined_.link,
-                                         [remote = remote_] { remote->answer_hellos(); });
+    if (joined_.channel)
+      monitor_ = std::make_unique<HostsMonitor>(group_, joined_.channel,
+                                                [remote = remote_] { remote->answer_hellos(); });
   }
 
   void run(const CollectiveWorkPtr& work) override { queue_->run(work); }
@@ -220,7 +211,6 @@ at::Tensor ProcessCommunicator::new_symmetric(at::Device device, int64_t count,
 }
 
 std::exception_ptr ProcessCommunicator::close(ipc::Deadline deadline) {
-  if (monitor_) monitor_->say_farewell();  // before waits that close connections if they time out
   std::exception_ptr raised = queue_->close(deadline);
   if (raised) deadline = ipc::Clock::now();
   {

@@ -2,10 +2,9 @@
 #include "torch_store.h"
 
 #include <arpa/inet.h>
-#include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -14,7 +13,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "../../group/system.h"
 #include "../../plan/error.h"
 #include "interpreter.h"
 
@@ -45,16 +43,6 @@ Timeout late(const std::vector<std::string>& keys) {
       text("no rank has written ", keys.front(), " to the store before the timeout was over"));
 }
 
-// Two queries of the protocol of TCPStore, from torch's TCPStoreBackend.hpp, which only some
-// versions install: one opens a connection, the other is answered with its number. A server that
-// does not know them counts as ended.
-struct __attribute__((packed)) PingQueries {
-  uint8_t validate = 0;
-  uint32_t magic_number = 0x3C85F7CE;
-  uint8_t ping = 13;
-  uint32_t number = static_cast<uint32_t>(getpid());
-};
-
 // Returns the TCPStore that a group of torch uses as it is, or under prefixes; null: another kind.
 c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Store>& store) {
   auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
@@ -66,32 +54,8 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Stor
 
 }  // namespace
 
-bool answers(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds limit) {
-  const auto tcp = tcp_store(store);
-  if (tcp == nullptr) return true;
-  addrinfo hints = {}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(tcp->getHost().c_str(), std::to_string(tcp->getPort()).c_str(), &hints, &found) !=
-      0)
-    return false;
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> all(found, &freeaddrinfo);
-  const timeval time = {.tv_sec = limit.count() / 1000, .tv_usec = limit.count() % 1000 * 1000};
-  for (const addrinfo* to = found; to != nullptr; to = to->ai_next) {
-    const ipc::UniqueFd server(
-        socket(to->ai_family, to->ai_socktype | SOCK_CLOEXEC, to->ai_protocol));
-    for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO})  // of `connect`, too
-      setsockopt(server.get(), SOL_SOCKET, direction, &time, sizeof time);
-    if (connect(server.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
-    // A connection that is only accepted shows nothing: the kernel accepts it for a process that
-    // ends, as long as that one's memory is being freed. So the server is asked as by a client of
-    // torch.
-    const PingQueries queries;
-    uint32_t answer = 0;
-    return send(server.get(), &queries, sizeof queries, MSG_NOSIGNAL) == ssize_t{sizeof queries} &&
-           recv(server.get(), &answer, sizeof answer, MSG_WAITALL) == ssize_t{sizeof answer} &&
-           answer == queries.number;
-  }
-  return false;
+std::chrono::nanoseconds store_pause(std::chrono::nanoseconds waited) {
+  return std::clamp<std::chrono::nanoseconds>(waited / kWaitedPerPause, kMinPause, kMaxPause);
 }
 
 TorchStore::~TorchStore() {
@@ -142,8 +106,7 @@ void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadli
     }
     const auto now = ipc::Clock::now();
     if (now >= deadline) throw late(keys);
-    std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
-        (now - begin) / kWaitedPerPause, kMinPause, kMaxPause));
+    std::this_thread::sleep_for(store_pause(now - begin));
   }
   for (;;) {
     const auto until = std::min(deadline, ipc::deadline_after(kMaxWait));

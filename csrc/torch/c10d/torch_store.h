@@ -9,9 +9,8 @@
 
 namespace pycollect::dist {
 
-// Returns whether the server of a TCPStore answers within the limit; true for other stores. torch
-// logs a stack trace for each access to a server that has ended. Asks on a connection of its own.
-bool answers(const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds limit);
+// Returns how long to pause between two polls of a store, which has been polled for this long.
+std::chrono::nanoseconds store_pause(std::chrono::nanoseconds waited);
 
 class TorchStore final : public ipc::Store {
  public:

@@ -11,8 +11,8 @@
 namespace pycollect::dist {
 namespace {
 
-// The wire's numbers for packets, for data that goes directly, and for hellos.
-constexpr int kPackets = ipc::Wire::kFirstOfMessages, kDirectData = kPackets + 1,
+// The channel's numbers for packets, for data that goes directly, and for hellos.
+constexpr int kPackets = ipc::HostChannel::kFirstOfMessages, kDirectData = kPackets + 1,
               kHellos = kDirectData + 1;
 constexpr std::byte kHello{1};
 
@@ -60,12 +60,9 @@ struct MirroredRings::PacketHeader {
   uint64_t number = 0;     // of the message whose data was sent before this packet; 0: none
 };
 
-MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
-                             std::shared_ptr<ProcessGroupWire> wire)
-    : group_(std::move(group)),
-      link_(std::move(link)),
-      wire_(std::move(wire)),
-      hellos_(new std::byte[group_->all_ranks()]()) {
+MirroredRings::MirroredRings(std::shared_ptr<ipc::Group> group,
+                             std::shared_ptr<GlooChannel> channel)
+    : group_(std::move(group)), channel_(std::move(channel)) {
   for (Rank r = group_->world(); r < group_->all_ranks(); ++r) {
     Peer& peer = *peers_.emplace_back(std::make_unique<Peer>());
     peer.rank = group_->world_rank(r);
@@ -98,13 +95,12 @@ void MirroredRings::open(Peer& peer) {
 
 void MirroredRings::answer_hellos() {
   for (const auto& peer : peers_) {
-    if (peer->opened || !wire_->is_connected(peer->rank)) continue;
-    std::byte& hello = hellos_[peer->number];
+    if (peer->opened) continue;
     try {
-      if (std::atomic_ref(hello).load() == kHello) mailbox_->hello(peer->number);
-      if (peer->hello_posted) continue;
-      wire_->post_receive(peer->rank, kHellos, &hello, 1, ipc::Deadline::max(), hellos_);
+      if (!peer->hello_posted)
+        channel_->receive(peer->rank, kHellos, peer->hello.get(), 1, peer->hello);
       peer->hello_posted = true;
+      if (std::atomic_ref(*peer->hello).load() == kHello) mailbox_->hello(peer->number);
     } catch (const std::exception&) {
       // One of the two ranks leaves, or there is no memory now.
     }
@@ -130,7 +126,7 @@ void MirroredRings::send_news(Peer& peer, bool wants_ack, bool answers) {
   if (!peer.connected || peer.gone) return;
   try {
     send_packet(peer, wants_ack, answers);
-  } catch (const ipc::WireFailure&) {
+  } catch (const ipc::ChannelFailure&) {
   }
 }
 
@@ -140,9 +136,9 @@ void MirroredRings::receive_data(Rank peer, uint64_t number, std::byte* at, std:
   const std::lock_guard lock(p.mutex);
   if (p.gone) return;
   try {
-    p.incoming_data.emplace(number, wire_->post_receive(p.rank, kDirectData, at, bytes,
-                                                        ipc::Deadline::max(), std::move(owner)));
-  } catch (const ipc::WireFailure&) {
+    p.incoming_data.emplace(number,
+                            channel_->receive(p.rank, kDirectData, at, bytes, std::move(owner)));
+  } catch (const ipc::ChannelFailure&) {
     // The thread of the peer finds that it is gone, or that this data cannot be received.
   }
 }
@@ -154,10 +150,9 @@ void MirroredRings::send_data(Rank peer, uint64_t number, const std::byte* at, s
   if (p.gone) return;
   try {
     send_packet(p, false, false);  // what is written already need not wait for the data
-    SentData sent{number, wire_->post_send(p.rank, kDirectData, at, bytes, ipc::Deadline::max(),
-                                           std::move(owner))};
+    SentData sent{number, channel_->send(p.rank, kDirectData, at, bytes, std::move(owner))};
     send_packet(p, false, false, std::move(sent));
-  } catch (const ipc::WireFailure&) {
+  } catch (const ipc::ChannelFailure&) {
     // The thread of the peer finds that it is gone.
   }
 }
@@ -190,8 +185,7 @@ void MirroredRings::send_packet(Peer& peer, bool wants_ack, bool answers, SentDa
   std::byte* to = packet.get() + sizeof header;
   for (int i = 0; i < kRings; to += header.bytes[i++])
     copy_from(peer.writes[i].ring, peer.writes[i].sent, to, header.bytes[i]);
-  auto sent = wire_->post_send(peer.rank, kPackets, packet.get(), sizeof header + bytes,
-                               ipc::Deadline::max(), packet);
+  auto sent = channel_->send(peer.rank, kPackets, packet.get(), sizeof header + bytes, packet);
   for (int i = 0; i < kRings; ++i) {
     peer.writes[i].sent += header.bytes[i];
     peer.reads[i].sent = header.read[i];
@@ -206,20 +200,19 @@ void MirroredRings::send_packet(Peer& peer, bool wants_ack, bool answers, SentDa
 void MirroredRings::receive_packets(Peer& peer) {
   pthread_setname_np(pthread_self(), "pycollect mail");
   try {
-    wire_->await_connected(peer.rank, ipc::Deadline::max());
     constexpr std::size_t most = sizeof(PacketHeader) + kPairBytes;
     struct PostedPacket {
       std::shared_ptr<std::byte[]> buffer{new std::byte[most]};
-      ProcessGroupWire::PendingPtr pending = {};
+      ipc::HostTransferPtr pending = {};
     };
     std::array<PostedPacket, kPostedPackets> posted;
     const auto post = [&](PostedPacket& packet) {
-      packet.pending = wire_->post_receive(peer.rank, kPackets, packet.buffer.get(), most,
-                                           ipc::Deadline::max(), packet.buffer);
+      packet.pending =
+          channel_->receive(peer.rank, kPackets, packet.buffer.get(), most, packet.buffer);
     };
     for (PostedPacket& packet : posted) post(packet);
     const std::shared_ptr<std::byte[]> hello(new std::byte[1]{kHello});
-    wire_->post_send(peer.rank, kHellos, hello.get(), 1, ipc::Deadline::max(), hello);
+    channel_->send(peer.rank, kHellos, hello.get(), 1, hello);
     {
       const std::lock_guard lock(peer.mutex);
       peer.connected = true;
@@ -232,11 +225,11 @@ void MirroredRings::receive_packets(Peer& peer) {
       // thread, which still holds it when it wakes this one. Messages of 64 bytes to 4 KiB would
       // take four times as long.
       const auto received = std::exchange(posted[i].pending, nullptr);
-      wire_->await(received, ipc::Deadline::max());
+      channel_->await(received, ipc::Deadline::max());
       take(peer, posted[i].buffer.get());
       try {
         post(posted[i]);
-      } catch (const ipc::WireFailure&) {
+      } catch (const ipc::ChannelFailure&) {
         closed = std::current_exception();
       }
     }
@@ -268,9 +261,9 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
   }
   ipc::MailArea(*group_).doorbell(group_->rank()).ring();
   for (const SentPacket& sent : confirmed) {
-    wire_->await(sent.packet, ipc::Deadline::max());
+    channel_->await(sent.packet, ipc::Deadline::max());
     if (sent.data.number == 0) continue;
-    wire_->await(sent.data.data, ipc::Deadline::max());
+    channel_->await(sent.data.data, ipc::Deadline::max());
     mailbox_->moved_directly(peer.number, true, sent.data.number);
   }
   if (header.number != 0) await_data(peer, header.number);
@@ -291,14 +284,15 @@ void MirroredRings::take(Peer& peer, const std::byte* packet) {
 // Does not wait long: the packet that announces the data came behind it. Throws if its receive
 // could not be posted: the data is not there, although the peer has sent it.
 void MirroredRings::await_data(Peer& peer, uint64_t number) {
-  ProcessGroupWire::PendingPtr data;
+  ipc::HostTransferPtr data;
   {
     const std::lock_guard lock(peer.mutex);
     const auto found = peer.incoming_data.extract(number);
-    if (found.empty()) throw ipc::WireFailure("the data of a message could not be received", false);
+    if (found.empty())
+      throw ipc::ChannelFailure("the data of a message could not be received", false);
     data = std::move(found.mapped());
   }
-  wire_->await(data, ipc::Deadline::max());
+  channel_->await(data, ipc::Deadline::max());
 }
 
 void MirroredRings::lose(Peer& peer, const std::string& failure) {
@@ -308,7 +302,7 @@ void MirroredRings::lose(Peer& peer, const std::string& failure) {
     peer.failure = failure;
     abandoned.swap(peer.incoming_data);
   }
-  for (const auto& [number, data] : abandoned) wire_->drop(data);
+  for (const auto& [number, data] : abandoned) channel_->drop(data);
   abandoned.clear();  // without the lock: tensors may need the GIL
   peer.gone = true;
   any_gone_ = true;
@@ -335,18 +329,14 @@ bool MirroredRings::has_delivered() {
 
 void MirroredRings::fail(Rank peer, bool is_late, const ipc::OpContext& context) {
   Peer& p = at(peer);
-  if (is_late)
-    group_->fail(ipc::AbortRecord::timed_out,
-                 text("Timed out while waiting; ", link_.describe(p.rank), " did not arrive"),
-                 context);
+  if (is_late) channel_->fail_late(*group_, p.rank, context);
   std::string failure;
   {
     const std::lock_guard lock(p.mutex);
     failure = p.failure;
   }
   const ipc::AbortCause cause =
-      link_.cause_of(p.rank, ipc::WireFailure(failure, false), 2 * ipc::kCauseTime,
-                     [this] { return !group_->is_healthy(); });
+      channel_->cause_of(*group_, p.rank, ipc::ChannelFailure(failure, false));
   group_->fail(cause.kind, cause.text, context);
 }
 

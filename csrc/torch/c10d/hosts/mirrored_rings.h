@@ -1,6 +1,6 @@
-// Mirrored rings: the rings of a mailbox between ranks on different hosts, over the wire. Each of
-// two ranks has a copy. A rank sends the other what it has written to its copy, and how far it has
-// read, in packets. A thread for each peer with which there are messages always has receives
+// Mirrored rings: the rings of a mailbox between ranks on different hosts, over their channel. Each
+// of two ranks has a copy. A rank sends the other what it has written to its copy, and how far it
+// has read, in packets. A thread for each peer with which there are messages always has receives
 // posted, so a packet waits for nothing but those before it. It starts when either rank sends or
 // receives the first message, and says hello to the other. Data flows as fast as it is read,
 // because a ring has no room for more. The data of a large message goes past the rings if both ends
@@ -14,16 +14,14 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../../../hosts/hosts_link.h"
 #include "../../../send_recv/mailbox.h"
-#include "process_group_wire.h"
+#include "gloo_channel.h"
 
 namespace pycollect::dist {
 
 class MirroredRings final : public ipc::RemotePeers {
  public:
-  MirroredRings(std::shared_ptr<ipc::Group> group, ipc::HostsLink link,
-                std::shared_ptr<ProcessGroupWire> wire);
+  MirroredRings(std::shared_ptr<ipc::Group> group, std::shared_ptr<GlooChannel> channel);
   ~MirroredRings() override { join(); }
   MirroredRings(const MirroredRings&) = delete;
   MirroredRings& operator=(const MirroredRings&) = delete;
@@ -43,7 +41,7 @@ class MirroredRings final : public ipc::RemotePeers {
 
   // Opens the peers that have said hello. Call now and then.
   void answer_hellos();
-  // Waits for the threads. Call when the wire's connections are closed.
+  // Waits for the threads. Call when the connections are closed.
   void join();
 
  private:
@@ -60,10 +58,10 @@ class MirroredRings final : public ipc::RemotePeers {
   };
   struct SentData {   // directly, before the packet
     uint64_t number;  // of the message; 0: there is none
-    ProcessGroupWire::PendingPtr data;
+    ipc::HostTransferPtr data;
   };
   struct SentPacket {
-    ProcessGroupWire::PendingPtr packet = {};
+    ipc::HostTransferPtr packet = {};
     bool has_ring_data = false;
     SentData data = {};
   };
@@ -72,7 +70,9 @@ class MirroredRings final : public ipc::RemotePeers {
     std::unique_ptr<std::byte[], PairMemory> outgoing, incoming;
     std::thread thread;
     std::atomic<bool> opened = false, gone = false;
-    bool hello_posted = false;  // whether its hello would be received, or has been
+    bool hello_posted = false;  // its receive
+    // kHello once the peer has said hello.
+    const std::shared_ptr<std::byte> hello = std::make_shared<std::byte>();
 
     std::mutex mutex;  // guards the members below
     std::array<MirroredRing, kRings> writes, reads;
@@ -85,7 +85,7 @@ class MirroredRings final : public ipc::RemotePeers {
     std::deque<SentPacket> pending;  // not confirmed
     int pending_data = 0;            // those with ring data
     // [number of the message]: data that comes directly.
-    std::unordered_map<uint64_t, ProcessGroupWire::PendingPtr> incoming_data;
+    std::unordered_map<uint64_t, ipc::HostTransferPtr> incoming_data;
     std::string failure;  // why it is gone
   };
   void open(Peer& peer);
@@ -98,11 +98,9 @@ class MirroredRings final : public ipc::RemotePeers {
   void lose(Peer& peer, const std::string& failure);
 
   const std::shared_ptr<ipc::Group> group_;
-  const ipc::HostsLink link_;
-  const std::shared_ptr<ProcessGroupWire> wire_;
+  const std::shared_ptr<GlooChannel> channel_;
   ipc::Mailbox* mailbox_ = nullptr;
   std::vector<std::unique_ptr<Peer>> peers_;
-  const std::shared_ptr<std::byte[]> hellos_;  // [peer]: kHello once it has said hello
   std::mutex opening_mutex_;
   bool joined_ = false;
   std::atomic<bool> any_gone_{false};
