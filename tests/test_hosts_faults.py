@@ -200,6 +200,9 @@ EVENTS = {
     "stops late": lambda: send_self(signal.SIGSTOP, after=1.4),  # when it has told who is late
     "is interrupted": lambda: threading.Timer(0.3, send_self, [signal.SIGINT]).start(),
     "is late": lambda: time.sleep(0.6),
+    "loses the store": lambda: dist.TCPStore(
+        "127.0.0.1", 1, timeout=datetime.timedelta(milliseconds=1)
+    ),
 }
 
 
@@ -258,6 +261,7 @@ def connect_events() -> Iterator[tuple[str, int, str, str]]:
         yield place, who, "comes", "is interrupted"
         yield place, who, "", "has no network"
     yield "ab", 1, "connects to one", "stops late"
+    yield "ab", 1, "comes", "loses the store"
     for place in ("ab", "aabb", "abcd"):
         yield from ((place, 0, at, "leaves") for at in ("looks", *MOMENTS[1 : len(place)]))
 
@@ -273,6 +277,7 @@ def test_a_rank_that_does_not_connect_is_named_in_time(event):
             assert outcome.died == (event in ("dies", "leaves") and rank == faulty)
             if rank == faulty:
                 assert event != "is interrupted" or "KeyboardInterrupt" in outcome.error
+                assert event != "loses the store" or outcome.value[0].kind == "PeerLost"
                 continue
             assert not outcome.error, outcome.error
             error, seconds, happened = outcome.value
@@ -283,8 +288,8 @@ def test_a_rank_that_does_not_connect_is_named_in_time(event):
             assert "group '0'" in error.text, error
             assert [r for r in range(pool.spec.world) if names(r, error.text)] == [faulty], error
             alone = faulty > 0 and placement.count(placement[faulty]) == 1 and moment != MOMENTS[2]
-            at_once = not (event.startswith("stops") or (event == "dies" and alone))
-            assert seconds < (0 if at_once else CONNECT_SECONDS) + NOTICE_SECONDS, error
+            slow = "stops" in event or event == "loses the store" or (event == "dies" and alone)
+            assert seconds < (CONNECT_SECONDS if slow else 0) + NOTICE_SECONDS, error
 
     check_side_by_side(
         (

@@ -61,9 +61,9 @@ class HostChannel {
   }
 
   // Begin to send and to receive. The memory must stay valid as long as the transfer lives, which
-  // `owner` may ensure. The n-th send with a number to a rank arrives at that
-  // rank's n-th receive with the number from this one. `bytes` of a receive is a limit: the message
-  // may be shorter. Throw ChannelFailure.
+  // `owner` may ensure. The n-th send with a number to a rank arrives at that rank's n-th receive
+  // with the number from this one. `bytes` of a receive is a limit: the message may be shorter.
+  // Throw ChannelFailure.
   virtual HostTransferPtr send(Rank to, int number, const std::byte* at, std::size_t bytes,
                                MemoryOwner owner) = 0;
   virtual HostTransferPtr receive(Rank from, int number, std::byte* at, std::size_t bytes,

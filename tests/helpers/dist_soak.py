@@ -21,14 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from dist_pool import RankContext, backend_of
-from dist_soak_steps import (
-    KINDS,
-    MESSAGES,
-    GroupRank,
-    Pending,
-    begin_step,
-    choose,
-)
+from dist_soak_steps import KINDS, MESSAGES, GroupRank, Pending, begin_step, choose
 
 import pycollect as pc
 
@@ -85,14 +78,7 @@ def phases_of(seed: int, world: int) -> list[Phase]:
 class Thread:
     """One thread's calls in one group. `failure` is the traceback of an unexpected exception."""
 
-    def __init__(
-        self,
-        me: GroupRank,
-        name: str,
-        *,
-        messages: bool,
-        loses_rank: bool,
-    ):
+    def __init__(self, me: GroupRank, name: str, *, messages: bool, loses_rank: bool):
         self.me, self.name = me, name
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)

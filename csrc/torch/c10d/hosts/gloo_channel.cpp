@@ -377,7 +377,8 @@ void GlooChannel::await_goodbye(Rank peer) {
 }
 
 // Gloo tells first that a wait has been interrupted, and in the next wait that the transfer was
-// complete. It ends no wait of a connection that had broken before it was closed.
+// complete. It does not end the wait for a message that was half moved when its connection broke,
+// so waits are interrupted when the connections are closed.
 void GlooChannel::await(c10d::Work& work, ipc::Deadline deadline) {
   const bool looks = handles_signals();
   struct Registered {
