@@ -1,4 +1,4 @@
-"""The GPU kernels, run on the host: the bits of the contract, copies, lines, arguments, grids."""
+"""The GPU kernels, run on the host: the bits of the contract, copies, rows, arguments, grids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import reference as ref
 import torch
-from emulation import ARGS_BYTES, Row, float8_bytes, launch, lines, reals, shifted
+from emulation import ARGS_BYTES, Task, float8_bytes, launch, one_row, reals, shifted
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def test_ranks_at_any_alignments_are_folded_in_packets(dtype: torch.dtype, op: s
             tensors = ref.randoms(world, [3000], dtype, seed=apart)
             srcs = [shifted(t, 1 + apart * (r % 2)) for r, t in enumerate(tensors)]
             dsts = srcs if in_place else [shifted(tensors[0], 1)]
-            (one,) = launch([Row(dsts, srcs)], op)
+            (one,) = launch([Task(dsts, srcs)], op)
             wanted = [ref.left_fold(tensors, op)] * len(dsts)
             ref.assert_same([d.flatten() for d in dsts], wanted, (world, apart), op)
             assert one["loaded_twice"] == 0
@@ -49,12 +49,12 @@ def test_ranks_at_any_alignments_are_folded_in_packets(dtype: torch.dtype, op: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
 @pytest.mark.parametrize("count", [0, 1, 2, 511, 512, 513, 1023, 1024, 1040, 70_001, 160_003])
 def test_heads_and_tails_of_ranks_at_equal_and_different_alignments(dtype: torch.dtype, count: int):
-    """Also of rows with more packets than threads, of which a thread loads several at once."""
+    """Also of tasks with more packets than threads, of which a thread loads several at once."""
     apart = [(5, first, second) for first, second in ((0, 1), (3, 2), (5, 9), (1, 8), (1, 1))]
     for world, first, second in (*apart, (2, 1, 1), (4, 1, 1), (8, 1, 1)):
         tensors = ref.randoms(world, [count], dtype)
         srcs = [shifted(t, second if r == 3 else first) for r, t in enumerate(tensors)]
-        launches = launch([Row(srcs, srcs)])
+        launches = launch([Task(srcs, srcs)])
         ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * world)
         assert sum(one["loaded"] for one in launches) == world * count * dtype.itemsize
         assert sum(one["loaded_twice"] for one in launches) == 0
@@ -64,11 +64,11 @@ def test_heads_and_tails_of_ranks_at_equal_and_different_alignments(dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
 def test_lines_at_different_alignments(dtype: torch.dtype):
-    """As in a reduce-scatter of columns: only the sources have gaps between their lines."""
+    """As in a reduce-scatter of columns: only the sources have gaps between their rows."""
     tensors = ref.randoms(3, [6, 2001], dtype)
     srcs = [torch.zeros(6, 2051, dtype=dtype)[:, 7 : 7 + 2001].copy_(t) for t in tensors]
     dst = torch.zeros(6, 2001, dtype=dtype)
-    (one,) = launch([Row([dst], srcs)], multiprocessors=2)
+    (one,) = launch([Task([dst], srcs)], multiprocessors=2)
     ref.assert_same([dst], [ref.left_fold(tensors, "sum")])
     assert one["loaded_twice"] == 0
     assert one["widest_load"] == dtype.itemsize
@@ -85,7 +85,7 @@ def test_tree_order(dtype: torch.dtype, op: str):
         srcs = [shifted(t, 1 + apart * (r % 2)) for r, t in enumerate(tensors)]
         in_place = world % 2 == 0
         dsts = srcs if in_place else [shifted(tensors[0], 1)]
-        (one,) = launch([Row(dsts, srcs)], op, order="tree", multiprocessors=world % 3 + 1)
+        (one,) = launch([Task(dsts, srcs)], op, order="tree", multiprocessors=world % 3 + 1)
         wanted = [ref.fold(tensors, op, "tree")] * len(dsts)
         ref.assert_same([d.flatten() for d in dsts], wanted, (world, apart), op)
         assert one["loaded_twice"] == 0
@@ -104,10 +104,10 @@ def test_tree_order_of_any_number_of_sources(world: int):
     srcs = [torch.zeros(3, 30)[:, 2:23].copy_(t) for t in tensors]
     if world <= 250:  # a source takes a pitch beside its address
         dst = torch.zeros(3, 25)[:, 1:22]
-        launch([Row([dst], srcs)], order="tree")
+        launch([Task([dst], srcs)], order="tree")
         ref.assert_same([dst], [ref.fold(tensors, "sum", "tree")])
     flat = torch.zeros(1, 63)
-    launch([Row([flat], [lines(t) for t in tensors])], order="tree")
+    launch([Task([flat], [one_row(t) for t in tensors])], order="tree")
     ref.assert_same([flat.view(3, 21)], [ref.fold(tensors, "sum", "tree")])
 
 
@@ -116,7 +116,7 @@ def test_tree_order_of_any_number_of_sources(world: int):
 def test_sums_of_narrow_floats_as_accumulators(dtype: torch.dtype, world: int):
     tensors = ref.randoms(world, [777], dtype)
     out = torch.zeros(1, 777)
-    (one,) = launch([Row([out], [shifted(t, r % 3) for r, t in enumerate(tensors)])], order="tree")
+    (one,) = launch([Task([out], [shifted(t, r % 3) for r, t in enumerate(tensors)])], order="tree")
     ref.assert_same([out[0]], [ref.fold([t.float() for t in tensors], "sum", "tree")])
     assert one["kind"] == "widening_fold"
     assert (one["widest_load"], one["widest_store"]) == (dtype.itemsize, 4)
@@ -128,7 +128,7 @@ def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     a, b = codes.repeat(256), codes.view(torch.uint8).repeat_interleave(256).view(dtype)
     out = torch.empty_like(a)
-    launch([Row([lines(out)], [lines(a), lines(b)])], op)
+    launch([Task([one_row(out)], [one_row(a), one_row(b)])], op)
     ref.assert_same([out], [ref.left_fold([a, b], op)], op=op)
 
 
@@ -145,7 +145,7 @@ def test_8_bit_overflow_infinity_and_nan_become_the_given_bytes(dtype: torch.dty
         a, b = torch.cat([a, infinite]), torch.cat([b, infinite])
         wanted += [infinity, infinity | 0x80]
     out = torch.empty_like(a)
-    launch([Row([lines(out)], [lines(a), lines(b)])], float8=codes)
+    launch([Task([one_row(out)], [one_row(a), one_row(b)])], float8=codes)
     assert out.view(torch.uint8).tolist() == wanted
 
 
@@ -153,7 +153,7 @@ def test_8_bit_overflow_infinity_and_nan_become_the_given_bytes(dtype: torch.dty
 def test_nonzero_bytes_of_bool_are_true(op: str):
     a, b = torch.arange(256).to(torch.uint8).repeat(256), torch.arange(2**16).div(256).byte()
     out = torch.empty(2**16, dtype=torch.bool)
-    launch([Row([lines(out)], [lines(a.view(torch.bool)), lines(b.view(torch.bool))])], op)
+    launch([Task([one_row(out)], [one_row(a.view(torch.bool)), one_row(b.view(torch.bool))])], op)
     assert torch.equal(out.view(torch.uint8), ref.left_fold([a != 0, b != 0], op).byte())
 
 
@@ -164,17 +164,17 @@ def test_all_16_bit_floats(dtype: torch.dtype, other: float):
     b = torch.full_like(a, other)
     for op in ("sum", "prod", "avg", "min"):
         out = torch.empty_like(a)
-        launch([Row([lines(out)], [lines(a), lines(b)])], op)
+        launch([Task([one_row(out)], [one_row(a), one_row(b)])], op)
         ref.assert_same([out], [ref.left_fold([a, b], op)], op, op=op)
 
 
 def test_only_finishing_folds_divide_by_the_world():
     for dtype in (torch.float32, torch.float16, torch.int64):
         tensors = ref.randoms(3, [100], dtype)
-        total, mean = lines(torch.empty_like(tensors[0])), lines(torch.empty_like(tensors[0]))
-        srcs = [lines(t) for t in tensors]
-        (one,) = launch([Row([total], srcs, finishes=False), Row([mean], srcs)], "avg")
-        assert one["works"] == 2
+        total, mean = one_row(torch.empty_like(tensors[0])), one_row(torch.empty_like(tensors[0]))
+        srcs = [one_row(t) for t in tensors]
+        (one,) = launch([Task([total], srcs, finishes=False), Task([mean], srcs)], "avg")
+        assert one["tasks"] == 2
         ref.assert_same([total[0]], [ref.left_fold(tensors, "sum")])
         ref.assert_same([mean[0]], [ref.left_fold(tensors, "avg")])
 
@@ -188,7 +188,7 @@ def test_the_width_of_copies_is_the_common_alignment(dtype: torch.dtype):
     for count, to, source in itertools.product((1, 15, 16, 10_007), (0, 1, 2), (0, 1, 3, 4)):
         values = torch.arange(count * item).to(torch.uint8).view(dtype)
         src, dst = shifted(values, source), shifted(torch.zeros_like(values), to)
-        (one,) = launch([Row([dst], [src])])
+        (one,) = launch([Task([dst], [src])])
         assert one["kind"] == "copy"
         assert torch.equal(dst.view(torch.uint8), src.view(torch.uint8))
         assert one["loaded"] == one["stored"] == count * item
@@ -202,11 +202,11 @@ def test_copies_keep_every_bit():
     for dtype in (*ref.NARROW, torch.float32, torch.bool):
         codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
         src, dsts = codes.clone(), [torch.zeros_like(codes) for _ in range(3)]
-        launch([Row([lines(d.view(dtype)) for d in dsts], [lines(src.view(dtype))])], world=4)
+        launch([Task([one_row(d.view(dtype)) for d in dsts], [one_row(src.view(dtype))])], world=4)
         assert all(torch.equal(d, codes) for d in dsts)
 
 
-# --- lines ----------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300)
@@ -227,7 +227,7 @@ def test_any_lines(data: st.DataObject):
     srcs = [view(t) for t in tensors]
     in_place = draw(st.booleans())
     dsts = srcs if in_place else [view(tensors[0] * 0) for _ in range(n_dsts)]
-    launches = launch([Row(dsts, srcs)], multiprocessors=multiprocessors)
+    launches = launch([Task(dsts, srcs)], multiprocessors=multiprocessors)
     wanted = ref.left_fold(tensors, "sum") if world > 1 else tensors[0]
     ref.assert_same(dsts, [wanted] * len(dsts))
     assert sum(one["loaded"] for one in launches) == world * reals(wanted)
@@ -236,7 +236,7 @@ def test_any_lines(data: st.DataObject):
 
 def test_lines_without_gaps_are_merged():
     srcs = [torch.arange(64.0).view(16, 4) + r for r in range(2)]
-    (one,) = launch([Row(srcs, srcs)])
+    (one,) = launch([Task(srcs, srcs)])
     assert one["widest_load"] == 16
     assert len(one["accesses"]) == 1
     assert torch.equal(srcs[1], torch.arange(64.0).view(16, 4) * 2 + 1)
@@ -248,34 +248,34 @@ def test_lines_without_gaps_are_merged():
 def test_works_that_exceed_the_arguments_take_several_launches():
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
-    rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]
-    launches = launch(rows)
+    tasks = [Task(srcs, srcs) for srcs in ([one_row(t.clone()) for t in four] for four in tensors)]
+    launches = launch(tasks)
     assert len(launches) == -(-700 // ((ARGS_BYTES - 32) // 64))
-    assert sum(one["works"] for one in launches) == 700
-    for four, row in zip(tensors, rows, strict=True):
-        ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)
+    assert sum(one["tasks"] for one in launches) == 700
+    for four, task in zip(tensors, tasks, strict=True):
+        ref.assert_same([s[0] for s in task.srcs], [ref.left_fold(four, "sum")] * 4)
 
 
 def test_copies_and_folds_are_launched_separately():
-    fold = Row([lines(torch.zeros(9))], [lines(torch.ones(9))] * 2)
-    copies = [Row([lines(torch.zeros(9))], [lines(torch.ones(9))]) for _ in range(2)]
+    fold = Task([one_row(torch.zeros(9))], [one_row(torch.ones(9))] * 2)
+    copies = [Task([one_row(torch.zeros(9))], [one_row(torch.ones(9))]) for _ in range(2)]
     launches = launch([copies[0], fold, copies[1]])
-    assert [(one["kind"], one["works"]) for one in launches] == [("fold", 1), ("copy", 2)]
+    assert [(one["kind"], one["tasks"]) for one in launches] == [("fold", 1), ("copy", 2)]
     assert bool((fold.dsts[0] == 2).all())
     assert all(bool((copy.dsts[0] == 1).all()) for copy in copies)
 
 
 @pytest.mark.parametrize("world", [64, 503, 504])
 def test_worlds_that_fill_the_arguments(world: int):
-    rows = []
+    tasks = []
     for _ in range(3):
         srcs = [torch.full((1, 17), float(r)) for r in range(world)]
-        rows.append(Row(srcs, srcs))
-    launches = launch(rows)
-    assert sum(one["works"] for one in launches) == 3
+        tasks.append(Task(srcs, srcs))
+    launches = launch(tasks)
+    assert sum(one["tasks"] for one in launches) == 3
     wanted = ref.left_fold([torch.full((1, 17), float(r)) for r in range(world)], "sum")
-    for row in rows:
-        ref.assert_same(row.srcs, [wanted] * world)
+    for task in tasks:
+        ref.assert_same(task.srcs, [wanted] * world)
 
 
 @pytest.mark.parametrize("height", [1, 6])
@@ -284,7 +284,7 @@ def test_destinations_that_exceed_the_arguments_are_copied_from_the_first(world:
     tensors = ref.randoms(world, [height, 19], torch.bfloat16)
     base = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
     dsts = [r[:, :19] for r in base]
-    launches = launch([Row(dsts, tensors)], "avg")
+    launches = launch([Task(dsts, tensors)], "avg")
     wanted = ref.left_fold(tensors, "avg") if world > 1 else tensors[0]
     ref.assert_same(dsts, [wanted] * 1300)
     assert [one["kind"] for one in launches] == sorted((o["kind"] for o in launches), reverse=True)
@@ -294,64 +294,64 @@ def test_destinations_that_exceed_the_arguments_are_copied_from_the_first(world:
 def test_sources_that_exceed_a_table_are_refused():
     srcs = [torch.ones(1, 4)] * 600
     with pytest.raises(ValueError, match="folds up to 503 sources at once; there are 600"):
-        launch([Row([torch.zeros(1, 4)], srcs)])
+        launch([Task([torch.zeros(1, 4)], srcs)])
 
 
 def test_misaligned_addresses_are_refused():
     odd = torch.zeros(65, dtype=torch.uint8)[1:].data_ptr()
     even = torch.zeros(64, dtype=torch.uint8).data_ptr()
-    row = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
+    task = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
     with pytest.raises(ValueError, match="float32 at multiples of 4 bytes"):
-        _testing.emulate_launch([row], "float32", "sum", 2, 1, float8_bytes())
+        _testing.emulate_launch([task], "float32", "sum", 2, 1, float8_bytes())
 
 
 def test_undefined_reductions_are_refused():
     with pytest.raises(TypeError, match="band is not defined for float32"):
-        launch([Row([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
+        launch([Task([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
 
 
 def test_empty_rows_are_not_launched():
     empty, some = torch.zeros(1, 0), torch.ones(1, 4)
-    assert launch([Row([empty], [empty, empty]), Row([empty], [empty])]) == []
+    assert launch([Task([empty], [empty, empty]), Task([empty], [empty])]) == []
     out = torch.zeros(1, 4)
-    (one,) = launch([Row([empty], [empty] * 2), Row([out], [some, some])])
-    assert one["works"] == 1
+    (one,) = launch([Task([empty], [empty] * 2), Task([out], [some, some])])
+    assert one["tasks"] == 1
 
 
-def in_place(count: int) -> Row:
-    srcs = [lines(torch.ones(count)) for _ in range(2)]
-    return Row(srcs, srcs)
+def in_place(count: int) -> Task:
+    srcs = [one_row(torch.ones(count)) for _ in range(2)]
+    return Task(srcs, srcs)
 
 
-# Counts of rows -> least and largest number of blocks on one multiprocessor, of which 12 run at
-# once. One block more than whole waves would run alone, while the rest of the GPU waits for it.
+# Elements of each task -> least and largest number of blocks on one multiprocessor, of which 12
+# run at once. One block more than whole waves would run alone, while the rest of the GPU waits.
 BLOCKS = [
     *[(counts, 12, 12) for counts in ([90_000], [30_000] * 5, [50_000] * 12, [70_001, 20_002])],
-    ([90_000, *[64] * 5], 12, 12 + 5),  # a row smaller than a block adds one
+    ([90_000, *[64] * 5], 12, 12 + 5),  # a task smaller than a block adds one
     ([*[64] * 5, 90_000], 12, 12 + 5),
 ]
 
 
 @pytest.mark.parametrize(("counts", "least", "most"), BLOCKS)
 def test_rows_share_the_blocks_of_whole_waves(counts: list[int], least: int, most: int):
-    rows = [in_place(count) for count in counts]
-    (one,) = launch(rows, multiprocessors=1)
+    tasks = [in_place(count) for count in counts]
+    (one,) = launch(tasks, multiprocessors=1)
     assert least <= len(one["accesses"]) <= most
-    assert all(bool((s == 2).all()) for row in rows for s in row.srcs)
+    assert all(bool((s == 2).all()) for task in tasks for s in task.srcs)
 
 
 def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
-    rows = [in_place(400_000), *(in_place(64) for _ in range(80))]
-    (one,) = launch(rows, multiprocessors=4)
+    tasks = [in_place(400_000), *(in_place(64) for _ in range(80))]
+    (one,) = launch(tasks, multiprocessors=4)
     assert len(one["accesses"]) <= 4 * 12 + 80
     assert max(one["accesses"]) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
 
 
 def test_small_rows_have_a_thread_for_every_packet():
-    srcs = [lines(torch.ones(61_706)) for _ in range(4)]
-    (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+    srcs = [one_row(torch.ones(61_706)) for _ in range(4)]
+    (one,) = launch([Task(srcs, srcs)], multiprocessors=132)
     assert len(one["accesses"]) == -(-(61_706 // 4 + 2) // 256)
     for count in (1, 2, 3, 5, 256):
         srcs = [shifted(torch.ones(count), 1) for _ in range(2)]
-        (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+        (one,) = launch([Task(srcs, srcs)], multiprocessors=132)
         assert len(one["accesses"]) == 1

@@ -272,12 +272,12 @@ def test_the_host_copies_behind_the_stream(gpus: Gpus) -> None:
     assert counted["synchronize"] >= 2  # before the copy, and for the result
 
 
-@pytest.mark.parametrize("lines", [1, 2])
-def test_more_ranks_than_a_kernel_takes_are_refused(gpus: Gpus, lines: int) -> None:
-    """The addresses are parameters of the kernel. In several lines each of them has a pitch."""
-    most = 503 if lines == 1 else 251
+@pytest.mark.parametrize("rows", [1, 2])
+def test_more_ranks_than_a_kernel_takes_are_refused(gpus: Gpus, rows: int) -> None:
+    """The addresses are parameters of the kernel. In several rows each of them has a pitch."""
+    most = 503 if rows == 1 else 251
     for world in (most, most + 1):
-        of = values(world, lines, world)
+        of = values(world, rows, world)
         tensors = on_ranks(gpus, of)
         if world == most:
             shards = gpus.reduce_scatter(tensors, dim=1)

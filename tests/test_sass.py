@@ -112,7 +112,7 @@ def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]],
 def test_16_units_are_loaded_before_the_first_addition(
     kernels: dict[str, list[str]], name: str, load: str
 ):
-    """For ranks at different alignments, in tensors of one line and of several lines."""
+    """For ranks at different alignments, in tensors of one row and of several rows."""
     assert bursts(kernels[name], load).count((16, 16)) == 2
 
 

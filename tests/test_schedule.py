@@ -113,7 +113,7 @@ def test_a_dropped_wait_changes_the_bits(name: str) -> None:
 
 
 def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
-    """One for each level, which has the works of its steps on all tensors."""
+    """One for each level, which has the kernel tasks of its steps on all tensors."""
     for name, world in itertools.product(("leader", "two_shot", "chain"), range(1, 17)):
         with PlanCall(all_reduce(name, world), True, [0] * world, tensors=8) as call:
             # The first and the last level only begin and end ranks.
@@ -121,12 +121,12 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
             done = {"capture_id": 1, "load": 1, "launch": launches}
             if world == 1:  # a single rank in place has nothing to do
                 del done["launch"]
-            before = call.cuda.counters().get("works", 0)
+            before = call.cuda.counters().get("tasks", 0)
             counts = call.count()
             del counts["current_device"]
             assert counts == done, (name, world)
-            works = call.cuda.counters().get("works", 0) - before
-            assert works == (8 * len(call.compiled.plan.steps) if world > 1 else 0)
+            tasks = call.cuda.counters().get("tasks", 0) - before
+            assert tasks == (8 * len(call.compiled.plan.steps) if world > 1 else 0)
             call.check(2, world)
 
 

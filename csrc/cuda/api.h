@@ -26,20 +26,20 @@ struct Event {
 };
 
 // One fold, or one copy if there is one source, that a kernel executes on the memory of one tensor.
-// In each of `lines` lines of `count` elements, every dst[i] = srcs[0][i] op srcs[1][i] op ...
+// In each of `rows` rows of `count` elements, every dst[i] = srcs[0][i] op srcs[1][i] op ...
 struct KernelTask {
-  std::vector<std::byte*> dsts, srcs;  // addresses of the first line
-  // Bytes from one line to the next, for each address. Kernels ignore them for a single line.
+  std::vector<std::byte*> dsts, srcs;  // addresses of the first row
+  // Bytes from one row to the next, for each address. Kernels ignore them for a single row.
   std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};
   std::size_t count = 0;
-  std::size_t lines = 1;
+  std::size_t rows = 1;
   bool finishes = false;  // true: the fold completes the reduction, and `avg` divides
 };
 
-// Works that may run at the same time, because their accesses do not conflict. One kernel
+// Kernel tasks that may run at the same time, because their accesses do not conflict. One kernel
 // executes the folds and one the copies, or more if they exceed the limit of kernel parameters.
 struct Launch {
-  std::vector<KernelTask> works;
+  std::vector<KernelTask> tasks;
   DType dtype;
   ReduceOp op;
   FoldOptions options;

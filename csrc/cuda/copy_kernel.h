@@ -1,11 +1,11 @@
-// The copy kernel: copies the bytes of a work's source to every destination. Its accesses have 1 to
-// 16 bytes: the largest such power of two modulo which all addresses of the work are equal.
+// The copy kernel: copies the bytes of a task's source to every destination. Its accesses have 1 to
+// 16 bytes: the largest such power of two modulo which all addresses of the task are equal.
 #pragma once
-#include "thread_work.h"
+#include "thread_share.h"
 
 namespace pycollect::cuda {
 
-// Copies one work by one thread, in accesses of type V, at `bytes` from the beginning of a line.
+// Copies one task by one thread, in accesses of type V, at `bytes` from the beginning of a row.
 template <class V, class Accessor, class List>
 struct Copier {
   const Accessor& accessor;
@@ -27,10 +27,10 @@ struct Copier {
 };
 
 template <class V, class Accessor>
-constexpr void copy_lines(const BlockWork& job, const Accessor& accessor) {
-  const WorkArgs& work = job.work;
-  const ThreadShare share = job.share;
-  const LineAccesses line(work, sizeof(V), 1);
+constexpr void copy_share(const BlockTask& block, const Accessor& accessor) {
+  const TaskArgs& task = block.task;
+  const ThreadShare share = block.share;
+  const RowAccesses row(task, sizeof(V), 1);
   const auto on = [&](auto dsts, auto src) {
     return [&accessor, dsts, src]<class W>(std::type_identity<W>) {
       return Copier<W, Accessor, decltype(dsts)>{accessor, dsts, src};
@@ -38,38 +38,38 @@ constexpr void copy_lines(const BlockWork& job, const Accessor& accessor) {
   };
   const std::type_identity<V> wide;
   const std::type_identity<uint8_t> edge;
-  const uint64_t *dsts = job.lists + work.dsts, *src = job.lists + work.srcs;
-  if (work.pitched) {
-    return walk_lines(line, work.lines, share, [&](int64_t at, int64_t slot) {
-      const auto copy = on(PitchedAddresses{dsts, work.n_dsts, at}, PitchedAddresses{src, 1, at});
-      slot < line.wide ? copy(wide).one(line.byte_of_wide<V>(slot))
-                       : copy(edge).one(line.byte_of_edge(slot));
+  const uint64_t *dsts = block.lists + task.dsts, *src = block.lists + task.srcs;
+  if (task.pitched) {
+    return walk_rows(row, task.rows, share, [&](int64_t at, int64_t slot) {
+      const auto copy = on(PitchedAddresses{dsts, task.n_dsts, at}, PitchedAddresses{src, 1, at});
+      slot < row.wide ? copy(wide).one(row.byte_of_wide<V>(slot))
+                      : copy(edge).one(row.byte_of_edge(slot));
     });
   }
-  const auto copy = on(FlatAddresses{dsts, work.n_dsts}, FlatAddresses{src, 1});
+  const auto copy = on(FlatAddresses{dsts, task.n_dsts}, FlatAddresses{src, 1});
   int64_t slot = share.first;
-  for (; slot + (kInFlight - 1) * share.step < line.wide; slot += kInFlight * share.step)
-    copy(wide).template many<kInFlight>(line.byte_of_wide<V>(slot), share.step * sizeof(V));
-  for (; slot < line.wide; slot += share.step) copy(wide).one(line.byte_of_wide<V>(slot));
-  for (; slot < line.slots(); slot += share.step) copy(edge).one(line.byte_of_edge(slot));
+  for (; slot + (kInFlight - 1) * share.step < row.wide; slot += kInFlight * share.step)
+    copy(wide).template many<kInFlight>(row.byte_of_wide<V>(slot), share.step * sizeof(V));
+  for (; slot < row.wide; slot += share.step) copy(wide).one(row.byte_of_wide<V>(slot));
+  for (; slot < row.slots(); slot += share.step) copy(edge).one(row.byte_of_edge(slot));
 }
 
 // Body of the copy kernel, for one thread.
 template <class Accessor>
 constexpr void run_copies(const ArgsHead& head, const uint64_t* words, ThreadId id,
                           const Accessor& accessor) {
-  const BlockWork job(head, words, id);
-  switch (job.work.width) {  // uniform in a block
+  const BlockTask block(head, words, id);
+  switch (block.task.width) {  // uniform in a block
     case 16:
-      return copy_lines<Packet>(job, accessor);
+      return copy_share<Packet>(block, accessor);
     case 8:
-      return copy_lines<uint64_t>(job, accessor);
+      return copy_share<uint64_t>(block, accessor);
     case 4:
-      return copy_lines<uint32_t>(job, accessor);
+      return copy_share<uint32_t>(block, accessor);
     case 2:
-      return copy_lines<uint16_t>(job, accessor);
+      return copy_share<uint16_t>(block, accessor);
     default:
-      return copy_lines<uint8_t>(job, accessor);
+      return copy_share<uint8_t>(block, accessor);
   }
 }
 

@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "kernels.h"
-#include "thread_work.h"
+#include "thread_share.h"
 
 namespace pycollect {
 

@@ -143,7 +143,7 @@ class ExecutorRun {
     if (scheduled.recorded) events[number].emplace(pool_, stream, capturing());
   }
 
-  // Tasks of one level do not conflict: all of their works on all bindings are one launch.
+  // Tasks of one level do not conflict: their kernel tasks on all bindings are one launch.
   void issue_tasks(Stream stream, const std::vector<TaskId>& tasks) {
     Launch launch{{}, call_.dtype, call_.op, call_.options};
     for (TaskId p : tasks) {
@@ -153,33 +153,33 @@ class ExecutorRun {
         if (elements(binding, call_.compiled.plan.steps[step]) > 0)
           issue_step(stream, binding, step, launch);
     }
-    if (!launch.works.empty()) api_.launch(stream, launch);
+    if (!launch.tasks.empty()) api_.launch(stream, launch);
   }
 
   // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    KernelTask work{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
-    work.finishes = call_.compiled.finishes[index];
+    KernelTask task{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
+    task.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
       if (step.srcs.size() == 1 && try_copy(stream, binding, dst, step.srcs[0])) continue;
       std::byte* const to = address(binding, dst, item_);
       if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
-      work.dsts.push_back(to);
-      work.dst_pitches.push_back(pitch(binding, dst));
+      task.dsts.push_back(to);
+      task.dst_pitches.push_back(pitch(binding, dst));
       pageable.push_back(is_pageable(binding, dst));
     }
-    if (work.dsts.empty()) return;
+    if (task.dsts.empty()) return;
     for (const Slice& src : step.srcs) {
-      work.srcs.push_back(address(binding, src, item_));
-      work.src_pitches.push_back(pitch(binding, src));
+      task.srcs.push_back(address(binding, src, item_));
+      task.src_pitches.push_back(pitch(binding, src));
       pageable.push_back(is_pageable(binding, src));
     }
     if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
-      launch.works.push_back(std::move(work));
+      launch.tasks.push_back(std::move(task));
     else
-      ring_lease_.launch(stream, {{std::move(work)}, launch.dtype, launch.op, launch.options},
+      ring_lease_.launch(stream, {{std::move(task)}, launch.dtype, launch.op, launch.options},
                          pageable);
   }
 

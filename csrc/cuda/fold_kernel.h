@@ -5,7 +5,7 @@
 // in tests that of the host.
 #pragma once
 #include "elements.h"
-#include "thread_work.h"
+#include "thread_share.h"
 
 namespace pycollect::cuda {
 
@@ -80,7 +80,7 @@ constexpr void fold_packets(const Folder& fold, int64_t bytes, int64_t stride, C
         [&](auto p) { fold.accessor.store(fold.dsts.at(d, bytes + p * stride), results[p]); });
 }
 
-// Folds one work by one thread, at `bytes` from the beginning of a line.
+// Folds one task by one thread, at `bytes` from the beginning of a row.
 template <class K, class Accessor, class List>
 struct Folder {
   const K& kernel;
@@ -128,37 +128,37 @@ struct Folder {
 // Folds all whole batches of packets, for a number of sources known at compile time. Returns the
 // thread's first slot that is not folded.
 template <int kSrcs, class F>
-constexpr int64_t fold_batches(const F& fold, const LineAccesses& line, ThreadShare share) {
+constexpr int64_t fold_batches(const F& fold, const RowAccesses& row, ThreadShare share) {
   constexpr int kPackets = kInFlight / kSrcs;
   int64_t slot = share.first;
-  for (; slot + (kPackets - 1) * share.step < line.wide; slot += kPackets * share.step)
-    fold.template packets<kSrcs, kPackets>(line.byte_of_wide<Packet>(slot),
+  for (; slot + (kPackets - 1) * share.step < row.wide; slot += kPackets * share.step)
+    fold.template packets<kSrcs, kPackets>(row.byte_of_wide<Packet>(slot),
                                            share.step * kPacketBytes);
   return slot;
 }
 
 template <class K, class Accessor>
-constexpr int64_t fold_known(const Folder<K, Accessor, FlatAddresses>& fold,
-                             const LineAccesses& line, ThreadShare share) {
+constexpr int64_t fold_known(const Folder<K, Accessor, FlatAddresses>& fold, const RowAccesses& row,
+                             ThreadShare share) {
   if constexpr (!K::kHot) return share.first;
   switch (fold.srcs.n) {  // uniform in a block
     case 2:
-      return fold_batches<2>(fold, line, share);
+      return fold_batches<2>(fold, row, share);
     case 4:
-      return fold_batches<4>(fold, line, share);
+      return fold_batches<4>(fold, row, share);
     case 8:
-      return fold_batches<8>(fold, line, share);
+      return fold_batches<8>(fold, row, share);
     default:
       return share.first;
   }
 }
 
-// Calls body with the type of a work's wide accesses, if it has any.
+// Calls body with the type of a task's wide accesses, if it has any.
 template <class T, class Body>
-constexpr void with_wide_type(const WorkArgs& work, Body body) {
-  if (work.width == kPacketBytes) return body(std::type_identity<Packet>{});
+constexpr void with_wide_type(const TaskArgs& task, Body body) {
+  if (task.width == kPacketBytes) return body(std::type_identity<Packet>{});
   if constexpr (sizeof(T) <= kMaxStripedBytes)
-    if (work.width == sizeof(T)) body(std::type_identity<Striped<T>>{});
+    if (task.width == sizeof(T)) body(std::type_identity<Striped<T>>{});
 }
 
 // Body of a fold kernel, for one thread.
@@ -166,32 +166,34 @@ template <class T, class Op, class Accessor>
 constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId id,
                          const Accessor& accessor) {
   using K = Arithmetic<T, Op>;
-  const BlockWork job(head, words, id);
-  const WorkArgs& work = job.work;
-  const K kernel(head, work.finishes);
-  const LineAccesses line(work, kPacketBytes, sizeof(T));
-  if (work.pitched) {
+  const BlockTask block(head, words, id);
+  const TaskArgs& task = block.task;
+  const K kernel(head, task.finishes);
+  const RowAccesses row(task, kPacketBytes, sizeof(T));
+  if (task.pitched) {
     const auto one = [&](int64_t at, int64_t slot) {
       const Folder<K, Accessor, PitchedAddresses> fold{kernel,
                                                        accessor,
-                                                       {job.lists + work.dsts, work.n_dsts, at},
-                                                       {job.lists + work.srcs, work.n_srcs, at}};
-      if (slot >= line.wide) return fold.template any<T>(line.byte_of_edge(slot));
-      with_wide_type<T>(work, [&]<class V>(std::type_identity<V>) {
-        fold.template any<V>(line.byte_of_wide<V>(slot));
+                                                       {block.lists + task.dsts, task.n_dsts, at},
+                                                       {block.lists + task.srcs, task.n_srcs, at}};
+      if (slot >= row.wide) return fold.template any<T>(row.byte_of_edge(slot));
+      with_wide_type<T>(task, [&]<class V>(std::type_identity<V>) {
+        fold.template any<V>(row.byte_of_wide<V>(slot));
       });
     };
-    return walk_lines(line, work.lines, job.share, one);
+    return walk_rows(row, task.rows, block.share, one);
   }
-  const Folder<K, Accessor, FlatAddresses> fold{
-      kernel, accessor, {job.lists + work.dsts, work.n_dsts}, {job.lists + work.srcs, work.n_srcs}};
-  const int64_t step = job.share.step;
-  int64_t slot = job.share.first;
-  with_wide_type<T>(work, [&]<class V>(std::type_identity<V>) {
-    if constexpr (std::is_same_v<V, Packet>) slot = fold_known(fold, line, job.share);
-    for (; slot < line.wide; slot += step) fold.template any<V>(line.byte_of_wide<V>(slot));
+  const Folder<K, Accessor, FlatAddresses> fold{kernel,
+                                                accessor,
+                                                {block.lists + task.dsts, task.n_dsts},
+                                                {block.lists + task.srcs, task.n_srcs}};
+  const int64_t step = block.share.step;
+  int64_t slot = block.share.first;
+  with_wide_type<T>(task, [&]<class V>(std::type_identity<V>) {
+    if constexpr (std::is_same_v<V, Packet>) slot = fold_known(fold, row, block.share);
+    for (; slot < row.wide; slot += step) fold.template any<V>(row.byte_of_wide<V>(slot));
   });
-  for (; slot < line.slots(); slot += step) fold.template any<T>(line.byte_of_edge(slot));
+  for (; slot < row.slots(); slot += step) fold.template any<T>(row.byte_of_edge(slot));
 }
 
 }  // namespace pycollect::cuda

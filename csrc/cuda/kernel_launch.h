@@ -1,5 +1,5 @@
-// Launches kernels on the current device. The works of a launch are split into kernel launches,
-// which decides which blocks run a work and how wide its accesses are; kernel_launch.cu issues
+// Launches kernels on the current device. The tasks of a launch are split into kernel launches,
+// which decides which blocks run a task and how wide its accesses are; kernel_launch.cu issues
 // these. Includes no CUDA headers: the stream is opaque.
 #pragma once
 #include <array>
@@ -22,10 +22,10 @@ struct KernelLaunch {
   uint32_t blocks;
 };
 
-// Returns the number of addresses that fit in a kernel's arguments for one work. `pitched`: of a
-// work of several lines, where each address has a pitch.
+// Returns the number of addresses that fit in a kernel's arguments for one task. `pitched`: of a
+// task of several rows, where each address has a pitch.
 constexpr std::size_t most_addresses(bool pitched) {
-  return (KernelArgs::kWords - kWorkWords) / (pitched ? 2 : 1);
+  return (KernelArgs::kWords - kTaskWords) / (pitched ? 2 : 1);
 }
 
 // Calls `issue` for each kernel launch on a device, in order. Allocates no device memory and does
@@ -35,7 +35,7 @@ constexpr std::size_t most_addresses(bool pitched) {
 void split_launch(const Launch& launch, int multiprocessors,
                   const std::function<void(const KernelLaunch&)>& issue);
 
-// Launches the kernels for all works of `launch` on a stream of the current device, which has this
+// Launches the kernels for all tasks of `launch` on a stream of the current device, which has this
 // number of multiprocessors. Allocates nothing and waits for nothing, so it can be captured.
 void launch_level(Stream stream, const Launch& launch, int multiprocessors);
 

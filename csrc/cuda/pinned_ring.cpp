@@ -14,35 +14,35 @@ constexpr std::size_t kAlign = 16;  // the widest access of a kernel
 
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// The part of a work's lines that goes through one piece: elements [first, first + count) of each
-// line in [line, line + lines).
-struct LinePart {
-  std::size_t line, lines, first, count;
+// The part of a task's rows that goes through one piece: elements [first, first + count) of each
+// row in [row, row + rows).
+struct RowPart {
+  std::size_t row, rows, first, count;
 };
 
-// Cuts `lines` lines of `count` items into parts whose padded lines take at most `max_bytes`.
-std::vector<LinePart> cut(std::size_t lines, std::size_t count, std::size_t item,
-                          std::size_t max_bytes) {
+// Cuts `rows` rows of `count` items into parts whose padded rows take at most `max_bytes`.
+std::vector<RowPart> cut(std::size_t rows, std::size_t count, std::size_t item,
+                         std::size_t max_bytes) {
   require(max_bytes >= kAlign,
           "one step has more tensors in pageable host memory than a piece of the "
           "pinned ring has room for; pin some of them with .pin_memory()");
-  std::vector<LinePart> parts;
+  std::vector<RowPart> parts;
   const std::size_t together = max_bytes / padded(count * item);
   if (together > 0) {
-    for (std::size_t line = 0; line < lines; line += together)
-      parts.push_back({line, std::min(together, lines - line), 0, count});
+    for (std::size_t row = 0; row < rows; row += together)
+      parts.push_back({row, std::min(together, rows - row), 0, count});
     return parts;
   }
   const std::size_t step = max_bytes / kAlign * kAlign / item;
-  for (std::size_t line = 0; line < lines; ++line)
+  for (std::size_t row = 0; row < rows; ++row)
     for (std::size_t first = 0; first < count; first += step)
-      parts.push_back({line, 1, first, std::min(step, count - first)});
+      parts.push_back({row, 1, first, std::min(step, count - first)});
   return parts;
 }
 
 template <class Byte>
-Byte* part_begin(Byte* base, std::ptrdiff_t pitch, const LinePart& part, std::size_t item) {
-  return base + static_cast<std::ptrdiff_t>(part.line) * pitch +
+Byte* part_begin(Byte* base, std::ptrdiff_t pitch, const RowPart& part, std::size_t item) {
+  return base + static_cast<std::ptrdiff_t>(part.row) * pitch +
          static_cast<std::ptrdiff_t>(part.first * item);
 }
 
@@ -58,8 +58,8 @@ HostSpan written(const CopyRect& r) { return span(r.dst, r.dst_pitch, r); }
 HostSpan read(const CopyRect& r) { return span(r.src, r.src_pitch, r); }
 
 CopyRect on_host(std::byte* dst, std::ptrdiff_t dst_pitch, const std::byte* src,
-                 std::ptrdiff_t src_pitch, const LinePart& part, std::size_t item) {
-  return {dst, src, dst_pitch, src_pitch, part.count * item, part.lines, kHost, kHost};
+                 std::ptrdiff_t src_pitch, const RowPart& part, std::size_t item) {
+  return {dst, src, dst_pitch, src_pitch, part.count * item, part.rows, kHost, kHost};
 }
 
 }  // namespace
@@ -128,22 +128,22 @@ void PinnedRing::drain_if_overlapping(DeviceGuard& device, const CopyRect& r, bo
 
 void PinnedRing::copy(DeviceGuard& device, Stream stream, const CopyRect& whole) {
   CopyRect r = whole;
-  const auto line = static_cast<std::ptrdiff_t>(r.bytes);
-  if (r.dst_pitch == line && r.src_pitch == line) r.bytes *= std::exchange(r.rows, 1);
+  const auto row_bytes = static_cast<std::ptrdiff_t>(r.bytes);
+  if (r.dst_pitch == row_bytes && r.src_pitch == row_bytes) r.bytes *= std::exchange(r.rows, 1);
   const bool from_host = r.src_device == kHost;
   if (from_host) drain_if_overlapping(device, r, true);
-  for (const LinePart& part : cut(r.rows, r.bytes, 1, size_.piece_bytes)) {
+  for (const RowPart& part : cut(r.rows, r.bytes, 1, size_.piece_bytes)) {
     const auto pitch = static_cast<std::ptrdiff_t>(padded(part.count));
-    std::byte* const piece = reserve(device, stream, pitch * part.lines);
+    std::byte* const piece = reserve(device, stream, pitch * part.rows);
     std::byte* const dst = part_begin(r.dst, r.dst_pitch, part, 1);
     const std::byte* const src = part_begin(r.src, r.src_pitch, part, 1);
     if (from_host) {
       host_.copy(on_host(piece, pitch, src, r.src_pitch, part, 1));
       api_.copy(stream,
-                {dst, piece, r.dst_pitch, pitch, part.count, part.lines, r.dst_device, kHost});
+                {dst, piece, r.dst_pitch, pitch, part.count, part.rows, r.dst_device, kHost});
     } else {
       api_.copy(stream,
-                {piece, src, pitch, r.src_pitch, part.count, part.lines, kHost, r.src_device});
+                {piece, src, pitch, r.src_pitch, part.count, part.rows, kHost, r.src_device});
       pieces_[at_].host_copies.push_back(on_host(dst, r.dst_pitch, piece, pitch, part, 1));
     }
   }
@@ -157,7 +157,7 @@ void PinnedRing::copy_on_host(DeviceGuard& device, const CopyRect& r) {
 
 namespace {
 
-// Pageable memory of a work; memory that the work uses several times is one range.
+// Pageable memory of a task; memory that the task uses several times is one range.
 struct PageableRange {
   std::byte* base;
   std::ptrdiff_t pitch;
@@ -166,11 +166,11 @@ struct PageableRange {
 
 class PageableRanges {
  public:
-  PageableRanges(const KernelTask& work, const std::vector<bool>& is_pageable) {
-    for (std::size_t i = 0; i < work.dsts.size(); ++i)
-      if (is_pageable[i]) at(work.dsts[i], work.dst_pitches[i]).is_written = true;
-    for (std::size_t i = 0; i < work.srcs.size(); ++i)
-      if (is_pageable[work.dsts.size() + i]) at(work.srcs[i], work.src_pitches[i]).is_read = true;
+  PageableRanges(const KernelTask& task, const std::vector<bool>& is_pageable) {
+    for (std::size_t i = 0; i < task.dsts.size(); ++i)
+      if (is_pageable[i]) at(task.dsts[i], task.dst_pitches[i]).is_written = true;
+    for (std::size_t i = 0; i < task.srcs.size(); ++i)
+      if (is_pageable[task.dsts.size() + i]) at(task.srcs[i], task.src_pitches[i]).is_read = true;
   }
   std::size_t index_of(const std::byte* base) const {
     const auto found = std::find_if(ranges_.begin(), ranges_.end(),
@@ -195,18 +195,17 @@ class PageableRanges {
 // The pageable ranges have consecutive parts of the piece.
 void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch,
                         const std::vector<bool>& is_pageable) {
-  const KernelTask& work = launch.works.front();
-  const PageableRanges ranges(work, is_pageable);
+  const KernelTask& task = launch.tasks.front();
+  const PageableRanges ranges(task, is_pageable);
   const std::size_t item = item_bytes(launch.dtype);
   for (const PageableRange& range : ranges)
     if (range.is_read)
       drain_if_overlapping(
-          device,
-          on_host(nullptr, 0, range.base, range.pitch, {0, work.lines, 0, work.count}, item), true);
-  for (const LinePart& part :
-       cut(work.lines, work.count, item, size_.piece_bytes / ranges.size())) {
+          device, on_host(nullptr, 0, range.base, range.pitch, {0, task.rows, 0, task.count}, item),
+          true);
+  for (const RowPart& part : cut(task.rows, task.count, item, size_.piece_bytes / ranges.size())) {
     const auto pitch = static_cast<std::ptrdiff_t>(padded(part.count * item));
-    const std::size_t bytes = pitch * part.lines;
+    const std::size_t bytes = pitch * part.rows;
     std::byte* const piece = reserve(device, stream, bytes * ranges.size());
     std::vector<CopyRect> host_copies;
     for (const PageableRange& range : ranges) {
@@ -216,19 +215,19 @@ void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch
       if (range.is_written)
         host_copies.push_back(on_host(pageable, range.pitch, pinned, pitch, part, item));
     }
-    Launch part_launch{{work}, launch.dtype, launch.op, launch.options};
-    KernelTask& part_work = part_launch.works.front();
-    part_work.count = part.count;
-    part_work.lines = part.lines;
+    Launch part_launch{{task}, launch.dtype, launch.op, launch.options};
+    KernelTask& part_task = part_launch.tasks.front();
+    part_task.count = part.count;
+    part_task.rows = part.rows;
     const auto place = [&](std::byte*& at, std::ptrdiff_t& at_pitch) {
       const std::size_t i = ranges.index_of(at);
       at = i < ranges.size() ? piece + i * bytes : part_begin(at, at_pitch, part, item);
       if (i < ranges.size()) at_pitch = pitch;
     };
-    for (std::size_t i = 0; i < work.dsts.size(); ++i)
-      place(part_work.dsts[i], part_work.dst_pitches[i]);
-    for (std::size_t i = 0; i < work.srcs.size(); ++i)
-      place(part_work.srcs[i], part_work.src_pitches[i]);
+    for (std::size_t i = 0; i < task.dsts.size(); ++i)
+      place(part_task.dsts[i], part_task.dst_pitches[i]);
+    for (std::size_t i = 0; i < task.srcs.size(); ++i)
+      place(part_task.srcs[i], part_task.src_pitches[i]);
     api_.launch(stream, part_launch);
     auto& all = pieces_[at_].host_copies;
     all.insert(all.end(), host_copies.begin(), host_copies.end());

@@ -42,7 +42,7 @@ class PinnedRing {
   // Copies from pageable to pageable memory on the host.
   void copy_on_host(DeviceGuard& device, const CopyRect& rectangle);
 
-  // Launches one work. `is_pageable`: [pointer], destinations first.
+  // Launches one kernel task. `is_pageable`: [pointer], destinations first.
   void launch(DeviceGuard& device, Stream stream, const Launch& launch,
               const std::vector<bool>& is_pageable);
 

@@ -1,5 +1,5 @@
 // The fold kernel in tree order. Four or eight sources of a frequent type, all aligned to packets,
-// are folded as by the kernel in rank order, with all loads before the first add; any other work
+// are folded as by the kernel in rank order, with all loads before the first add; any other task
 // unit by unit, with eight loads in flight and a sum for each power of two of sources. `Out` is
 // T, or the accumulator's type for results that are not rounded.
 #pragma once
@@ -103,32 +103,34 @@ template <class T, class Op, class Out, class Accessor>
 constexpr void run_tree_folds(const ArgsHead& head, const uint64_t* words, ThreadId id,
                               const Accessor& accessor) {
   using K = Arithmetic<T, Op>;
-  const BlockWork job(head, words, id);
-  const WorkArgs& work = job.work;
-  const K kernel(head, work.finishes);
-  const LineAccesses line(work, kPacketBytes, sizeof(T));
-  if (work.pitched) {
+  const BlockTask block(head, words, id);
+  const TaskArgs& task = block.task;
+  const K kernel(head, task.finishes);
+  const RowAccesses row(task, kPacketBytes, sizeof(T));
+  if (task.pitched) {
     const auto one = [&](int64_t at, int64_t slot) {
       const TreeFolder<K, Accessor, PitchedAddresses> fold{
           kernel,
           accessor,
-          {job.lists + work.dsts, work.n_dsts, at},
-          {job.lists + work.srcs, work.n_srcs, at}};
-      fold.template fold_unit<T, Out>(line.byte_of_edge(slot));
+          {block.lists + task.dsts, task.n_dsts, at},
+          {block.lists + task.srcs, task.n_srcs, at}};
+      fold.template fold_unit<T, Out>(row.byte_of_edge(slot));
     };
-    return walk_lines(line, work.lines, job.share, one);
+    return walk_rows(row, task.rows, block.share, one);
   }
-  const TreeFolder<K, Accessor, FlatAddresses> fold{
-      kernel, accessor, {job.lists + work.dsts, work.n_dsts}, {job.lists + work.srcs, work.n_srcs}};
-  int64_t slot = job.share.first;
+  const TreeFolder<K, Accessor, FlatAddresses> fold{kernel,
+                                                    accessor,
+                                                    {block.lists + task.dsts, task.n_dsts},
+                                                    {block.lists + task.srcs, task.n_srcs}};
+  int64_t slot = block.share.first;
   if constexpr (K::kHot && std::is_same_v<Out, T>) {
-    if (work.n_srcs == 8) slot = fold_batches<8>(fold, line, job.share);
-    if (work.n_srcs == 4) slot = fold_batches<4>(fold, line, job.share);
-    for (; slot < line.wide; slot += job.share.step)  // less than a batch: of four sources
-      fold.template packets<4, 1>(line.byte_of_wide<Packet>(slot), 0);
+    if (task.n_srcs == 8) slot = fold_batches<8>(fold, row, block.share);
+    if (task.n_srcs == 4) slot = fold_batches<4>(fold, row, block.share);
+    for (; slot < row.wide; slot += block.share.step)  // less than a batch: of four sources
+      fold.template packets<4, 1>(row.byte_of_wide<Packet>(slot), 0);
   }
-  for (; slot < line.slots(); slot += job.share.step)
-    fold.template fold_unit<T, Out>(line.byte_of_edge(slot));
+  for (; slot < row.slots(); slot += block.share.step)
+    fold.template fold_unit<T, Out>(row.byte_of_edge(slot));
 }
 
 }  // namespace pycollect::cuda

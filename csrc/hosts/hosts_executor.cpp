@@ -122,7 +122,7 @@ void HostsExecutor::commit_exposed(std::size_t bytes) {
 }
 
 void HostsExecutor::run_here(CollectiveRequest request) {
-  request.part_of = {called_, channel_context_.call};
+  request.part_of = {user_collective_, channel_context_.call};
   here_.run(request, calls_here_++, here_context_.deadline);
 }
 
@@ -140,11 +140,11 @@ auto HostsExecutor::or_close(const OpContext& context, const F& f) {
   }
 }
 
-void HostsExecutor::begin(Collective called, uint64_t call, Deadline deadline) {
-  called_ = called;
+void HostsExecutor::begin(Collective user_collective, uint64_t call, Deadline deadline) {
+  user_collective_ = user_collective;
   answer_.assign(sizeof(Verdict), {});
-  here_context_ = {name(called), call, deadline};
-  channel_context_ = {name(called), call, with_grace(deadline, 1)};
+  here_context_ = {name(user_collective), call, deadline};
+  channel_context_ = {name(user_collective), call, with_grace(deadline, 1)};
   group_.begin_call(here_context_);
 }
 
@@ -154,10 +154,11 @@ void HostsExecutor::run(const CollectiveRequest& request, uint64_t call, Deadlin
   try {
     check(request);
   } catch (const std::exception& error) {
-    refuse(request.called(), call, deadline, text(name(request.called()), ": ", error.what()));
+    refuse(request.user_collective(), call, deadline,
+           text(name(request.user_collective()), ": ", error.what()));
     throw;
   }
-  begin(request.called(), call, deadline);
+  begin(request.user_collective(), call, deadline);
   const CallFingerprint fingerprint = fingerprint_of(request, call);
   Card mine{.fingerprint = fingerprint.fingerprint};
   describe(mine.details, fingerprint);
@@ -174,7 +175,7 @@ void HostsExecutor::run(const CollectiveRequest& request, uint64_t call, Deadlin
 
 void HostsExecutor::agree(const CollectiveRequest& request, const CallFingerprint& fingerprint,
                           Deadline deadline) {
-  begin(request.called(), fingerprint.description.call, deadline);
+  begin(request.user_collective(), fingerprint.description.call, deadline);
   Card mine{.fingerprint = fingerprint.fingerprint};
   describe(mine.details, fingerprint);
   CollectiveRequest without_data = request;

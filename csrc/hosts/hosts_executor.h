@@ -60,7 +60,7 @@ class HostsExecutor final : public CollectiveExecutor {
   struct Along;
   template <class F>
   auto or_close(const OpContext& context, const F& f);
-  void begin(Collective called, uint64_t call, Deadline deadline);
+  void begin(Collective user_collective, uint64_t call, Deadline deadline);
   void end();
   // Exchanges the ranks' cards. Returns what of the request's data came with them. Throws
   // std::invalid_argument on all ranks alike if the cards differ. `request` null: this rank
@@ -92,7 +92,7 @@ class HostsExecutor final : public CollectiveExecutor {
   uint64_t calls_here_ = 0;
   // Of the current call: the user's collective, and the limits of the waits for this host's ranks
   // and for other hosts.
-  Collective called_ = Collective::barrier;
+  Collective user_collective_ = Collective::barrier;
   OpContext here_context_ = {}, channel_context_ = {};
   std::deque<HostTransferPtr> sends_ = {};
   struct Cards {

@@ -77,7 +77,7 @@ void RankExecutor::run(const CollectiveRequest& request, uint64_t call, Deadline
 inline OpContext RankExecutor::begin(const CollectiveRequest& request, uint64_t call,
                                      Deadline deadline) {
   const uint64_t shown = request.part_of ? request.part_of->number : call;
-  const OpContext context{name(request.called()), call, deadline, Deadline::max(), shown};
+  const OpContext context{name(request.user_collective()), call, deadline, Deadline::max(), shown};
   if (request.part_of)
     group_.require_run(context);
   else
@@ -100,7 +100,8 @@ inline const PreparedRequest& RankExecutor::prepare(const CollectiveRequest& req
     program_.begin(prepared, request, context);
     return prepared;
   } catch (const std::exception& error) {
-    publish_refusal(request.called(), context, text(name(request.called()), ": ", error.what()));
+    publish_refusal(request.user_collective(), context,
+                    text(name(request.user_collective()), ": ", error.what()));
     throw;
   }
 }

@@ -150,7 +150,7 @@ namespace {
 
 CallDescription description_of(const CollectiveRequest& r) {
   CallDescription d;
-  d.collective = static_cast<uint8_t>(r.called());
+  d.collective = static_cast<uint8_t>(r.user_collective());
   d.dtype = r.sparse ? static_cast<uint8_t>(r.sparse->dtype) : r.dtype_number();
   d.op = static_cast<uint8_t>(r.sparse ? r.sparse->op : r.op);
   d.flags = static_cast<uint8_t>((r.in_place || r.sparse ? CallDescription::in_place : 0) |

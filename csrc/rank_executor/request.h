@@ -85,7 +85,7 @@ struct CollectiveRequest {
   uint8_t dtype_number() const {
     return moved_dtype != 0 ? moved_dtype : static_cast<uint8_t>(dtype);
   }
-  Collective called() const {  // by the user
+  Collective user_collective() const {  // the one of the call that the user made
     return sparse ? Collective::all_reduce : part_of ? part_of->collective : collective;
   }
 };

@@ -12,29 +12,30 @@ namespace {
 
 // --- launches and copies, on real bytes ----------------------------------------------------------
 
-// Executes one work of a launch, a fold or a copy; only the type, op and options of `how` are used.
-void fold(const KernelTask& work, const Launch& how) {
-  std::vector<void*> dsts(work.dsts.begin(), work.dsts.end()),
-      srcs(work.srcs.begin(), work.srcs.end());
-  const bool scales = how.op != ReduceOp::avg || work.finishes;
+// Executes one kernel task of a launch, a fold or a copy; only the type, op and options of `how`
+// are used.
+void fold(const KernelTask& task, const Launch& how) {
+  std::vector<void*> dsts(task.dsts.begin(), task.dsts.end()),
+      srcs(task.srcs.begin(), task.srcs.end());
+  const bool scales = how.op != ReduceOp::avg || task.finishes;
   const cpu::Fold run =
       cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum, how.options.order);
   auto n = [](const std::vector<void*>& v) { return static_cast<int>(v.size()); };
-  for (std::size_t r = 0; r < work.lines; ++r) {
+  for (std::size_t r = 0; r < task.rows; ++r) {
     if (how.options.widens)
       cpu::AccumulatorFold(how.dtype, how.op)
-          .run(work.finishes, {dsts.data(), n(dsts)}, true, {srcs.data(), n(srcs)}, 0, 0,
-               work.count, how.options);
+          .run(task.finishes, {dsts.data(), n(dsts)}, true, {srcs.data(), n(srcs)}, 0, 0,
+               task.count, how.options);
     else if (srcs.size() == 1)
-      cpu::copy({dsts.data(), n(dsts)}, srcs[0], work.count * item_bytes(how.dtype), false);
+      cpu::copy({dsts.data(), n(dsts)}, srcs[0], task.count * item_bytes(how.dtype), false);
     else
-      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, work.count, how.options);
+      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, task.count, how.options);
     auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
-      for (std::size_t i = 0; i < pitches.size(); ++i)  // a single line may need no pitches
+      for (std::size_t i = 0; i < pitches.size(); ++i)  // a single row may need no pitches
         at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
     };
-    advance(dsts, work.dst_pitches);
-    advance(srcs, work.src_pitches);
+    advance(dsts, task.dst_pitches);
+    advance(srcs, task.src_pitches);
   }
 }
 
@@ -99,32 +100,32 @@ void Emulator::require_access(Device device, const std::byte* begin, std::size_t
          device, " cannot access the memory of device ", r.device);
 }
 
-std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelTask& work,
+std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelTask& task,
                                              const Launch& how, int part) const {
-  demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
-         "kernel work without elements or without pointers");
+  demand(task.count > 0 && task.rows > 0 && !task.dsts.empty() && !task.srcs.empty(),
+         "a kernel task without elements or without pointers");
   const std::size_t item = item_bytes(how.dtype);
   const std::size_t dst_item = how.options.widens ? item_bytes(accumulator(how.dtype)) : item;
   std::vector<MemoryAccess> all;
   auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
                   bool writes) {
-    const std::size_t bytes = work.count * (writes ? dst_item : item);
-    demand(at.size() == pitches.size(), "kernel work without a pitch for each pointer");
+    const std::size_t bytes = task.count * (writes ? dst_item : item);
+    demand(at.size() == pitches.size(), "a kernel task without a pitch for each pointer");
     for (std::size_t i = 0; i < at.size(); ++i)
-      for (std::size_t r = 0; r < work.lines; ++r) {
+      for (std::size_t r = 0; r < task.rows; ++r) {
         const std::byte* const begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
         if (stands_in_ && !knows(begin)) continue;
         require_access(device, begin, bytes);
         all.push_back({begin, bytes, writes, part});
       }
   };
-  side(work.srcs, work.src_pitches, false);
-  side(work.dsts, work.dst_pitches, true);
+  side(task.srcs, task.src_pitches, false);
+  side(task.dsts, task.dst_pitches, true);
   for (const MemoryAccess& a : all)
     for (const MemoryAccess& b : all)
       demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
                  b.begin + b.bytes <= a.begin,
-             "kernel work whose destination partly overlaps another of its slices");
+             "a kernel task whose destination partly overlaps another of its slices");
   return all;
 }
 
@@ -200,22 +201,22 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   const Lock lock = locked();
   if (!enter("launch")) return;
   state(stream, "launch");
-  demand(!launch.works.empty(), "a launch without work");
-  counters_["works"] += static_cast<int>(launch.works.size());
+  demand(!launch.tasks.empty(), "a launch without tasks");
+  counters_["tasks"] += static_cast<int>(launch.tasks.size());
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
-  for (std::size_t i = 0; i < how->works.size(); ++i) {
-    const KernelTask& work = how->works[i];
+  for (std::size_t i = 0; i < how->tasks.size(); ++i) {
+    const KernelTask& task = how->tasks[i];
     const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
-    for (const auto* side : {&work.dsts, &work.srcs})
+    for (const auto* side : {&task.dsts, &task.srcs})
       for (const std::byte* at : *side)
-        demand(work.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
+        demand(task.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
                "misaligned address");
-    for (const MemoryAccess& t : accesses(stream.device, work, *how, static_cast<int>(i)))
+    for (const MemoryAccess& t : accesses(stream.device, task, *how, static_cast<int>(i)))
       o.accesses.push_back(t);
   }
   const auto act = [this, how] {
-    for (const std::size_t i : streams_.any_order(how->works.size())) fold(how->works[i], *how);
+    for (const std::size_t i : streams_.any_order(how->tasks.size())) fold(how->tasks[i], *how);
   };
   add(stream, std::move(o), act);
 }

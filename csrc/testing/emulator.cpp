@@ -215,8 +215,8 @@ void Emulator::load(Device device, DType dtype, ReduceOp op) {
 // Waits for all streams at the first launch of a kernel: CUDA may load the kernel there, and
 // synchronizes to do so. That is forbidden during a capture.
 void Emulator::load_at_launch(Device device, const Launch& launch) {
-  const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
-                                  [](const KernelTask& work) { return work.srcs.size() == 1; });
+  const bool copies = std::all_of(launch.tasks.begin(), launch.tasks.end(),
+                                  [](const KernelTask& task) { return task.srcs.size() == 1; });
   const int dtype = copies ? -1 : static_cast<int>(launch.dtype);
   const int op = copies ? -1 : static_cast<int>(launch.op);
   {

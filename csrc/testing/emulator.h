@@ -173,7 +173,7 @@ class Emulator final : public Api, public HostMemoryOps {
   const EmulatedAllocation* find(const std::byte* address) const;  // null: unknown
   const EmulatedAllocation& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
-  std::vector<MemoryAccess> accesses(Device device, const KernelTask& work, const Launch& how,
+  std::vector<MemoryAccess> accesses(Device device, const KernelTask& task, const Launch& how,
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 

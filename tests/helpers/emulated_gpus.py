@@ -114,7 +114,7 @@ class Gpus:
         act()
         counted = Counter(self.cuda.counters())
         counted.subtract(before)
-        return Counter({name: n for name, n in counted.items() if n and name != "works"})
+        return Counter({name: n for name, n in counted.items() if n and name != "tasks"})
 
     @contextmanager
     def capture(self, stream: Stream, by_torch: bool = True) -> Iterator[list[int]]:

@@ -20,19 +20,19 @@ ARGS_BYTES = 4096  # of kernel parameters
 
 
 @dataclasses.dataclass
-class Row:
-    """One step of a level, on 2-D views with contiguous lines and any stride between lines."""
+class Task:
+    """One step of a level, on 2-D views with contiguous rows and any stride between rows."""
 
     dsts: Sequence[Tensor]
     srcs: Sequence[Tensor]
     finishes: bool = True
 
     def packed(self) -> tuple[Any, ...]:
-        lines, count = self.dsts[0].shape
+        rows, count = self.dsts[0].shape
         sides = (self.dsts, self.srcs)
         addresses = [[t.data_ptr() for t in side] for side in sides]
         pitches = [[t.stride(0) * t.element_size() for t in side] for side in sides]
-        return (*addresses, *pitches, count, lines, self.finishes)
+        return (*addresses, *pitches, count, rows, self.finishes)
 
 
 def float8_bytes() -> list[int]:
@@ -43,7 +43,7 @@ def float8_bytes() -> list[int]:
 
 
 def launch(
-    rows: Sequence[Row],
+    tasks: Sequence[Task],
     op: str = "sum",
     *,
     world: int = 0,
@@ -51,15 +51,15 @@ def launch(
     float8: Sequence[int] = (),
     order: str = "rank",
 ) -> list[dict[str, Any]]:
-    """Run the rows; return what each launch did, which must not write beside its destinations."""
-    dtype, result = rows[0].srcs[0].dtype, rows[0].dsts[0].dtype
-    dsts = [dst for row in rows for dst in row.dsts]
+    """Run the tasks; return what each launch did, which must not write beside its destinations."""
+    dtype, result = tasks[0].srcs[0].dtype, tasks[0].dsts[0].dtype
+    dsts = [dst for task in tasks for dst in task.dsts]
     before = [ref.surrounding_bytes(dst) for dst in dsts]
     launches: list[dict[str, Any]] = _testing.emulate_launch(
-        [row.packed() for row in rows],
+        [task.packed() for task in tasks],
         ref.short(dtype),
         op,
-        world or len(rows[0].srcs),
+        world or len(tasks[0].srcs),
         multiprocessors,
         float8 or float8_bytes(),
         order,
@@ -73,13 +73,13 @@ def launch(
     return launches
 
 
-def lines(t: Tensor) -> Tensor:
-    """A dense tensor as one line."""
+def one_row(t: Tensor) -> Tensor:
+    """A dense tensor as one row."""
     return t.view(1, -1)
 
 
 def shifted(t: Tensor, elements: int) -> Tensor:
-    """Copy a tensor as one line that starts `elements` elements after a multiple of 64 bytes."""
+    """Copy a tensor as one row that starts `elements` elements after a multiple of 64 bytes."""
     base = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
     start = -base.data_ptr() % 64 // t.element_size() + elements
     return base[start : start + t.numel()].copy_(t.flatten()).view(1, -1)

@@ -18,18 +18,18 @@ namespace pycollect {
 namespace cuda {
 namespace {
 
-using WorkTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
+using FlatTask = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
 const auto kFree = py::call_guard<py::gil_scoped_release>();
 
-Launch launch_of(const std::vector<WorkTuple>& works) {
+Launch launch_of(const std::vector<FlatTask>& tasks) {
   auto pointers = [](const std::vector<uintptr_t>& at) {
     std::vector<std::byte*> all;
     for (uintptr_t p : at) all.push_back(reinterpret_cast<std::byte*>(p));
     return all;
   };
   Launch launch{{}, DType::u8, ReduceOp::sum, {}};
-  for (const auto& [dsts, srcs, count] : works)
-    launch.works.push_back({pointers(dsts), pointers(srcs),
+  for (const auto& [dsts, srcs, count] : tasks)
+    launch.tasks.push_back({pointers(dsts), pointers(srcs),
                             std::vector<std::ptrdiff_t>(dsts.size()),
                             std::vector<std::ptrdiff_t>(srcs.size()), count});
   return launch;
@@ -89,7 +89,7 @@ void bind_api(py::module_& m) {
           },
           py::arg("kind"), py::arg("device"), py::arg("bytes"))
       .def("launch", [](Emulator& c, Stream s,
-                        const std::vector<WorkTuple>& works) { c.launch(s, launch_of(works)); })
+                        const std::vector<FlatTask>& tasks) { c.launch(s, launch_of(tasks)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
       .def("capture_id", &Emulator::capture_id, kFree)
       .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize), kFree)

@@ -112,7 +112,7 @@ py::dict run(const Launch& launch, const KernelLaunch& kernel_launch) {
   py::dict result;
   constexpr std::array kinds{"fold", "tree_fold", "widening_fold", "copy"};
   result["kind"] = kinds[static_cast<std::size_t>(kernel_launch.kind)];
-  result["works"] = kernel_launch.args.head.works;
+  result["tasks"] = kernel_launch.args.head.tasks;
   result["args_bytes"] = kernel_launch.bytes;
   result["accesses"] = moved;
   result["widest_load"] = widest(loads);
@@ -133,14 +133,14 @@ std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
 
 using Addresses = std::vector<std::uintptr_t>;
 using Pitches = std::vector<std::ptrdiff_t>;
-// Destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` divides.
+// Destinations, sources, their pitches in bytes, elements of a row, rows, whether `avg` divides.
 using KernelTaskTuple =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
-// Runs the works, and returns for each launch its kind and size, and how it accessed memory.
+// Runs the tasks, and returns for each launch its kind and size, and how it accessed memory.
 // `float8`: the bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2. `order`:
 // "rank" or "tree"; `widens`: the destinations are float32.
-std::vector<py::dict> emulate_launch(const std::vector<KernelTaskTuple>& works,
+std::vector<py::dict> emulate_launch(const std::vector<KernelTaskTuple>& tasks,
                                      const std::string& dtype, const std::string& op, int world,
                                      int multiprocessors, const std::array<uint8_t, 6>& float8,
                                      const std::string& order, bool widens) {
@@ -151,9 +151,9 @@ std::vector<py::dict> emulate_launch(const std::vector<KernelTaskTuple>& works,
                  .order = static_cast<FoldOrder>(find_name("order", order, kFoldOrderNames)),
                  .widens = widens,
                  .float8 = std::bit_cast<Float8Specials>(float8)}};
-  for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
-    launch.works.push_back(
-        {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
+  for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, rows, finishes] : tasks)
+    launch.tasks.push_back(
+        {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, rows, finishes});
   std::vector<py::dict> launches;
   split_launch(launch, multiprocessors, [&](const KernelLaunch& kernel_launch) {
     launches.push_back(run(launch, kernel_launch));
@@ -175,7 +175,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
 
 void bind_kernels(pybind11::module_& m) {
   using namespace cuda;
-  m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
+  m.def("emulate_launch", &emulate_launch, py::arg("tasks"), py::arg("dtype"), py::arg("op"),
         py::arg("world"), py::arg("multiprocessors"), py::arg("float8"), py::arg("order") = "rank",
         py::arg("widens") = false);
   m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),

@@ -126,7 +126,7 @@ class PeerAccessTest {
   }
   void store(TestBuffer dst, TestBuffer src) {
     cuda::Launch launch{{}, DType::u8, ReduceOp::sum, {.world = 1}};
-    launch.works.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
+    launch.tasks.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
     api_.launch(api_stream(from_), launch);
   }
   void synchronize(const CUDAStream& s) {

@@ -1,4 +1,4 @@
-// Divides the works of a kernel (see kernel_args.h) among the blocks and threads of the grid: tells
+// Divides the tasks of a kernel (see kernel_args.h) among the blocks and threads of the grid: tells
 // each thread which bytes to read and write. The functions are constexpr, for tests on the host.
 #pragma once
 #include <utility>
@@ -24,20 +24,20 @@ constexpr void each(Body body) {
   }(std::make_integer_sequence<int, n>{});
 }
 
-// The destinations or sources of a work of one line: `words` holds their `n` addresses.
+// The destinations or sources of a task of one row: `words` holds their `n` addresses.
 struct FlatAddresses {
   const uint64_t* words;
   int n;
   constexpr uint64_t at(int i, int64_t bytes) const { return words[i] + bytes; }
 };
-// The destinations or sources of a work of several lines, in line number `line`: `words` holds the
-// `n` addresses in the first line, then the `n` pitches.
+// The destinations or sources of a task of several rows, in row number `row`: `words` holds the
+// `n` addresses in the first row, then the `n` pitches.
 struct PitchedAddresses {
   const uint64_t* words;
   int n;
-  int64_t line;
+  int64_t row;
   constexpr uint64_t at(int i, int64_t bytes) const {
-    return words[i] + line * static_cast<int64_t>(words[n + i]) + bytes;
+    return words[i] + row * static_cast<int64_t>(words[n + i]) + bytes;
   }
 };
 
@@ -63,20 +63,20 @@ inline constexpr bool is_striped = false;
 template <class W>
 inline constexpr bool is_striped<Striped<W>> = true;
 
-// The accesses of a line, numbered as slots: first the wide accesses, then the edges, which are
+// The accesses of a row, numbered as slots: first the wide accesses, then the edges, which are
 // accesses of a single unit before and after the wide ones.
-struct LineAccesses {
+struct RowAccesses {
   int64_t wide, edges;  // number of accesses
   int64_t wide_bytes;   // bytes of all wide accesses together
   int64_t head;         // number of edges before the first wide access
   int64_t unit;         // bytes of an edge
 
-  // `bytes` of a wide access; if the work's accesses are narrower, the wide ones are striped.
-  constexpr LineAccesses(const WorkArgs& work, int64_t bytes, int unit_bytes)
-      : wide(0), edges(0), wide_bytes(0), head(work.head), unit(unit_bytes) {
-    const auto count = static_cast<int64_t>(work.count);
-    if (work.width > 0) wide = (count - head) * unit / bytes;
-    if (work.width < bytes) wide -= wide % kWarp;
+  // `bytes` of a wide access; if the task's accesses are narrower, the wide ones are striped.
+  constexpr RowAccesses(const TaskArgs& task, int64_t bytes, int unit_bytes)
+      : wide(0), edges(0), wide_bytes(0), head(task.head), unit(unit_bytes) {
+    const auto count = static_cast<int64_t>(task.count);
+    if (task.width > 0) wide = (count - head) * unit / bytes;
+    if (task.width < bytes) wide -= wide % kWarp;
     wide_bytes = wide * bytes;
     edges = count - wide_bytes / unit;
   }
@@ -94,7 +94,7 @@ struct LineAccesses {
   }
 };
 
-// One thread's share of a work: the slots first, first + step, ..., numbered through all lines.
+// One thread's share of a task: the slots first, first + step, ..., numbered through all rows.
 struct ThreadShare {
   int64_t first, step;
 };
@@ -104,12 +104,12 @@ struct ThreadId {
   uint32_t block, blocks, thread;
 };
 
-// Returns the index of the work that a block runs: the last work with first_block <= block.
-constexpr int work_of(const uint64_t* words, int works, uint32_t block) {
-  int low = 0, high = works - 1;
+// Returns the index of the task that a block runs: the last task with first_block <= block.
+constexpr int task_of(const uint64_t* words, int tasks, uint32_t block) {
+  int low = 0, high = tasks - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (work_at(words, middle).first_block <= block)
+    if (task_at(words, middle).first_block <= block)
       low = middle;
     else
       high = middle - 1;
@@ -117,32 +117,32 @@ constexpr int work_of(const uint64_t* words, int works, uint32_t block) {
   return low;
 }
 
-// The work that a block runs, one thread's share of it, and the lists of all works of the kernel.
-struct BlockWork {
-  WorkArgs work;
+// The task that a block runs, one thread's share of it, and the lists of all tasks of the kernel.
+struct BlockTask {
+  TaskArgs task;
   ThreadShare share;
   const uint64_t* lists;
 
-  constexpr BlockWork(const ArgsHead& head, const uint64_t* words, ThreadId id)
-      : work(), share(), lists(words + head.works * kWorkWords) {
-    const int works = static_cast<int>(head.works), index = work_of(words, works, id.block);
-    work = work_at(words, index);
-    const uint32_t end = index + 1 < works ? work_at(words, index + 1).first_block : id.blocks;
-    share = {static_cast<int64_t>(id.block - work.first_block) * kThreads + id.thread,
-             static_cast<int64_t>(end - work.first_block) * kThreads};
+  constexpr BlockTask(const ArgsHead& head, const uint64_t* words, ThreadId id)
+      : task(), share(), lists(words + head.tasks * kTaskWords) {
+    const int tasks = static_cast<int>(head.tasks), index = task_of(words, tasks, id.block);
+    task = task_at(words, index);
+    const uint32_t end = index + 1 < tasks ? task_at(words, index + 1).first_block : id.blocks;
+    share = {static_cast<int64_t>(id.block - task.first_block) * kThreads + id.thread,
+             static_cast<int64_t>(end - task.first_block) * kThreads};
   }
 };
 
-// Visits a thread's slots of a work of several lines: calls one(line, slot). Divides by the slots
-// of a line before the loop, and not for each slot.
+// Visits a thread's slots of a task of several rows: calls one(row, slot). Divides by the slots
+// of a row before the loop, and not for each slot.
 template <class One>
-constexpr void walk_lines(const LineAccesses& line, uint64_t lines, ThreadShare share, One one) {
-  const int64_t slots = line.slots();
-  const int64_t more_lines = share.step / slots, more_slots = share.step % slots;
+constexpr void walk_rows(const RowAccesses& row, uint64_t rows, ThreadShare share, One one) {
+  const int64_t slots = row.slots();
+  const int64_t more_rows = share.step / slots, more_slots = share.step % slots;
   int64_t at = share.first / slots, slot = share.first % slots;
-  while (at < static_cast<int64_t>(lines)) {
+  while (at < static_cast<int64_t>(rows)) {
     one(at, slot);
-    at += more_lines;
+    at += more_rows;
     slot += more_slots;
     if (slot >= slots) {
       slot -= slots;
