@@ -63,7 +63,7 @@ def test_heads_and_tails_of_ranks_at_equal_and_different_alignments(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=ref.short)
-def test_lines_at_different_alignments(dtype: torch.dtype):
+def test_rows_at_different_alignments(dtype: torch.dtype):
     """As in a reduce-scatter of columns: only the sources have gaps between their rows."""
     tensors = ref.randoms(3, [6, 2001], dtype)
     srcs = [torch.zeros(6, 2051, dtype=dtype)[:, 7 : 7 + 2001].copy_(t) for t in tensors]
@@ -211,7 +211,7 @@ def test_copies_keep_every_bit():
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_lines(data: st.DataObject):
+def test_any_rows(data: st.DataObject):
     draw = data.draw
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64]))
     world, n_dsts = draw(st.integers(1, 9)), draw(st.integers(1, 5))
@@ -234,7 +234,7 @@ def test_any_lines(data: st.DataObject):
     assert sum(one["loaded_twice"] for one in launches) == 0
 
 
-def test_lines_without_gaps_are_merged():
+def test_rows_without_gaps_are_merged():
     srcs = [torch.arange(64.0).view(16, 4) + r for r in range(2)]
     (one,) = launch([Task(srcs, srcs)])
     assert one["widest_load"] == 16
@@ -245,7 +245,7 @@ def test_lines_without_gaps_are_merged():
 # --- arguments and grids --------------------------------------------------------------------------
 
 
-def test_works_that_exceed_the_arguments_take_several_launches():
+def test_tasks_that_exceed_the_arguments_take_several_launches():
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
     tasks = [Task(srcs, srcs) for srcs in ([one_row(t.clone()) for t in four] for four in tensors)]

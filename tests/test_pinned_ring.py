@@ -88,7 +88,7 @@ def test_a_failure_leaves_the_ring_usable() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("size", "rows"),  # below and above a thread's share, in few long or many short lines
+    ("size", "rows"),  # below and above a thread's share, in few long or many short rows
     [(1, 1), (1000, 1), (1_000_003, 1), (300_001, 5), (7, 100_000), (131_072, 9), (100, 3)],
 )
 def test_host_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:

@@ -40,18 +40,18 @@ constexpr void copy_share(const BlockTask& block, const Accessor& accessor) {
   const std::type_identity<uint8_t> edge;
   const uint64_t *dsts = block.lists + task.dsts, *src = block.lists + task.srcs;
   if (task.pitched) {
-    return walk_rows(row, task.rows, share, [&](int64_t at, int64_t slot) {
+    return walk_rows(row, task.rows, share, [&](int64_t at, int64_t access) {
       const auto copy = on(PitchedAddresses{dsts, task.n_dsts, at}, PitchedAddresses{src, 1, at});
-      slot < row.wide ? copy(wide).one(row.byte_of_wide<V>(slot))
-                      : copy(edge).one(row.byte_of_edge(slot));
+      access < row.wide ? copy(wide).one(row.byte_of_wide<V>(access))
+                        : copy(edge).one(row.byte_of_edge(access));
     });
   }
   const auto copy = on(FlatAddresses{dsts, task.n_dsts}, FlatAddresses{src, 1});
-  int64_t slot = share.first;
-  for (; slot + (kInFlight - 1) * share.step < row.wide; slot += kInFlight * share.step)
-    copy(wide).template many<kInFlight>(row.byte_of_wide<V>(slot), share.step * sizeof(V));
-  for (; slot < row.wide; slot += share.step) copy(wide).one(row.byte_of_wide<V>(slot));
-  for (; slot < row.slots(); slot += share.step) copy(edge).one(row.byte_of_edge(slot));
+  int64_t access = share.first;
+  for (; access + (kInFlight - 1) * share.step < row.wide; access += kInFlight * share.step)
+    copy(wide).template many<kInFlight>(row.byte_of_wide<V>(access), share.step * sizeof(V));
+  for (; access < row.wide; access += share.step) copy(wide).one(row.byte_of_wide<V>(access));
+  for (; access < row.size(); access += share.step) copy(edge).one(row.byte_of_edge(access));
 }
 
 // Body of the copy kernel, for one thread.

@@ -159,28 +159,28 @@ class ExecutorRun {
   // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    KernelTask task{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
-    task.finishes = call_.compiled.finishes[index];
+    KernelTask kernel_task{{}, {}, {}, {}, binding.offsets.count(step.dsts[0]), binding.rows};
+    kernel_task.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
       if (step.srcs.size() == 1 && try_copy(stream, binding, dst, step.srcs[0])) continue;
       std::byte* const to = address(binding, dst, item_);
       if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
-      task.dsts.push_back(to);
-      task.dst_pitches.push_back(pitch(binding, dst));
+      kernel_task.dsts.push_back(to);
+      kernel_task.dst_pitches.push_back(pitch(binding, dst));
       pageable.push_back(is_pageable(binding, dst));
     }
-    if (task.dsts.empty()) return;
+    if (kernel_task.dsts.empty()) return;
     for (const Slice& src : step.srcs) {
-      task.srcs.push_back(address(binding, src, item_));
-      task.src_pitches.push_back(pitch(binding, src));
+      kernel_task.srcs.push_back(address(binding, src, item_));
+      kernel_task.src_pitches.push_back(pitch(binding, src));
       pageable.push_back(is_pageable(binding, src));
     }
     if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
-      launch.tasks.push_back(std::move(task));
+      launch.tasks.push_back(std::move(kernel_task));
     else
-      ring_lease_.launch(stream, {{std::move(task)}, launch.dtype, launch.op, launch.options},
-                         pageable);
+      ring_lease_.launch(
+          stream, {{std::move(kernel_task)}, launch.dtype, launch.op, launch.options}, pageable);
   }
 
   static bool is_pageable(const Binding& binding, const Slice& s) {

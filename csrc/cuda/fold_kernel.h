@@ -126,15 +126,15 @@ struct Folder {
 };
 
 // Folds all whole batches of packets, for a number of sources known at compile time. Returns the
-// thread's first slot that is not folded.
+// thread's first access that is not folded.
 template <int kSrcs, class F>
 constexpr int64_t fold_batches(const F& fold, const RowAccesses& row, ThreadShare share) {
   constexpr int kPackets = kInFlight / kSrcs;
-  int64_t slot = share.first;
-  for (; slot + (kPackets - 1) * share.step < row.wide; slot += kPackets * share.step)
-    fold.template packets<kSrcs, kPackets>(row.byte_of_wide<Packet>(slot),
+  int64_t access = share.first;
+  for (; access + (kPackets - 1) * share.step < row.wide; access += kPackets * share.step)
+    fold.template packets<kSrcs, kPackets>(row.byte_of_wide<Packet>(access),
                                            share.step * kPacketBytes);
-  return slot;
+  return access;
 }
 
 template <class K, class Accessor>
@@ -171,14 +171,14 @@ constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId i
   const K kernel(head, task.finishes);
   const RowAccesses row(task, kPacketBytes, sizeof(T));
   if (task.pitched) {
-    const auto one = [&](int64_t at, int64_t slot) {
+    const auto one = [&](int64_t at, int64_t access) {
       const Folder<K, Accessor, PitchedAddresses> fold{kernel,
                                                        accessor,
                                                        {block.lists + task.dsts, task.n_dsts, at},
                                                        {block.lists + task.srcs, task.n_srcs, at}};
-      if (slot >= row.wide) return fold.template any<T>(row.byte_of_edge(slot));
+      if (access >= row.wide) return fold.template any<T>(row.byte_of_edge(access));
       with_wide_type<T>(task, [&]<class V>(std::type_identity<V>) {
-        fold.template any<V>(row.byte_of_wide<V>(slot));
+        fold.template any<V>(row.byte_of_wide<V>(access));
       });
     };
     return walk_rows(row, task.rows, block.share, one);
@@ -188,12 +188,12 @@ constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId i
                                                 {block.lists + task.dsts, task.n_dsts},
                                                 {block.lists + task.srcs, task.n_srcs}};
   const int64_t step = block.share.step;
-  int64_t slot = block.share.first;
+  int64_t access = block.share.first;
   with_wide_type<T>(task, [&]<class V>(std::type_identity<V>) {
-    if constexpr (std::is_same_v<V, Packet>) slot = fold_known(fold, row, block.share);
-    for (; slot < row.wide; slot += step) fold.template any<V>(row.byte_of_wide<V>(slot));
+    if constexpr (std::is_same_v<V, Packet>) access = fold_known(fold, row, block.share);
+    for (; access < row.wide; access += step) fold.template any<V>(row.byte_of_wide<V>(access));
   });
-  for (; slot < row.slots(); slot += step) fold.template any<T>(row.byte_of_edge(slot));
+  for (; access < row.size(); access += step) fold.template any<T>(row.byte_of_edge(access));
 }
 
 }  // namespace pycollect::cuda

@@ -33,13 +33,13 @@ KernelKind kind_of(const KernelTask& task, const Launch& launch) {
   return tree && order_matters(launch.dtype, launch.op) ? KernelKind::tree_fold : KernelKind::fold;
 }
 
-// A task, and its form in the arguments of a kernel.
-struct Entry {
+// A kernel task, and its form in the arguments of a kernel.
+struct FormedTask {
   const KernelTask* task;
   TaskArgs form;
-  bool in_place;   // sources and destinations share one list
-  uint64_t slots;  // number of accesses of each source and destination
-  uint64_t moved;  // bytes read and written
+  bool in_place;      // sources and destinations share one list
+  uint64_t accesses;  // number of accesses of each source and destination
+  uint64_t moved;     // bytes read and written
 
   std::size_t words() const {
     const std::size_t n = form.n_srcs + (in_place ? 0 : form.n_dsts);
@@ -99,12 +99,12 @@ void choose_width(TaskArgs& form, const KernelTask& task, const Alignment& align
   form.head = static_cast<uint8_t>(head_bytes / unit);
 }
 
-Entry entry_of(const KernelTask& task, KernelKind kind, DType dtype, ReduceOp op) {
+FormedTask formed_task(const KernelTask& task, KernelKind kind, DType dtype, ReduceOp op) {
   const UnitSize unit =
       is_copy(task) ? UnitSize{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
   const std::size_t row_bytes = task.count * item_bytes(dtype), unit_bytes = unit.bytes;
-  Entry entry{&task, {}, false, 0, 0};
-  TaskArgs& form = entry.form;
+  FormedTask formed{&task, {}, false, 0, 0};
+  TaskArgs& form = formed.form;
   form.rows = is_one_row(task, row_bytes) ? 1 : task.rows;
   form.pitched = form.rows > 1;
   form.count = row_bytes / unit_bytes * (task.rows / form.rows);
@@ -118,10 +118,10 @@ Entry entry_of(const KernelTask& task, KernelKind kind, DType dtype, ReduceOp op
   const bool in_packets = kind != KernelKind::tree_fold || form.width == kPacketBytes;
   if (!in_packets || has_only_units(kind, form, dtype, op)) form.width = form.head = 0;
   const int wide_bytes = is_copy(task) ? form.width : kPacketBytes;
-  entry.slots = form.rows * RowAccesses(form, wide_bytes, unit.bytes).slots();
-  entry.moved = form.rows * form.count * unit_bytes * (task.dsts.size() + task.srcs.size());
-  entry.in_place = is_in_place(task);
-  return entry;
+  formed.accesses = form.rows * RowAccesses(form, wide_bytes, unit.bytes).size();
+  formed.moved = form.rows * form.count * unit_bytes * (task.dsts.size() + task.srcs.size());
+  formed.in_place = is_in_place(task);
+  return formed;
 }
 
 // The tasks of a launch, without empty ones. Tasks with too many pointers for the arguments of one
@@ -171,7 +171,7 @@ class SplitTasks {
   std::deque<KernelTask> parts_;  // a deque: pointers to its elements stay valid
 };
 
-// Fills the arguments of one kernel after another with entries, in order, and issues each launch.
+// Fills the arguments of one kernel after another with tasks, in order, and issues each launch.
 class Packer {
  public:
   Packer(const Launch& launch, int multiprocessors,
@@ -184,12 +184,12 @@ class Packer {
     args_.head.inverse_f32 = static_cast<float>(args_.head.inverse);
   }
 
-  void pack(KernelKind kind, const std::vector<Entry>& entries) {
-    for (auto first = entries.begin(); first != entries.end();) {
+  void pack(KernelKind kind, const std::vector<FormedTask>& tasks) {
+    for (auto first = tasks.begin(); first != tasks.end();) {
       std::size_t words = kHeadWords;
       uint64_t moved = 0;
       auto last = first;
-      for (; last != entries.end() && words + last->words() <= sizeof(KernelArgs) / 8; ++last) {
+      for (; last != tasks.end() && words + last->words() <= sizeof(KernelArgs) / 8; ++last) {
         words += last->words();
         moved += last->moved;
       }
@@ -206,20 +206,20 @@ class Packer {
   }
 
  private:
-  TaskArgs placed(const Entry& entry, uint64_t moved) {
-    TaskArgs task = entry.form;
+  TaskArgs placed(const FormedTask& formed, uint64_t moved) {
+    TaskArgs task = formed.form;
     task.first_block = blocks_;
-    task.dsts = list(entry.task->dsts, entry.task->dst_pitches, task.pitched);
-    task.srcs =
-        entry.in_place ? task.dsts : list(entry.task->srcs, entry.task->src_pitches, task.pitched);
-    // One slot per thread, or fewer blocks if the task's share of the moved bytes is smaller. The
+    task.dsts = list(formed.task->dsts, formed.task->dst_pitches, task.pitched);
+    task.srcs = formed.in_place ? task.dsts
+                                : list(formed.task->srcs, formed.task->src_pitches, task.pitched);
+    // One access per thread, or fewer blocks if the task's share of the moved bytes is smaller. The
     // shares are differences of rounded running totals, so that they sum to the budget: one block
     // more than whole waves would run alone on the device.
     const uint64_t budget = static_cast<uint64_t>(multiprocessors_) * kBlocksPerSm * kWaves;
     const uint64_t before = budget * placed_bytes_ / moved;
-    placed_bytes_ += entry.moved;
+    placed_bytes_ += formed.moved;
     const uint64_t fair = std::max<uint64_t>(budget * placed_bytes_ / moved - before, 1);
-    blocks_ += static_cast<uint32_t>(std::min((entry.slots + kThreads - 1) / kThreads, fair));
+    blocks_ += static_cast<uint32_t>(std::min((formed.accesses + kThreads - 1) / kThreads, fair));
     return task;
   }
 
@@ -249,12 +249,12 @@ void split_launch(const Launch& launch, int multiprocessors,
                name(launch.dtype));
   const SplitTasks tasks(launch);
   Packer packer(launch, multiprocessors, issue);
-  std::vector<Entry> entries;
+  std::vector<FormedTask> formed_tasks;
   for (const KernelKind kind : kKernelKinds) {
-    entries.clear();
+    formed_tasks.clear();
     for (const KernelTask* task : tasks.of(kind))
-      entries.push_back(entry_of(*task, kind, launch.dtype, launch.op));
-    packer.pack(kind, entries);
+      formed_tasks.push_back(formed_task(*task, kind, launch.dtype, launch.op));
+    packer.pack(kind, formed_tasks);
   }
 }
 

@@ -63,8 +63,8 @@ inline constexpr bool is_striped = false;
 template <class W>
 inline constexpr bool is_striped<Striped<W>> = true;
 
-// The accesses of a row, numbered as slots: first the wide accesses, then the edges, which are
-// accesses of a single unit before and after the wide ones.
+// The accesses of a row, numbered: first the wide ones, then the edges, which are accesses of a
+// single unit before and after the wide ones.
 struct RowAccesses {
   int64_t wide, edges;  // number of accesses
   int64_t wide_bytes;   // bytes of all wide accesses together
@@ -80,21 +80,21 @@ struct RowAccesses {
     wide_bytes = wide * bytes;
     edges = count - wide_bytes / unit;
   }
-  constexpr int64_t slots() const { return wide + edges; }
+  constexpr int64_t size() const { return wide + edges; }
   template <class V>
-  constexpr int64_t byte_of_wide(int64_t slot) const {
-    int64_t byte = head * unit + slot * static_cast<int64_t>(sizeof(V));
+  constexpr int64_t byte_of_wide(int64_t access) const {
+    int64_t byte = head * unit + access * static_cast<int64_t>(sizeof(V));
     if constexpr (is_striped<V>)
-      byte -= slot % kWarp * static_cast<int64_t>(sizeof(V) - sizeof(typename V::Word));
+      byte -= access % kWarp * static_cast<int64_t>(sizeof(V) - sizeof(typename V::Word));
     return byte;
   }
-  constexpr int64_t byte_of_edge(int64_t slot) const {
-    const int64_t edge = slot - wide;
+  constexpr int64_t byte_of_edge(int64_t access) const {
+    const int64_t edge = access - wide;
     return edge * unit + (edge < head ? 0 : wide_bytes);
   }
 };
 
-// One thread's share of a task: the slots first, first + step, ..., numbered through all rows.
+// One thread's share of a task: accesses first, first + step, ..., numbered through all rows.
 struct ThreadShare {
   int64_t first, step;
 };
@@ -133,19 +133,19 @@ struct BlockTask {
   }
 };
 
-// Visits a thread's slots of a task of several rows: calls one(row, slot). Divides by the slots
-// of a row before the loop, and not for each slot.
+// Visits a thread's accesses to a task of several rows: calls one(row, access). Divides by the
+// accesses of a row before the loop, and not for each one.
 template <class One>
 constexpr void walk_rows(const RowAccesses& row, uint64_t rows, ThreadShare share, One one) {
-  const int64_t slots = row.slots();
-  const int64_t more_rows = share.step / slots, more_slots = share.step % slots;
-  int64_t at = share.first / slots, slot = share.first % slots;
+  const int64_t accesses = row.size();
+  const int64_t more_rows = share.step / accesses, more_accesses = share.step % accesses;
+  int64_t at = share.first / accesses, access = share.first % accesses;
   while (at < static_cast<int64_t>(rows)) {
-    one(at, slot);
+    one(at, access);
     at += more_rows;
-    slot += more_slots;
-    if (slot >= slots) {
-      slot -= slots;
+    access += more_accesses;
+    if (access >= accesses) {
+      access -= accesses;
       ++at;
     }
   }

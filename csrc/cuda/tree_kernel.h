@@ -108,13 +108,13 @@ constexpr void run_tree_folds(const ArgsHead& head, const uint64_t* words, Threa
   const K kernel(head, task.finishes);
   const RowAccesses row(task, kPacketBytes, sizeof(T));
   if (task.pitched) {
-    const auto one = [&](int64_t at, int64_t slot) {
+    const auto one = [&](int64_t at, int64_t access) {
       const TreeFolder<K, Accessor, PitchedAddresses> fold{
           kernel,
           accessor,
           {block.lists + task.dsts, task.n_dsts, at},
           {block.lists + task.srcs, task.n_srcs, at}};
-      fold.template fold_unit<T, Out>(row.byte_of_edge(slot));
+      fold.template fold_unit<T, Out>(row.byte_of_edge(access));
     };
     return walk_rows(row, task.rows, block.share, one);
   }
@@ -122,15 +122,15 @@ constexpr void run_tree_folds(const ArgsHead& head, const uint64_t* words, Threa
                                                     accessor,
                                                     {block.lists + task.dsts, task.n_dsts},
                                                     {block.lists + task.srcs, task.n_srcs}};
-  int64_t slot = block.share.first;
+  int64_t access = block.share.first;
   if constexpr (K::kHot && std::is_same_v<Out, T>) {
-    if (task.n_srcs == 8) slot = fold_batches<8>(fold, row, block.share);
-    if (task.n_srcs == 4) slot = fold_batches<4>(fold, row, block.share);
-    for (; slot < row.wide; slot += block.share.step)  // less than a batch: of four sources
-      fold.template packets<4, 1>(row.byte_of_wide<Packet>(slot), 0);
+    if (task.n_srcs == 8) access = fold_batches<8>(fold, row, block.share);
+    if (task.n_srcs == 4) access = fold_batches<4>(fold, row, block.share);
+    for (; access < row.wide; access += block.share.step)  // less than a batch: of four sources
+      fold.template packets<4, 1>(row.byte_of_wide<Packet>(access), 0);
   }
-  for (; slot < row.slots(); slot += block.share.step)
-    fold.template fold_unit<T, Out>(row.byte_of_edge(slot));
+  for (; access < row.size(); access += block.share.step)
+    fold.template fold_unit<T, Out>(row.byte_of_edge(access));
 }
 
 }  // namespace pycollect::cuda

@@ -121,9 +121,9 @@ Hosts hosts_of(const std::vector<PeerInfo>& ranks) {
 std::vector<std::string> names_of(const Hosts& hosts, const std::vector<PeerInfo>& ranks) {
   std::vector<std::string> names;
   for (int h = 0; h < hosts.count(); ++h) names.push_back(ranks[hosts.ranks(h)[0]].host);
-  const std::vector<std::string> alike = names;
+  const std::vector<std::string> given = names;
   for (int h = 0; h < hosts.count(); ++h)
-    if (std::ranges::count(alike, names[h]) > 1) names[h] += text(" (host ", h, ")");
+    if (std::ranges::count(given, names[h]) > 1) names[h] += text(" (host ", h, ")");
   return names;
 }
 

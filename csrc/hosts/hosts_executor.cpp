@@ -62,7 +62,7 @@ HostsExecutor::HostsExecutor(Group& group, const cpu::ParallelFor& parallel_for,
       cards_(hosts().count()) {
   const std::size_t counts = 2 * sizeof(uint64_t) * hosts().world();
   for (int h = 0; h < hosts().count(); ++h) {
-    if (h != host_ && !leads()) continue;
+    if (h != host_ && !is_first()) continue;
     cards_[h].bytes = hosts().ranks(h).size() * (sizeof(Card) + counts) + kMostAlong;
     const std::shared_ptr<Card[]> cards(new Card[cards_[h].bytes / sizeof(Card) + 1]);  // aligned
     cards_[h].at = {cards, reinterpret_cast<std::byte*>(cards.get())};
@@ -225,7 +225,7 @@ HostsExecutor::Along HostsExecutor::exchange(const Card& mine, const CollectiveR
 HostsExecutor::Along HostsExecutor::exchange_cards(const Card& mine,
                                                    const CollectiveRequest* request) {
   const std::vector<Rank>& here = hosts().ranks(host_);
-  if (leads()) await_sends();  // of the cards of the last call
+  if (is_first()) await_sends();  // of the cards of the last call
   const std::size_t bytes = sizeof mine, all = here.size() * bytes;
   const BufferSpan own{reinterpret_cast<std::byte*>(const_cast<Card*>(&mine)), bytes},
       cards{cards_[host_].at.get(), all};
@@ -234,16 +234,16 @@ HostsExecutor::Along HostsExecutor::exchange_cards(const Card& mine,
             .input = {{&own, 1}, {&bytes, 1}},
             .output = {{&cards, 1}, blocks}});
   const uint64_t hash = mine.fingerprint.fingerprint_hash;
-  const bool alike = request != nullptr && std::ranges::all_of(here, [&](Rank r) {
-                       return is_same(card_of(r).fingerprint, hash);
-                     });
-  const Along along = alike ? along_of(*request) : Along{};
-  if (alike && request->irregular)
+  const bool agrees = request != nullptr && std::ranges::all_of(here, [&](Rank r) {
+                        return is_same(card_of(r).fingerprint, hash);
+                      });
+  const Along along = agrees ? along_of(*request) : Along{};
+  if (agrees && request->irregular)
     gather_counts(*request);
   else if (std::ranges::any_of(here, [&](Rank r) { return along.has(r); }))
     gather_data(*request, along.bytes);
   answer_.resize(sizeof(Verdict) + along.total(hosts().world()));
-  if (leads()) exchange_between_hosts(alike ? request : nullptr, along);
+  if (is_first()) exchange_between_hosts(agrees ? request : nullptr, along);
   here_context_.deadline = with_grace(here_context_.deadline, 2);
   const std::size_t answered = answer_.size();
   const BufferSpan answer{answer_.data(), answered};
@@ -283,11 +283,11 @@ std::byte* HostsExecutor::behind_cards(Rank r, std::size_t bytes) {
 
 void HostsExecutor::gather_behind_cards(std::byte* at, std::size_t bytes) {
   const std::size_t here = hosts().ranks(host_).size();
-  const BufferSpan own{at, bytes}, all{behind_cards(leader(host_), 0), here * bytes};
+  const BufferSpan own{at, bytes}, all{behind_cards(first_rank(host_), 0), here * bytes};
   const Sizes blocks(here, bytes);
   run_here({.collective = Collective::gather,
             .input = {{&own, 1}, {&bytes, 1}},
-            .output = leads() ? CallBuffer{{&all, 1}, blocks} : CallBuffer{}});
+            .output = is_first() ? CallBuffer{{&all, 1}, blocks} : CallBuffer{}});
 }
 
 void HostsExecutor::gather_counts(const CollectiveRequest& request) {
@@ -317,17 +317,18 @@ void HostsExecutor::exchange_between_hosts(const CollectiveRequest* request, con
   for (int h = 0; h < hosts().count(); ++h)
     if (h != host_)
       receives[h] =
-          receive(leader(h), kAgreement, cards_[h].at.get(), cards_[h].bytes, cards_[h].at);
+          receive(first_rank(h), kAgreement, cards_[h].at.get(), cards_[h].bytes, cards_[h].at);
   for (int h = 0; h < hosts().count(); ++h)
-    if (h != host_) send(leader(h), kAgreement, cards_[host_].at.get(), bytes, cards_[host_].at);
+    if (h != host_)
+      send(first_rank(h), kAgreement, cards_[host_].at.get(), bytes, cards_[host_].at);
   for (int h = 0; h < hosts().count(); ++h) {
     if (h == host_) continue;
     await(receives[h]);
-    const Card& theirs = card_of(leader(h));
+    const Card& theirs = card_of(first_rank(h));
     if (theirs.magic != kMagic || theirs.details.call != channel_context_.call)
       group_.fail(
           AbortRecord::lost,
-          text(channel_->describe(leader(h)), " sent an invalid message; all hosts must run ",
+          text(channel_->describe(first_rank(h)), " sent an invalid message; all hosts must run ",
                "the same version of pycollect"),
           channel_context_);
   }
@@ -343,9 +344,9 @@ void HostsExecutor::exchange_between_hosts(const CollectiveRequest* request, con
 void HostsExecutor::compare(Verdict& verdict, const CollectiveRequest* request) const {
   const int world = hosts().world();
   const Card& first = card_of(0);
-  bool alike = true, as_many = true;
+  bool agrees = true, as_many = true;
   for (Rank r = 0; r < world; ++r) {
-    alike &= is_same(card_of(r).fingerprint, first.fingerprint.fingerprint_hash);
+    agrees &= is_same(card_of(r).fingerprint, first.fingerprint.fingerprint_hash);
     as_many &= (card_of(r).fingerprint.flags & Fingerprint::refused) == 0 &&
                card_of(r).details.parts == first.details.parts;
   }
@@ -356,7 +357,7 @@ void HostsExecutor::compare(Verdict& verdict, const CollectiveRequest* request) 
     return {card_of(r).fingerprint, card_of(r).details, {sent, sent + world}};
   };
   try {
-    if (!alike) throw_mismatch(world, published);
+    if (!agrees) throw_mismatch(world, published);
     if (request->irregular) check_counts(request->collective, world, published);
   } catch (const std::invalid_argument& error) {
     const std::string_view why = error.what();

@@ -81,8 +81,8 @@ class HostsExecutor final : public CollectiveExecutor {
   HostTransferPtr receive(Rank from, int number, std::byte* at, std::size_t bytes,
                           MemoryOwner owner);
 
-  Rank leader(int host) const { return hosts().ranks(host)[0]; }
-  bool leads() const { return group_.rank() == 0; }
+  Rank first_rank(int host) const { return hosts().ranks(host)[0]; }
+  bool is_first() const { return group_.rank() == 0; }
 
   Group& group_;
   const std::shared_ptr<HostChannel> channel_;

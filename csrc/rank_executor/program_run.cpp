@@ -144,7 +144,7 @@ inline void ProgramRun::perform(std::size_t i, const Instruction& instruction) {
 inline void ProgramRun::move(const Instruction& instruction, std::size_t n) const {
   const std::size_t element = prepared_->item() * instruction.operand_count();
   if (n * element >= kParallelBytes) return move_parallel(instruction, n, element);
-  move_rows(instruction, 0, n);
+  move_spans(instruction, 0, n);
 }
 
 // Each thread stops early when the group is aborted; the calling thread throws afterwards.
@@ -157,7 +157,7 @@ void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n,
   const auto part = [&](int64_t first, int64_t last) {
     const std::size_t end = std::min<std::size_t>(n, last * per_line);
     for (std::size_t at = first * per_line; at < end && group_.can_run(); at += block)
-      move_rows(instruction, at, std::min(end, at + block));
+      move_spans(instruction, at, std::min(end, at + block));
   };
   if (parallel_for_)
     parallel_for_(static_cast<int64_t>(lines), static_cast<int64_t>(grain), part);
@@ -166,19 +166,19 @@ void ProgramRun::move_parallel(const Instruction& instruction, std::size_t n,
   group_.require_run(*context_);
 }
 
-inline void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
-                                  std::size_t end) const {
+inline void ProgramRun::move_spans(const Instruction& instruction, std::size_t begin,
+                                   std::size_t end) const {
   if (instruction.operand_count() <= kFewOperands) [[likely]]
-    move_rows<kFewOperands>(instruction, begin, end);
+    move_spans<kFewOperands>(instruction, begin, end);
   else
-    move_rows<kMostOperands>(instruction, begin, end);
+    move_spans<kMostOperands>(instruction, begin, end);
 }
 
-// Moves the elements [begin, end) of the instruction's part of the current piece: in rows, each as
+// Moves the elements [begin, end) of the instruction's part of the current piece: in spans, each as
 // long as no operand continues in another tensor.
 template <int kMost>
-void ProgramRun::move_rows(const Instruction& instruction, std::size_t begin,
-                           std::size_t end) const {
+void ProgramRun::move_spans(const Instruction& instruction, std::size_t begin,
+                            std::size_t end) const {
   std::array<void*, kMost> at;
   const OperandPlace* const places = bound_->places.data() + instruction.first_operand;
   const int operands = instruction.operand_count();

@@ -44,9 +44,9 @@ class ProgramRun {
   void perform(std::size_t i, const Instruction& instruction);
   void move(const Instruction& instruction, std::size_t n) const;
   void move_parallel(const Instruction& instruction, std::size_t n, std::size_t element) const;
-  void move_rows(const Instruction& instruction, std::size_t begin, std::size_t end) const;
+  void move_spans(const Instruction& instruction, std::size_t begin, std::size_t end) const;
   template <int kMost>
-  void move_rows(const Instruction& instruction, std::size_t begin, std::size_t end) const;
+  void move_spans(const Instruction& instruction, std::size_t begin, std::size_t end) const;
   void fold(const Instruction& instruction, void* const* at, std::size_t count) const;
   void fold_and_copy(const Instruction& instruction, cpu::Pointers to, cpu::Pointers from,
                      std::size_t count) const;

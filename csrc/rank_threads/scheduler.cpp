@@ -103,9 +103,9 @@ std::map<pid_t, ThreadActivity::Sleep> usual_sleeps() {
 
 }  // namespace
 
-void run_task(const std::function<void()>& task) {
+void run_callback(const std::function<void()>& callback) {
   try {
-    task();
+    callback();
   } catch (const std::exception&) {
   }
 }
@@ -248,32 +248,33 @@ bool RankScheduler::park(Lock& lock, Member& me, WaitMode mode) {
   }
 }
 
-void RankScheduler::run_as(Rank rank, const std::function<void()>& task) {
+void RankScheduler::run_as(Rank rank, const std::function<void()>& callback) {
   Member& m = *ranks_[rank];
   {
     const Lock lock(mutex_);
     if (m.waits() || m.state == MemberState::queued) {
-      m.tasks.push_back(task);
+      m.callbacks.push_back(callback);
       dispatch();
       return;
     }
   }
-  if (rank_of_thread() == rank) return run_task(task);
-  // The rank runs, or is blocked in a wait that the scheduler does not know, perhaps for this task.
+  if (rank_of_thread() == rank) return run_callback(callback);
+  // The rank runs, or is blocked in a wait that the scheduler does not know, perhaps for this
+  // callback.
   try {
-    run_on_thread(rank, task);
+    run_on_thread(rank, callback);
   } catch (const std::system_error&) {  // there can be no more threads
     const HelperScope helper(this, rank);
-    run_task(task);
+    run_callback(callback);
   }
 }
 
-void RankScheduler::run_on_thread(Rank rank, std::function<void()> task) {
+void RankScheduler::run_on_thread(Rank rank, std::function<void()> callback) {
   Member* const helper = add_helper(rank);  // it counts before its thread runs
   try {
-    std::thread([task = std::move(task), self = shared_from_this(), helper] {
+    std::thread([callback = std::move(callback), self = shared_from_this(), helper] {
       self->become(helper);
-      run_task(task);
+      run_callback(callback);
       self->leave_helper();
     }).detach();
   } catch (const std::system_error&) {
@@ -302,7 +303,7 @@ constexpr std::chrono::microseconds kYieldTime{200};
 
 // Offers the core to other threads, for a short time, while the state is unchanged. A thread that
 // sleeps takes 35 us to wake on another core, and one that yields takes its turn at once.
-void yield_while(const std::atomic<MemberState>& state, MemberState unchanged, WorkShare& share) {
+void yield_while(const std::atomic<MemberState>& state, MemberState unchanged, LoopShare& share) {
   const Deadline until = Clock::now() + kYieldTime;
   share.count_awake(1);
   while (state.load(std::memory_order_acquire) == unchanged && Clock::now() < until) {
@@ -331,10 +332,10 @@ void RankScheduler::end_turn(Lock& lock, Member& me, Rank last) {
 void RankScheduler::begin_turn(Lock& lock, Member& me) {
   if (!me.is_main) std::erase(helpers_, &me);
   if (me.is_main && !parallel_) unlocked(lock, [&] { hooks_.resume(me.rank); });
-  const auto tasks = std::exchange(me.tasks, {});
-  if (!tasks.empty())
+  const auto callbacks = std::exchange(me.callbacks, {});
+  if (!callbacks.empty())
     unlocked(lock, [&] {
-      for (const auto& task : tasks) run_task(task);
+      for (const auto& callback : callbacks) run_callback(callback);
     });
 }
 
@@ -376,7 +377,7 @@ void RankScheduler::sleep(Lock& lock, Member& me) {
 bool RankScheduler::can_continue(const Member& m) const {
   if (m.state == MemberState::queued) return true;
   return m.waits() &&
-         (aborted_ || m.pending.expired || !m.tasks.empty() || m.pending.condition->ready() ||
+         (aborted_ || m.pending.expired || !m.callbacks.empty() || m.pending.condition->ready() ||
           (m.pending.condition->deadline != Deadline::max() &&
            m.pending.condition->deadline <= Clock::now()));
 }

@@ -18,8 +18,8 @@
 
 #include "../group/wait.h"
 #include "../plan/plan.h"
+#include "loop_share.h"
 #include "thread_activity.h"
-#include "work_share.h"
 
 namespace pycollect::rank_threads {
 
@@ -63,7 +63,7 @@ struct Member {
   bool sleeps = false;                                  // in `granted`
   PendingWait pending = {};
   std::condition_variable granted = {};
-  std::vector<std::function<void()>> tasks = {};  // run at the beginning of the next turn
+  std::vector<std::function<void()>> callbacks = {};  // run at the beginning of the next turn
   std::atomic<bool> at_work{false};
   ThreadActivity activity = {};
 
@@ -80,7 +80,7 @@ struct LaunchAbort {
 std::exception_ptr make_abort_error(AbortKind kind, const std::string& why);
 
 // Runs a callback. Its errors are its future's: torch keeps them there.
-void run_task(const std::function<void()>& task);
+void run_callback(const std::function<void()>& callback);
 
 // Calls `f` without the lock.
 template <class F>
@@ -157,14 +157,15 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   // Locks the state that conditions read. After a change, call notify() with the lock.
   std::mutex& mutex() { return mutex_; }
   void notify() { dispatch(); }
-  // Runs `task`, a callback of the rank: on the rank's thread when that next has a turn, or on a
+  // Runs a callback of the rank: on the rank's thread when that next has a turn, or on a
   // new thread if the rank does not wait for one. Call without the lock.
-  void run_as(Rank rank, const std::function<void()>& task);
-  // Runs `task` as the rank on a new thread, at once. While it is at work, there is no deadlock.
-  void run_on_thread(Rank rank, std::function<void()> task);
+  void run_as(Rank rank, const std::function<void()>& callback);
+  // Runs `callback` as the rank on a new thread, at once. While it is at work, there is no
+  // deadlock.
+  void run_on_thread(Rank rank, std::function<void()> callback);
 
   // Loops of the rank that has a turn, on which ranks that wait can work, too.
-  WorkShare& work_share() { return share_; }
+  LoopShare& loop_share() { return share_; }
 
   // Marks a time in which the calling thread may seem to sleep, but is at work.
   class AtWork {
@@ -238,7 +239,7 @@ class RankScheduler : public std::enable_shared_from_this<RankScheduler> {
   const RankHooks hooks_;
   const pid_t launcher_;  // the thread that waits for the ranks
   const std::map<pid_t, ThreadActivity::Sleep> usual_sleeps_;  // of threads, before the launch
-  WorkShare share_;
+  LoopShare share_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Member>> ranks_;
   std::vector<Member*> helpers_;          // threads that are not a rank's main thread, and wait

@@ -21,7 +21,7 @@ ARGS_BYTES = 4096  # of kernel parameters
 
 @dataclasses.dataclass
 class Task:
-    """One step of a level, on 2-D views with contiguous rows and any stride between rows."""
+    """A kernel task, on 2-D views with contiguous rows and any stride between rows."""
 
     dsts: Sequence[Tensor]
     srcs: Sequence[Tensor]

@@ -127,7 +127,7 @@ void a_blocked_rank_loses_its_turn() {
 }
 
 void loops_are_shared_once() {
-  WorkShare share;
+  LoopShare share;
   std::atomic<bool> ended{false};
   std::vector<std::jthread> helpers;
   for (int i = 0; i < 3; ++i)

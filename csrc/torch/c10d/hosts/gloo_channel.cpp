@@ -36,9 +36,9 @@ constexpr std::chrono::milliseconds kGoodbyeTime{500};
 // a clock of nanoseconds.
 constexpr std::chrono::milliseconds kLeastTimeout{1}, kMostTimeout = std::chrono::hours(24 * 365);
 
-// How long a rank waits for another one before it tells so: if it times out then, it names the rank
+// How long a rank waits for another one before it publishes so: if it times out, it names the rank
 // at the end of a chain of ranks that wait for each other.
-constexpr std::chrono::seconds kTellTime{1};
+constexpr std::chrono::seconds kPublishTime{1};
 
 // How long a rank goes on to connect when the store has failed: all addresses may be known, and the
 // rank that serves the store may have left.
@@ -58,8 +58,8 @@ bool is_store_failure(const std::exception& error) {
 constexpr char kGivenUp[] = "given up";  // key of the cause
 
 std::string encode(const ipc::AbortCause& cause) { return text(cause.kind, ' ', cause.text); }
-ipc::AbortCause decode(const std::string& told) {
-  std::istringstream in(told);
+ipc::AbortCause decode(const std::string& value) {
+  std::istringstream in(value);
   ipc::AbortCause cause;
   std::getline(in >> cause.kind >> std::ws, cause.text, '\0');
   return cause;
@@ -154,14 +154,14 @@ void Meeting::await(ipc::FunctionRef<bool()> ready, const std::atomic<Rank>& awa
                     ipc::FunctionRef<void()> look, ipc::Group& group,
                     const ipc::OpContext& context) {
   const auto begin = ipc::Clock::now();
-  const auto tells = std::min(begin + kTellTime, begin + (context.deadline - begin) / 2);
+  const auto publishes = std::min(begin + kPublishTime, begin + (context.deadline - begin) / 2);
   const auto key = [](Rank of) { return text("awaited/", of); };
-  Rank told = me_;
+  Rank published = me_;
   const auto poll = [&] {
     const Rank now = awaited;
-    if (now == told || ipc::Clock::now() < tells) return;
+    if (now == published || ipc::Clock::now() < publishes) return;
     keys_->set(key(me_), text(now));
-    told = now;
+    published = now;
   };
   // The rank for which others wait, directly or not, and which tells of none itself. If ranks wait
   // for each other in a circle, one of them has told so before it stopped.

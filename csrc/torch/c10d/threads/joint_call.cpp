@@ -265,7 +265,7 @@ void fill(const GroupCall& call) {
 }
 
 // Runs the call on the ranks' threads, if some of them are awake, or on torch's.
-void run_on_host(const ListCall& list_call, rank_threads::WorkShare& share) {
+void run_on_host(const ListCall& list_call, rank_threads::LoopShare& share) {
   list_call.run([&](int64_t size, int64_t grain, const cpu::Body& body) {
     if (size > kSharedBytes || !share.try_run(size, grain, body)) threads()(size, grain, body);
   });
@@ -333,7 +333,7 @@ void sum_sparse(const std::vector<RequestCursor>& ranks, std::size_t count) {
 }
 
 void run(const std::vector<RequestCursor>& ranks, const ListCall& list_call,
-         rank_threads::WorkShare& share) {
+         rank_threads::LoopShare& share) {
   if (list_call.plans.empty()) return;
   const auto on_device = std::find_if(ranks.begin(), ranks.end(), [](const RequestCursor& rank) {
     return rank.call().staging != nullptr;
@@ -347,7 +347,7 @@ void run(const std::vector<RequestCursor>& ranks, const ListCall& list_call,
 }  // namespace
 
 void run_jointly(const std::vector<std::vector<GroupCall*>>& calls,
-                 rank_threads::WorkShare& share) {
+                 rank_threads::LoopShare& share) {
   std::vector<RequestCursor> ranks(calls.begin(), calls.end());
   while (!ranks.front().at_end()) {
     std::size_t count = ranks.front().left();

@@ -3,7 +3,7 @@
 #pragma once
 #include <vector>
 
-#include "../../../rank_threads/work_share.h"
+#include "../../../rank_threads/loop_share.h"
 #include "thread_group.h"
 
 namespace pycollect::dist {
@@ -17,6 +17,6 @@ void check_joint_call(const std::vector<const PostedCalls*>& calls, uint64_t num
 // Copies nothing that the ranks' own copies would not. `calls` has the calls of each rank, whose
 // requests match; ranks may divide the same requests into calls differently. Throws what the call
 // of a list throws.
-void run_jointly(const std::vector<std::vector<GroupCall*>>& calls, rank_threads::WorkShare& share);
+void run_jointly(const std::vector<std::vector<GroupCall*>>& calls, rank_threads::LoopShare& share);
 
 }  // namespace pycollect::dist

@@ -110,7 +110,7 @@ std::exception_ptr ThreadGroup::run(const JointCall& joint, uint64_t number) {
     std::vector<std::vector<GroupCall*>> of_ranks(world_);
     for (Rank r = 0; r < world_; ++r)
       for (const CollectiveWorkPtr& work : calls[r]->works) of_ranks[r].push_back(&work->call());
-    run_jointly(of_ranks, scheduler_->work_share());
+    run_jointly(of_ranks, scheduler_->loop_share());
     return nullptr;
   } catch (const TypeError&) {
     return std::current_exception();
@@ -158,16 +158,17 @@ void ThreadGroup::complete_all(const Completions& completions) {
 
 void ThreadGroup::complete_later(Rank rank, c10::intrusive_ptr<Future> future,
                                  const c10::intrusive_ptr<GroupWork>& work) {
-  // The task may run Python code on a thread of its own.
+  // The callback may run Python code on a thread of its own.
   const auto in_flight = std::make_shared<InFlightGuard>();
   scheduler_->run_as(launch_ranks_[rank], [in_flight, future, work] {
     complete(*future, work->result(), work->exception(), work->staging());
   });
 }
 
-void ThreadGroup::run_on_thread(Rank rank, std::function<void()> task) {
+void ThreadGroup::run_on_thread(Rank rank, std::function<void()> callback) {
   const auto in_flight = std::make_shared<InFlightGuard>();
-  scheduler_->run_on_thread(launch_ranks_[rank], [in_flight, task = std::move(task)] { task(); });
+  scheduler_->run_on_thread(launch_ranks_[rank],
+                            [in_flight, callback = std::move(callback)] { callback(); });
 }
 
 std::vector<Rank> ThreadGroup::missing() const {

@@ -95,8 +95,8 @@ class ThreadGroup final : public rank_threads::LaunchListener {
   // Completes the future of a work of this rank. Call without the mutex.
   void complete_later(Rank rank, c10::intrusive_ptr<Future> future,
                       const c10::intrusive_ptr<GroupWork>& work);
-  // Runs `task` as the rank on a new thread.
-  void run_on_thread(Rank rank, std::function<void()> task);
+  // Runs `callback` as the rank on a new thread.
+  void run_on_thread(Rank rank, std::function<void()> callback);
   // See RankScheduler::count_unknown_waits.
   void count_open_futures(int more) { scheduler_->count_unknown_waits(more); }
 

@@ -9,7 +9,7 @@
 
 namespace pycollect::rank_threads {
 
-class WorkShare {
+class LoopShare {
  public:
   using Body = std::function<void(int64_t, int64_t)>;
 
