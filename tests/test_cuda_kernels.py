@@ -73,8 +73,8 @@ def test_rows_at_different_alignments(dtype: torch.dtype):
     assert one["loaded_twice"] == 0
     assert one["widest_load"] == dtype.itemsize
     packets = 2001 * dtype.itemsize // 512 * 32
-    slots = 6 * (packets + 2001 - packets * 16 // dtype.itemsize)
-    assert len(one["accesses"]) == -(-slots // 256)
+    accesses = 6 * (packets + 2001 - packets * 16 // dtype.itemsize)
+    assert len(one["accesses"]) == -(-accesses // 256)
 
 
 @pytest.mark.parametrize(("dtype", "op"), ALLOWED, ids=lambda v: ref.short(v))
@@ -310,7 +310,7 @@ def test_undefined_reductions_are_refused():
         launch([Task([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
 
 
-def test_empty_rows_are_not_launched():
+def test_empty_tasks_are_not_launched():
     empty, some = torch.zeros(1, 0), torch.ones(1, 4)
     assert launch([Task([empty], [empty, empty]), Task([empty], [empty])]) == []
     out = torch.zeros(1, 4)
@@ -333,21 +333,21 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("counts", "least", "most"), BLOCKS)
-def test_rows_share_the_blocks_of_whole_waves(counts: list[int], least: int, most: int):
+def test_tasks_share_the_blocks_of_whole_waves(counts: list[int], least: int, most: int):
     tasks = [in_place(count) for count in counts]
     (one,) = launch(tasks, multiprocessors=1)
     assert least <= len(one["accesses"]) <= most
     assert all(bool((s == 2).all()) for task in tasks for s in task.srcs)
 
 
-def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
+def test_a_large_task_among_small_ones_is_shared_by_most_blocks():
     tasks = [in_place(400_000), *(in_place(64) for _ in range(80))]
     (one,) = launch(tasks, multiprocessors=4)
     assert len(one["accesses"]) <= 4 * 12 + 80
     assert max(one["accesses"]) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
 
 
-def test_small_rows_have_a_thread_for_every_packet():
+def test_small_tasks_have_a_thread_for_every_packet():
     srcs = [one_row(torch.ones(61_706)) for _ in range(4)]
     (one,) = launch([Task(srcs, srcs)], multiprocessors=132)
     assert len(one["accesses"]) == -(-(61_706 // 4 + 2) // 256)

@@ -75,8 +75,8 @@ def on_another_device(pair: TwoDevices) -> Mistakes:
 def on_wrong_memory(pair: TwoDevices) -> Mistakes:
     stream, (at, there) = pair.streams[0], pair.memory
 
-    def launch(*rows: Any) -> Callable[[], object]:
-        return lambda: pair.cuda.launch(stream, list(rows))
+    def launch(*tasks: Any) -> Callable[[], object]:
+        return lambda: pair.cuda.launch(stream, list(tasks))
 
     return {
         "an access beyond the end of its allocation": launch(([at], [at + 1], 64)),
@@ -167,7 +167,7 @@ def test_accesses_that_no_event_orders_are_a_race(name: str) -> None:
     assert (pair.cuda.race is None) == (name == "recorded between them")
 
 
-def test_conflicting_rows_of_a_launch_are_a_race() -> None:
+def test_conflicting_tasks_of_a_launch_are_a_race() -> None:
     pair = TwoDevices()
     at = pair.memory[0]
     pair.cuda.launch(pair.streams[0], [([at], [at + 16], 16), ([at + 32], [at + 16], 16)])

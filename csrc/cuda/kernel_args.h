@@ -46,8 +46,8 @@ static_assert(sizeof(ArgsHead) == 32);
 
 // The parameters of every kernel, 4 KiB, which all drivers take and a launch copies. A task of s
 // sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s; twice the 8 bytes if
-// pitched. Tasks that do not fit go into further kernel launches. In one fit 84 tasks of 2 ranks in
-// place, 42 of 8 ranks, and 7 of 64.
+// pitched. Tasks that do not fit go into further kernel launches. One holds 84 tasks of 2 ranks
+// in place, 42 of 8 ranks, and 7 of 64.
 struct KernelArgs {
   static constexpr std::size_t kWords = (4096 - sizeof(ArgsHead)) / 8;
   ArgsHead head;

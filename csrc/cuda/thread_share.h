@@ -133,8 +133,8 @@ struct BlockTask {
   }
 };
 
-// Visits a thread's accesses to a task of several rows: calls one(row, access). Divides by the
-// accesses of a row before the loop, and not for each one.
+// Visits a thread's accesses to a task of several rows: calls one(number of the row, access).
+// Divides by the accesses of a row before the loop, and not for each one.
 template <class One>
 constexpr void walk_rows(const RowAccesses& row, uint64_t rows, ThreadShare share, One one) {
   const int64_t accesses = row.size();

@@ -24,8 +24,8 @@ class Hosts {
   int of(Rank r) const { return host_of_[r]; }
   const std::vector<Rank>& ranks(int host) const { return ranks_[host]; }  // in rank order
   int index(Rank r) const { return index_[r]; }  // position among the ranks of its host
-  // Number of rails, which are the ranks with one index on their hosts and move data between these:
-  // the least number of ranks on a host.
+  // Number of rails: the least number of ranks on a host. The ranks with the same index on their
+  // hosts are a rail, and move data between hosts.
   int rails() const { return rails_; }
   // Returns whether every host's ranks are consecutive, as torchrun numbers them.
   bool in_rank_order() const { return in_rank_order_; }

@@ -247,7 +247,8 @@ void SumChain::hand_out(std::size_t group) {
   call_.run_here(Collective::all_gather, own, all);
 }
 
-// The rails of the last host send a group of a reduce or reduce_scatter to the ranks that want it.
+// The last host's ranks of the rails send a group of a reduce or reduce_scatter to the ranks that
+// want it.
 void SumChain::deliver(std::size_t group) {
   std::byte* at = results(group);
   std::size_t sent = 0;

@@ -1,9 +1,9 @@
 // Sums over hosts that have the ranks in their order: a host adds its ranks' data to the sum of the
 // hosts before it, which it gets as accumulators, so the result is rounded once, as on one host.
-// The ranks with one index on their hosts are a rail, which adds up a share of the data, in pieces.
-// The results of an all_reduce go back from host to host: 2 (H-1) hops for H hosts; S per link and
-// direction. In tree order, a host gets a sum for each bit of the number of ranks before it, which
-// is one sum if that is a power of two.
+// The ranks with the same index on their hosts are a rail, which adds up a share of the data, in
+// pieces. The results of an all_reduce go back from host to host: 2 (H-1) hops for H hosts; S per
+// link and direction. In tree order, a host gets a sum for each bit of the number of ranks before
+// it, which is one sum if that is a power of two.
 #pragma once
 #include <algorithm>
 #include <array>

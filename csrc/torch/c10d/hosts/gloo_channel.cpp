@@ -36,8 +36,8 @@ constexpr std::chrono::milliseconds kGoodbyeTime{500};
 // a clock of nanoseconds.
 constexpr std::chrono::milliseconds kLeastTimeout{1}, kMostTimeout = std::chrono::hours(24 * 365);
 
-// How long a rank waits for another one before it publishes so: if it times out, it names the rank
-// at the end of a chain of ranks that wait for each other.
+// How long a rank waits for another one before it publishes that: if it times out, it names the
+// rank at the end of a chain of ranks that wait for each other.
 constexpr std::chrono::seconds kPublishTime{1};
 
 // How long a rank goes on to connect when the store has failed: all addresses may be known, and the
@@ -163,8 +163,8 @@ void Meeting::await(ipc::FunctionRef<bool()> ready, const std::atomic<Rank>& awa
     keys_->set(key(me_), text(now));
     published = now;
   };
-  // The rank for which others wait, directly or not, and which tells of none itself. If ranks wait
-  // for each other in a circle, one of them has told so before it stopped.
+  // The rank for which others wait, directly or not, and which publishes none itself. If ranks wait
+  // for each other in a circle, one of them has published that before it stopped.
   const auto late = [&] {
     std::set<Rank> found{me_};
     for (Rank r = awaited; found.insert(r).second; r = std::stoi(keys_->get_to_str(key(r))))
