@@ -51,7 +51,7 @@ build = pickle.loads(bytes.fromhex(sys.argv[1]))
 make.make(build, build.root / "_C.cpython-1-linux.so")
 """
 MODULE = "_C.cpython-1-linux.so"
-WITH_US = os.environ | {"PYTHONPATH": str(Path(make.__file__).parent)}
+WITH_US = {"PYTHONPATH": str(Path(make.__file__).parent)}
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,9 @@ def test_messages_reach_the_terminal_although_pip_captures_output():
     code += "fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0); make.notify('hello')"
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", code, str(theirs)]
-    done = subprocess.run(command, pass_fds=[theirs], capture_output=True, text=True, env=WITH_US)
+    done = subprocess.run(
+        command, pass_fds=[theirs], capture_output=True, text=True, env=os.environ | WITH_US
+    )
     assert done.stderr == "pycollect: hello\n"
     assert "pycollect: hello" in os.read(ours, 1000).decode()
     os.close(ours)
@@ -187,7 +189,7 @@ def building(build, largest=resource.RLIM_INFINITY):
     """Start a process that builds, in a session of its own, as a shell starts a job."""
     command = [sys.executable, "-c", MAKE, pickle.dumps(build).hex(), str(largest)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    child = subprocess.Popen(command, env=WITH_US, start_new_session=True, **pipes)
+    child = subprocess.Popen(command, env=os.environ | WITH_US, start_new_session=True, **pipes)
     try:
         yield child
     finally:

@@ -83,15 +83,17 @@ for step in range(3):
 dist.destroy_process_group()
 """
 STEP = re.compile(r"step \d, rank \d: \d+\.\d{6}")  # a line of the script
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
 def test_a_script_for_torchrun_prints_its_numbers(tmp_path):
     script = written(tmp_path, SCRIPT)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    wanted = run([sys.executable, *torchrun, script], timeout=TIMEOUT, env=ONE_THREAD).stdout
-    ended = ran(script, env=ONE_THREAD)
+    wanted = run(
+        [sys.executable, *torchrun, script], timeout=TIMEOUT, env=os.environ | ONE_THREAD
+    ).stdout
+    ended = ran(script, env=os.environ | ONE_THREAD)
     # Lines of torchrun's processes may lack the newline between them.
     assert sorted(ended.stdout.splitlines()) == sorted(STEP.findall(wanted)), ended.stderr
 
