@@ -205,7 +205,7 @@ _TARGETS = (
                       ("at 128 MiB", 4, (128 * MIB,)))),
     *_versus_gloo(4, (("to 64 KiB", 150, range(64 * KIB + 1)), ("at 1 MiB", 15, (MIB,)),
                       ("at 16 MiB", 5, (16 * MIB,)), ("at 128 MiB", 4, (128 * MIB,)))),
-    Target("gloo, 8 and 16 ranks, everything", 1, OURS, _TO_GLOO, where(world=(8, 16))),
+    Target("gloo, from 8 ranks, everything", 1, OURS, _TO_GLOO, where(world=(8, 16))),
     *(Target(f"gloo, {name}, {size}", 5, OURS, _TO_GLOO,
              where(collective=(name,), world=(2, 4), bytes=sizes))
       for name in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
