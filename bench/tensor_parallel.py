@@ -127,31 +127,34 @@ TARGETS = (
 )
 
 
-COLOURS = {ALONE: plot.BASELINE, "computing": plot.COMPUTING}
+LABELS = {ALONE: "one rank", "plain:direct": "operator", "plain:zero-copy": "zero-copy"}
+COLOURS = {LABELS[ALONE]: plot.BASELINE, "computing": plot.COMPUTING}
 COLOURS |= {"waiting": plot.WAITING, "moving": plot.MOVING}
 
 
 def draw(record: dict[str, Any], path: str) -> None:
-    """Write bars of a token's time to `path`: a row of panels per world, of which each has a model
-    with its smallest batch.
+    """Write bars of a token's time to `path`: a row of panels per model, with its smallest batch,
+    of which each has a number of ranks.
     """
-    worlds: dict[int, dict[str, list[plot.Bar]]] = {}
+    models: dict[tuple[str, int], dict[str, list[plot.Bar]]] = {}
     smallest: dict[tuple[str, int], int] = {}
     for case in sorted(record["cases"], key=lambda case: int(case["batch"])):
-        if case["batch"] > smallest.setdefault((case["model"], case["hidden"]), case["batch"]):
+        model = case["model"], case["hidden"]
+        if case["batch"] > smallest.setdefault(model, case["batch"]):
             continue
         title = "{model} {hidden}, batch {batch}, {world} ranks".format_map(case)
-        bars = worlds.setdefault(case["world"], {}).setdefault(title, [])
+        bars = models.setdefault(model, {}).setdefault(title, [])
         for row in case["rows"]:
             name, token = row["name"], row["time"]["p50"] * 1e3
             parts = {part: row[part] * 1e3 for part in ("waiting", "moving")}
             own = token - sum(parts.values())
-            text = f"{case['batch'] * 1e3 / token:.3g}/s"
+            text = f"{case['batch'] * 1e3 / token:.3g} tokens/s"
             if "speedup" in row and row["kind"] != runner.PEER:
                 text += f", {row['speedup'][GLOO]:.2g}x gloo"
-            parts = {ALONE if name == ALONE else "computing": own, **parts}
-            bars.append((f"{name}, {case['dtype']}", parts, text))
-    plot.plot_bars(list(worlds.values()), COLOURS, "ms per token", record, path)
+            label = LABELS.get(name, name.replace("dtensor", "DTensor").replace(":", ", "))
+            parts = {label if name == ALONE else "computing": own, **parts}
+            bars.append((f"{label}, {case['dtype']}", parts, text))
+    plot.plot_bars(list(models.values()), COLOURS, "ms per token", record, path)
 
 
 SCRIPT = Script(

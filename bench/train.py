@@ -96,26 +96,28 @@ def targets(args: argparse.Namespace) -> Sequence[Target]:
 
 
 COLOURS = {training.ONE: plot.BASELINE, "forward, backward, update": plot.COMPUTING}
-COLOURS |= {"reduction": plot.MOVING}
+COLOURS |= {"reduction (%)": plot.MOVING}
 
 
 def draw(record: dict[str, Any], path: str) -> None:
-    """Write bars of a run's steps to `path` (PNG, SVG or PDF by its suffix), a panel per model."""
+    """Write bars of a run's steps to `path`: a row of panels per number of ranks, of which each has
+    a model.
+    """
     one, computing, reduction = COLOURS
-    panels: dict[str, list[plot.Bar]] = {}
+    worlds: dict[int, dict[str, list[plot.Bar]]] = {}
     for case in record["cases"]:
-        bars = panels.setdefault("{model}, batch {batch}".format_map(case), [])
+        ranks = f"{case['world']} rank{'s' * (case['world'] > 1)}"
+        title = f"{case['model']}, batch {case['batch']}, {ranks}"
+        bars = worlds.setdefault(case["world"], {}).setdefault(title, [])
         for row in case["rows"]:
             step, name = row["time"]["p50"] * 1e3, row["name"]
             reduced = min(row.get("reduction", 0.0) * 1e3, step)
             parts = {one if name == one else computing: step - reduced, reduction: reduced}
             text = f"{1 / row['speedup'][one]:.2f}x"
-            text += f", reduction {100 * reduced / step:.2g} %" if reduced else ""
-            ranks = f"{case['world']} rank{'s' * (case['world'] > 1)}"
-            label = name if name == one else f"{ranks}: {name}"
-            bars.append((label, parts, text))
-    what = "median step (ms); x: of one replica in the same rounds"
-    plot.plot_bars([panels], COLOURS, what, record, path)
+            text += f", {100 * reduced / step:.2g} %" if reduced else ""
+            bars.append((name, parts, text))
+    what = "ms per step; x: of one replica's"
+    plot.plot_bars(list(worlds.values()), COLOURS, what, record, path)
 
 
 SCRIPT = Script("train", __doc__, add_arguments, measure, 30.0, 1, cases, targets, draw=draw)

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 # Colours that the colour-blind can distinguish (Okabe and Ito); the library has the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
 _PEERS = dict.fromkeys(("naive", "gloo"), "#d55e00") | dict.fromkeys(("stack", "mpi"), "#e69f00")
-_PEERS |= dict.fromkeys(("comm", "deepspeed"), "#cc79a7") | {"cupy": "#56b4e9"}
+_PEERS |= {"comm": "#cc79a7", "deepspeed": "#000000", "cupy": "#56b4e9"}
+# What the legend calls rows that have shorter names in tables.
+_LABELS = {
+    "default": "pycollect",
+    "inside": "pycollect without Python",
+    "operator": "pycollect's operator",
+    "naive": "naive loop",
+    "stack": "torch's stack and sum",
+    "mpi": "Open MPI",
+    "deepspeed": "DeepSpeed's operator",
+}
 _GREY = "#7f7f7f"
 # Colours of bars: of what the others are compared with, and of the parts of a time.
 BASELINE, COMPUTING, WAITING, MOVING = "#bdbdbd", "#56b4e9", "#e69f00", "#d55e00"
@@ -49,15 +59,15 @@ def _drawn(record: dict[str, Any]) -> list[_Case]:
 
 
 def _line(axes: Axes, cases: Sequence[_Case], name: str | None, **style: Any) -> None:
-    """Draw bytes and GB/s of the rows of this name, or of the limits without a name."""
+    """Draw bytes and bytes per second of the rows of this name, or of the limits without a name."""
     points = [
-        (case["bytes"], row.get("moved", row.get("busbw", 0)) / 1e9)
+        (case["bytes"], row.get("moved", row.get("busbw", 0)))
         for case in cases
         for row in case["rows"]
         if row["name"] == (name or case.get("limit"))
     ]
     if points:
-        axes.plot(*zip(*points, strict=True), **{"label": name, **style})
+        axes.plot(*zip(*points, strict=True), **{"label": _LABELS.get(name or "", name), **style})
 
 
 def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
@@ -94,13 +104,12 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _finish(
-    figure: Figure, colours: Mapping[str, Any], place: str, columns: int, caption: str, path: str
-) -> None:
-    """Write the figure to a file, with one legend beside its panels, where it hides nothing."""
-    options: Any = {"loc": f"outside {place}", "ncols": columns, "frameon": False, "fontsize": 9}
+def _finish(figure: Figure, colours: Mapping[str, Any], record: dict[str, Any], path: str) -> None:
+    """Write the figure to a file, with one legend above its panels, and below what was measured."""
+    options: Any = {"loc": "outside upper center", "ncols": 7, "frameon": False, "fontsize": 9}
     figure.legend(list(colours.values()), list(colours), **options)
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    text = "{machine}, {cores} cores, threads: {threads}; torch {torch}; commit {commit}"
+    figure.supxlabel(text.format_map(record["environment"]), fontsize=8, color=_GREY)
     write_picture(figure, path)
 
 
@@ -115,7 +124,7 @@ def plot(record: dict[str, Any], path: str) -> None:
         ValueError: if there is no case to plot.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import EngFormatter, LogLocator
 
     groups: dict[_Key, dict[int, list[_Case]]] = {}
     for case in _drawn(record):
@@ -124,7 +133,7 @@ def plot(record: dict[str, Any], path: str) -> None:
     if not groups:
         raise ValueError("nothing to plot: no case was measured")
     across = max(len(worlds) for worlds in groups.values())
-    figure = Figure(figsize=(2.4 + 4.0 * across, 1.1 + 3.9 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(1.0 + 3.2 * across, 0.9 + 3.6 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), across, squeeze=False, sharey="row")
     for row, (key, worlds) in zip(panels, groups.items(), strict=True):
         for axes in row[len(worlds) :]:
@@ -134,19 +143,17 @@ def plot(record: dict[str, Any], path: str) -> None:
         rows = [row for group in worlds.values() for case in group for row in case["rows"]]
         one_memory = all("moved" in row for row in rows)
         speed = "bytes moved per second" if one_memory else "bus bandwidth"
-        row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
+        row[0].set_ylabel(f"{' '.join(key)}\n{speed} (higher is better)")
         low, high = row[0].get_ylim()
         # For many powers of ten, labels also at 2 and 5 times each would be too dense.
         steps = (1, 2, 5) if high < 1e4 * low else (1,)
         row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
-        row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        row[0].yaxis.set_major_formatter(EngFormatter(unit="B/s"))
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    about = record["environment"]
-    caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
-    _finish(figure, handles, "right center", 1, caption, path)
+    _finish(figure, handles, record, path)
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str]) -> None:
@@ -181,16 +188,14 @@ def plot_bars(
     from matplotlib.patches import Patch
 
     across = max(map(len, rows))
-    most = max(len(bars) for row in rows for bars in row.values())
-    size = 6.0 * across, 0.6 + (0.9 + 0.2 * most) * len(rows)
-    figure = Figure(figsize=size, layout="constrained")
+    heights = [0.7 + 0.2 * max(map(len, row.values())) for row in rows]
+    figure = Figure(figsize=(4.9 * across, 0.6 + sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(rows), across, height_ratios=heights)
     for number, row in enumerate(rows):
-        for place, (title, bars) in enumerate(row.items(), 1):
-            axes = figure.add_subplot(len(rows), across, number * across + place)
+        for place, (title, bars) in enumerate(row.items()):
+            axes = figure.add_subplot(grid[number, place])
             _draw_bars(axes, bars, colours)
             axes.set_title(title, fontsize=10)
-            axes.set_xlabel(what)
-    about = record["environment"]
-    caption = f"{about['machine']}, {about['cores']} cores; torch {about['torch']}"
+            axes.set_xlabel(f"{what} (lower is better)")
     patches = {name: Patch(color=colour) for name, colour in colours.items()}
-    _finish(figure, patches, "upper center", len(patches), caption, path)
+    _finish(figure, patches, record, path)
