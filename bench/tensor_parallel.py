@@ -148,9 +148,9 @@ def draw(record: dict[str, Any], path: str) -> None:
             name, token = row["name"], row["time"]["p50"] * 1e3
             parts = {part: row[part] * 1e3 for part in ("waiting", "moving")}
             own = token - sum(parts.values())
-            text = f"{case['batch'] * 1e3 / token:.3g} tokens/s"
+            text = f"{case['batch'] * 1e3 / token:.1f} tokens/s"
             if "speedup" in row and row["kind"] != runner.PEER:
-                text += f", {row['speedup'][GLOO]:.2g}x gloo"
+                text += f", {row['speedup'][GLOO]:.1f}x gloo"
             label = LABELS.get(name, name.replace("dtensor", "DTensor").replace(":", ", "))
             parts = {label if name == ALONE else "computing": own, **parts}
             bars.append((f"{label}, {case['dtype']}", parts, text))

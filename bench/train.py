@@ -116,7 +116,7 @@ def draw(record: dict[str, Any], path: str) -> None:
             text = f"{1 / row['speedup'][one]:.2f}x"
             text += f", {100 * reduced / step:.2g} %" if reduced else ""
             bars.append((name, parts, text))
-    what = "ms per step; x: of one replica's"
+    what = "ms per step, ratio to one replica"
     plot.plot_bars(list(worlds.values()), COLOURS, what, record, path)
 
 

@@ -33,7 +33,7 @@ from pycollect_bench.namespaces import why_no_namespaces
 
 BENCH = Path(__file__).parents[1] / "bench"
 RECORDS = sorted((BENCH / "results").glob("*.json"))
-LINES = 1_500  # limit of the lines of all result files together, to keep unused numbers out of git
+LINES = 1_600  # limit of the lines of all result files together, to keep unused numbers out of git
 MISSED = 3  # exit status if a speed target is missed, as on any machine that is not quiet
 ONCE = "-n 1 -w 1"
 LISTS = f"allreduce_bandwidth {ONCE} -b 4K -e 16K --world 2,3 --targets"
