@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -81,9 +82,7 @@ def test_every_block_is_of_a_tested_kind() -> None:
     assert "test acc: " in printed, "a block without a language must be the output of a training"
 
 
-@pytest.mark.parametrize(
-    "path", [*DOCUMENTS, *FOLDER_READMES], ids=lambda path: path.as_posix()[-30:]
-)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *FOLDER_READMES], ids=lambda path: str(path)[-30:])
 def test_links_and_files_of_folders_exist(path: Path) -> None:
     text = path.read_text()
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", BLOCK.sub("", text)):
@@ -92,14 +91,20 @@ def test_links_and_files_of_folders_exist(path: Path) -> None:
         assert list(path.parent.glob(name)), name
 
 
-def test_ratios_of_tables_are_those_of_the_linked_records() -> None:
+def test_times_and_ratios_of_tables_are_those_of_the_linked_records() -> None:
     for section in (ROOT / "docs/performance.md").read_text().split("\n## ")[1:]:
+        known = set()
         linked = [p for p in (ROOT / "bench/results").glob("*.json") if p.name in section]
-        groups = re.findall(r'"speedup": {(.*?)}', "".join(path.read_text() for path in linked))
-        ratios = [float(ratio) for ratio in re.findall(r": ([\d.e-]+)", "".join(groups))]
-        times = [1 / ratio for ratio in ratios]  # of steps; below 1 is faster
-        known = {f"{ratio:.{digits}f}" for ratio in (*ratios, *times) for digits in range(3)}
-        assert set(re.findall(r"([\d.]+)x", "".join(re.findall(r"^\|.*", section, re.M)))) <= known
+        cases = [case for path in linked for case in json.loads(path.read_text())["cases"]]
+        for row, batch in ((row, case.get("batch", 0)) for case in cases for row in case["rows"]):
+            time, ratios = row["time"]["p50"], row.get("speedup", {}).values()
+            units = ((1e6 * time, " us, "), (1e3 * time, " ms, "), (batch / time, ", "))
+            heads = {"", *(f"{value:.{n}f}{unit}" for value, unit in units for n in (0, 1))}
+            known |= {f"{head}{x:.{n}f}x" for head in heads for x in ratios for n in range(3)}
+            share = 100 * row.get("reduction", 0) / time  # of a step, whose ratio is of times
+            known |= {f"{1 / x:.2f}x ({share:.2g} %)" for x in ratios}
+        cell = r"(?:[\d.]+ [um]s, |\d+, )?[\d.]+x(?: \([\d.]+ %\))?"
+        assert set(re.findall(cell, "".join(re.findall(r"^\|.*", section, re.M)))) <= known
 
 
 def test_all_benchmarks_are_listed() -> None:
@@ -117,8 +122,7 @@ def test_pre_commit_has_the_versions_of_the_dev_extra() -> None:
 
 def test_every_source_folder_has_a_readme() -> None:
     folders = {path.parent for path in (ROOT / "csrc").rglob("*.cpp")}
-    missing = {folder for folder in folders if not (folder / "README.md").exists()}
-    assert not missing
+    assert not {folder for folder in folders if not (folder / "README.md").exists()}
 
 
 def without_comments(program: str) -> str:
