@@ -231,6 +231,7 @@ def connect_with_event(me: RankContext, who: int, moment: str, event: str, port:
         wait_published(me, "serves", [0])
     store: Any = dist.TCPStore("127.0.0.1", port, me.world, me.rank == 0, wait_for_workers=False)
     publish(me, "serves")
+    wait_published(me, "serves", range(me.world))  # one that starts late would be named
     if event == "has no network" and me.rank == who:
         os.environ["GLOO_SOCKET_IFNAME"] = "none"
     late = {"leaves": [1], "is interrupted": [(who + 1) % me.world]}.get(event, [])
