@@ -23,10 +23,6 @@ def staged(
     return _testing.CompiledPlan(plan, in_place, "one_task", reach, pieces).plan
 
 
-def is_on_host(at: _C.SliceTuple, hosts: list[int]) -> bool:
-    return at[1] == "host" or at[0] in hosts
-
-
 def assert_accesses_are_reachable(
     plan: _C.Plan, access_groups: list[int], hosts: list[int]
 ) -> None:
@@ -34,7 +30,8 @@ def assert_accesses_are_reachable(
         me = executor(step)
         assert me not in hosts
         for at in (*step[0], *step[1]):
-            assert is_on_host(at, hosts) or access_groups[at[0]] == access_groups[me], step
+            on_host = at[1] == "host" or at[0] in hosts
+            assert on_host or access_groups[at[0]] == access_groups[me], step
 
 
 @each_algorithm

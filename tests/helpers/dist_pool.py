@@ -13,6 +13,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import tempfile
@@ -214,9 +215,11 @@ def open_resources() -> dict[str, int]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below those that the system gives to connections, which could take it before its use."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(20_000)))
+            return probe.getsockname()[1]
 
 
 class ForwardingStore(dist.Store):
