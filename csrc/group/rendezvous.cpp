@@ -196,7 +196,8 @@ class Rendezvous {
     } catch (const std::exception& error) {
       // Peers may have seen this rank in the shared memory.
       const Rank me = settings_.world_ranks.empty() ? rank_ : settings_.world_ranks[rank_];
-      const std::string why = text("rank ", me, " gave up: ", error.what());
+      std::string why = store_.failure(error);
+      if (why.empty()) why = text("rank ", me, " gave up: ", error.what());
       if (made_.abort_state) made_.abort_state->set({AbortRecord::lost, why}, nullptr);
       throw;
     }

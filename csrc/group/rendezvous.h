@@ -30,6 +30,8 @@ class Store {
   // Waits until ranks have posted all keys, and returns their values. Throws Timeout.
   virtual std::vector<std::string> read_all(const std::vector<std::string>& keys,
                                             Deadline deadline) = 0;
+  // Returns what to tell other ranks of an error of the store itself; empty: it is another error.
+  virtual std::string failure(const std::exception&) const { return ""; }
   std::string read(const std::string& key, Deadline deadline) {
     return read_all({key}, deadline)[0];
   }

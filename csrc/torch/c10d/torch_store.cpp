@@ -43,16 +43,24 @@ Timeout late(const std::vector<std::string>& keys) {
       text("no rank has written ", keys.front(), " to the store before the timeout was over"));
 }
 
-// Returns the TCPStore that a group of torch uses as it is, or under prefixes; null: another kind.
-c10::intrusive_ptr<c10d::TCPStore> tcp_store(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  const auto inner = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
-  // Not torch's dynamic_intrusive_pointer_cast, which keeps a reference if the cast fails.
-  return c10::intrusive_ptr<c10d::TCPStore>::reclaim_copy(
-      dynamic_cast<c10d::TCPStore*>(inner.get()));
+}  // namespace
+
+std::string first_line(std::string_view text) {
+  if (text.starts_with("[")) text.remove_prefix(std::min(text.size(), text.find("] ") + 2));
+  return std::string(text.substr(0, std::min(text.find(". This is"), text.find('\n'))));
 }
 
-}  // namespace
+bool is_store_failure(const std::exception& error) {
+  if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
+  const auto* const raised = dynamic_cast<const pybind11::error_already_set*>(&error);
+  if (raised == nullptr) return false;
+  const pybind11::gil_scoped_acquire gil;
+  return raised->matches(pybind11::module_::import("torch.distributed").attr("DistError"));
+}
+
+std::string store_failed(const std::exception& e) {
+  return text("the store failed, which may be in the process of rank 0: ", first_line(e.what()));
+}
 
 std::chrono::nanoseconds store_pause(std::chrono::nanoseconds waited) {
   return std::clamp<std::chrono::nanoseconds>(waited / kWaitedPerPause, kMinPause, kMaxPause);
@@ -156,18 +164,19 @@ int port_of(int descriptor, NameOf name_of) {
   sockaddr_storage at = {};
   socklen_t length = sizeof at;
   if (name_of(descriptor, reinterpret_cast<sockaddr*>(&at), &length) != 0) return 0;
-  if (at.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(at).sin_port);
-  if (at.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(at).sin6_port);
-  return 0;
+  if (at.ss_family != AF_INET && at.ss_family != AF_INET6) return 0;
+  return ntohs(reinterpret_cast<const sockaddr_in&>(at).sin_port);  // in both at the same place
 }
 
 }  // namespace
 
 StoreServer::StoreServer(const c10::intrusive_ptr<c10d::Store>& store) : store_(store) {
-  const auto found = tcp_store(store);
-  if (found == nullptr) return;
-  store_ = c10::weak_intrusive_ptr<c10d::Store>(found);
-  port_ = found->getPort();
+  auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  const auto inner = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  const auto* const client = dynamic_cast<const c10d::TCPStore*>(inner.get());
+  if (client == nullptr) return;
+  store_ = c10::weak_intrusive_ptr<c10d::Store>(inner);
+  port_ = client->getPort();
 }
 
 bool StoreServer::ends_with_group() const {

@@ -3,6 +3,7 @@
 // the store, even if that group had other ranks or was aborted.
 #pragma once
 #include <chrono>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../../group/rendezvous.h"
@@ -11,6 +12,12 @@ namespace pycollect::dist {
 
 // Returns how long to pause between two polls of a store, which has been polled for this long.
 std::chrono::nanoseconds store_pause(std::chrono::nanoseconds waited);
+
+// Returns the first line of a message, without a place in sources, and the advice that Gloo adds.
+std::string first_line(std::string_view text);
+// Returns whether this is an error of a store, from C++ or from Python, and what to say of it.
+bool is_store_failure(const std::exception& error);
+std::string store_failed(const std::exception& e);
 
 class TorchStore final : public ipc::Store {
  public:
@@ -25,6 +32,9 @@ class TorchStore final : public ipc::Store {
   void post(const std::string& key, const std::string& value) override;
   std::vector<std::string> read_all(const std::vector<std::string>& keys,
                                     ipc::Deadline deadline) override;
+  std::string failure(const std::exception& error) const override {
+    return is_store_failure(error) ? store_failed(error) : "";
+  }
 
  private:
   const std::string& prefix();

@@ -8,7 +8,6 @@
 #include <array>
 #include <chrono>
 #include <sstream>
-#include <string_view>
 #include <thread>
 
 #include "../../../group/system.h"
@@ -18,12 +17,6 @@
 
 namespace pycollect::dist {
 namespace {
-
-std::string first_line(std::string_view text) {
-  // Drops "[file:line] " and the advice that Gloo adds to every message.
-  if (text.starts_with("[")) text.remove_prefix(std::min(text.size(), text.find("] ") + 2));
-  return std::string(text.substr(0, std::min(text.find(". This is"), text.find('\n'))));
-}
 
 // A wait of Gloo that runs out of time closes all connections, before this rank can say why. So a
 // wait is interrupted when its time is over, and Gloo's own limit is this much later.
@@ -43,17 +36,6 @@ constexpr std::chrono::seconds kPublishTime{1};
 // How long a rank goes on to connect when the store has failed: all addresses may be known, and the
 // rank that serves the store may have left.
 constexpr std::chrono::milliseconds kStoreLossTime = 2 * ipc::kLossTime;
-
-constexpr char kStoreFailed[] = "the store failed, which may be in the process of rank 0: ";
-
-// Returns whether this is an error of a store, from C++ or from Python.
-bool is_store_failure(const std::exception& error) {
-  if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
-  const auto* const raised = dynamic_cast<const pybind11::error_already_set*>(&error);
-  if (raised == nullptr) return false;
-  const pybind11::gil_scoped_acquire gil;
-  return raised->matches(pybind11::module_::import("torch.distributed").attr("DistError"));
-}
 
 constexpr char kGivenUp[] = "given up";  // key of the cause
 
@@ -192,13 +174,13 @@ void Meeting::poll_until(ipc::FunctionRef<bool()> ready, ipc::FunctionRef<std::v
       throw;
     } catch (const std::exception& error) {
       rethrow_interrupt(error);
-      store_failure_ = first_line(error.what());
+      store_failure_ = store_failed(error);
       fails = std::min(context.deadline, ipc::Clock::now() + kStoreLossTime);
     }
   };
   const auto fail_without_store = [&] {
     if (ipc::Clock::now() < fails || ready()) return;
-    group.fail(ipc::AbortRecord::lost, text(kStoreFailed, store_failure_), context);
+    group.fail(ipc::AbortRecord::lost, store_failure_, context);
   };
   const auto check = [&] {
     group.abort_if_died();
@@ -224,11 +206,9 @@ void Meeting::poll_until(ipc::FunctionRef<bool()> ready, ipc::FunctionRef<std::v
 
 void Meeting::give_up(ipc::Group* group, const std::exception& error) noexcept {
   try {
-    const std::string why = first_line(error.what());
-    if (is_store_failure(error)) store_failure_ = why;
-    ipc::AbortCause cause{ipc::AbortRecord::lost, store_failure_.empty()
-                                                      ? text("rank ", me_, " gave up: ", why)
-                                                      : text(kStoreFailed, store_failure_)};
+    if (is_store_failure(error)) store_failure_ = store_failed(error);
+    ipc::AbortCause cause{.text = store_failure_};
+    if (cause.text.empty()) cause.text = text("rank ", me_, " gave up: ", first_line(error.what()));
     if (group != nullptr) {
       if (group->is_healthy()) group->abort(cause);
       cause = group->abort_cause();
