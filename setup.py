@@ -10,7 +10,7 @@ CXX=compiler, CPPFLAGS, CXXFLAGS, LDFLAGS.
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -30,6 +30,7 @@ class BuildModule(build_ext):
         make.make(build, Path(self.get_ext_fullpath("pycollect._C")))
 
 
+configure.require_setuptools(__version__)
 setup(
     version=configure.version(ROOT, labelled=LABELLED),
     ext_modules=[Extension("pycollect._C", [])],

@@ -17,6 +17,7 @@ from typing import Any
 try:
     import pycollect_configure as configure  # needs ninja
     import pycollect_make as make
+    import setuptools
     from setuptools import build_meta
     from setuptools.build_meta import *  # noqa: F403  hooks that need no change
 except ImportError as error:
@@ -25,6 +26,7 @@ except ImportError as error:
         f"install them: {sys.executable} -m pip install 'setuptools>=77' ninja"
     ) from None
 
+configure.require_setuptools(setuptools.__version__)
 TORCH = "torch>={}.{}".format(*configure.OLDEST_TORCH)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import pycollect_ninja as ninja
 
 OLDEST_TORCH = (2, 11)
+OLDEST_SETUPTOOLS = 77
 BYTES_PER_TORCH_JOB = 3 << 30  # the most memory that a compiler needs for a file with torch
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # this machine's bytes
 RECORDED = ("PYCOLLECT_CUDA", "PYCOLLECT_BUILD_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
@@ -167,6 +168,16 @@ def compiler_flags(environ: Mapping[str, str]) -> list[str]:
     else:
         flags += ["-O3", "-g0", "-DNDEBUG"]  # -g doubles the time and adds 50 MB
     return flags + ["-Werror"] * switch(environ, "PYCOLLECT_WERROR", "0")
+
+
+def require_setuptools(version: str) -> None:
+    """Stop if setuptools would reject pyproject.toml, which it does with a page of JSON schema."""
+    if int(version.partition(".")[0]) < OLDEST_SETUPTOOLS:
+        wanted = f"setuptools>={OLDEST_SETUPTOOLS}"
+        stop(
+            f"building needs {wanted} and {version} is installed; upgrade it: "
+            f"{sys.executable} -m pip install '{wanted}'"
+        )
 
 
 def require_torch(version: str) -> None:

@@ -21,10 +21,12 @@ def script(path, text):
     return str(path)
 
 
-def test_oldest_torch_is_the_same_everywhere():
+def test_oldest_torch_and_setuptools_are_the_same_everywhere():
     assert configure.OLDEST_TORCH == _build_check.OLDEST_TORCH
     assert backend.TORCH in (metadata.requires("pycollect") or [])
     assert f"oldest_torch={backend.TORCH.partition('>=')[2]}." in (ROOT / ".ci/run").read_text()
+    wanted = f'"setuptools>={configure.OLDEST_SETUPTOOLS}"'
+    assert wanted in (ROOT / "pyproject.toml").read_text().partition("\n[project]")[0]
 
 
 def test_every_source_is_compiled_and_only_csrc_torch_includes_torch():
@@ -135,14 +137,11 @@ STOPS = {
     "PYCOLLECT_CUDA=1 asks .* no CUDA toolkit": lambda *_: configure.why_no_cuda(
         {"PYCOLLECT_CUDA": "1"}, "13.2", None
     ),
-    r"CUDA 13\.2 and the CUDA toolkit is 12\.8\.93; ": lambda path, _: why_no_cuda(
-        path, "", release="12.8.93"
-    ),
+    r"CUDA 13\.2 and .* is 12\.8\.93;": lambda path, _: why_no_cuda(path, "", release="12.8.93"),
     "PYCOLLECT_CUDA is 'yes'; set it to 0 or 1": lambda path, _: why_no_cuda(path, "yes"),
-    "PYCOLLECT_WERROR is 'on'; set": lambda *_: configure.compiler_flags(
-        {"PYCOLLECT_WERROR": "on"}
-    ),
+    "WERROR is 'on'; set it": lambda *_: configure.compiler_flags({"PYCOLLECT_WERROR": "on"}),
     "MAX_JOBS is '-1'; set it to": lambda *_: configure.limit_jobs({"MAX_JOBS": "-1"}, 8, 0),
+    r"setuptools>=77 and 65\.5\.0 is": lambda *_: configure.require_setuptools("65.5.0"),
     r"torch 2\.11 or newer is needed and 2\.9\.1": lambda *_: configure.require_torch("2.9.1"),
     r"no C\+\+ compiler was found under the name 'no-such'": no_compiler,
     r"\(old\+\+ 4\.2\) fails .*GNU C\+\+20 .*\(a.h: error: b\); install g\+\+ 11": old_compiler,
