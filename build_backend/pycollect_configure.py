@@ -172,7 +172,8 @@ def compiler_flags(environ: Mapping[str, str]) -> list[str]:
 
 def require_setuptools(version: str) -> None:
     """Stop if setuptools would reject pyproject.toml, which it does with a page of JSON schema."""
-    if int(version.partition(".")[0]) < OLDEST_SETUPTOOLS:
+    known = re.match(r"[1-9]\d*", version)  # setuptools without metadata calls itself 0.dev0
+    if known and int(known[0]) < OLDEST_SETUPTOOLS:
         wanted = f"setuptools>={OLDEST_SETUPTOOLS}"
         stop(
             f"building needs {wanted} and {version} is installed; upgrade it: "

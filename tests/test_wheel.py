@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = f"pycollect-{pycollect.__version__}"
 IGNORED = (".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist", "__pycache__")
 BUILT = ("_C.*.so", "_testing.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels")
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 BACKEND = "import sys; sys.path.insert(0, 'build_backend'); import pycollect_backend as backend\n"
 
 
@@ -35,9 +36,8 @@ def run(command, cwd, fails=False, **more):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYCOLLECT_")}
     environ.pop("TORCH_CUDA_ARCH_LIST", None)
     environ |= _build_check.build_info()["switches"] | more
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, *command]
-    done = subprocess.run(command, cwd=cwd, env=environ, start_new_session=True, **pipes)
+    done = subprocess.run(command, cwd=cwd, env=environ, start_new_session=True, **PIPES)
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
@@ -102,8 +102,7 @@ def test_wheels_are_made_one_after_the_other(tmp_path):
     code += "import pycollect_backend as backend; backend.build_wheel('build')"
     with open(tmp_path / "build" / ".wheel-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes)
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **PIPES)
         assert "another build is running" in child.stdout.readline()
     assert "begun" in child.communicate(timeout=60)[0]
 
